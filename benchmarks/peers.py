@@ -345,6 +345,7 @@ class PeerRunner(Runner):
 
     def metered(self) -> tuple[int, int]:
         """Return the peaks of one more step, on the device and of copies in host memory."""
+        self.step()  # an offloader that was idle has freed its staging: allocating it anew is no part of a step
         held = [*self._workload.parameters, *self._workload.batch]
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
         while self.is_measuring:

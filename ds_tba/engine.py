@@ -412,8 +412,10 @@ def _forward(offloader: ActivationOffloader, original: functools.partial[Any], e
     return result
 
 
-def _backward(offloader: ActivationOffloader, original: Callable[[], Any], _engine: Any) -> Any:
+def _backward(offloader: ActivationOffloader, original: functools.partial[Any], engine: Any) -> Any:
     offloader.stop_saving()
+    if not getattr(engine, "pipeline_parallelism", False):  # whose loss_fn "until_backward" does not serve
+        offloader.look_outside((original.args, original.keywords))
     return original()
 
 

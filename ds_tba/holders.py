@@ -1,4 +1,4 @@
-"""What filled the device? A table of the modules and ops whose tensors are saved.
+"""Who filled the device? A table of the modules and ops whose tensors are saved.
 
 Knows names and bytes only; ``explain/sample.py`` finds them.
 """
@@ -57,12 +57,12 @@ class Holder:
 
 
 def merged(module: str) -> str:
-    """The path of a module with ``*`` for each number in it."""
+    """Return the path of a module with ``*`` for each number in it."""
     return _LAYER_NUMBER.sub("*", module)
 
 
 def table(holders: Sequence[Holder]) -> list[str]:
-    """Lines for people, the largest first; what is beyond :data:`MAX_ROWS` in one line."""
+    """Return lines for people, the largest first; those beyond :data:`MAX_ROWS` are one line."""
     if not holders:
         return []
     shown, rest = list(holders[:MAX_ROWS]), holders[MAX_ROWS:]

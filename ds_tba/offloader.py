@@ -370,6 +370,12 @@ class ActivationOffloader:
         if owner is None or owner is self or owner.is_closed:
             take_off(_kept.hooks)
 
+    def look_outside(self, losses: Any) -> None:
+        """Say once where most of what the backward of these losses needs was saved outside of forward."""
+        told = "" if self._is_forked() else self._samples.begin_backward(losses)
+        if told and self._rank == 0:
+            logger.warning("%s", told)
+
     def interleaving(self) -> AbstractContextManager[None]:
         """Context for a whole step in which forwards and backwards of several micro-batches alternate."""
         if self._is_forked():

@@ -1,4 +1,4 @@
-"""What a run says of itself: bytes per tier, why, at which rate; as JSON, as text, in a file that is never half.
+"""A run's report of itself: bytes per tier, why, at which rate; as JSON, as text, in a file that is never half.
 
 Knows numbers only: whoever counts fills :class:`OffloadReport` in. What is not counted it cannot tell.
 """
@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -35,100 +35,117 @@ FIRST_REPORT_AGE_S, REPORT_AGE_S = 0.25, 10.0
 SCHEMA = 1  # goes up when a field changes its meaning; one more field is no change
 
 
-@dataclass(frozen=True)
-class OffloadReport:
-    """Counters of one rank since the engine was built. Bytes are bytes, times are seconds.
+# The parts of docs/reference/report.md, and the field that each begins with.
+PARTS = {
+    "state": "The run", "peak_saved_bytes": "Peaks", "offloaded_bytes": "What moved", "kept_bytes": "What stayed",
+    "plans": "The plan", "write_bytes_per_s": "The drives",
+}  # fmt: skip
 
-    Attributes:
-        packed_tensors: tensors that autograd saved, parameters included.
-        passed_through_tensors: parameters and their views among the packed tensors, left alone.
-        offloaded_bytes: storages handed to the store, each once.
-        written_bytes, read_bytes: moved by the drive, padded to the alignment.
-        forwarded_bytes: handed over from memory because their write had not finished.
-        cancelled_bytes: offloaded, but read back or dropped before their write began.
-        deduplicated_bytes: saved again as views of a storage that was written already.
-        kept_bytes: left in device memory; ``kept_bytes_by_reason`` says why.
-        host_bytes: moved to host memory, with what a failed write left there.
-        peak_staging_bytes: host memory in use between the device and the drive, at most, of ``io.staging_bytes``.
-        swap_file_bytes: largest size of the file that activations are written to.
-        peak_saved_bytes: peak of saved tensors in device memory; each storage counts once.
-        peak_saved_bytes_without: the same, had all of them stayed there.
-        budget_excess_bytes: ``peak_saved_bytes`` in excess of ``activation_budget_bytes``.
-        fallbacks: tensors that were eligible and stayed in memory because the store could not take or write them;
-            ``fallbacks_by_reason`` says why.
-        write_bytes_per_s, read_bytes_per_s: of all drives, recently, while they were busy.
-        stall_s: time that forward and backward waited for the store.
-        recomputed_bytes: recomputed in backward instead of being saved.
-        rematerialized_bytes: made again in backward from other saved tensors instead of being saved.
-        rematerialized_s: the time that took, by what it took when it was measured.
-        rematerialized_sites: how many places of a forward are in use for that, by op.
-        refused_sites: how many are not, by reason.
-        step_peak_saved_bytes: ``peak_saved_bytes`` of the last whole step alone.
-        plans: number of plans so far.
-        plan: the plan in force: planner, reason, bytes of each placement, its predictions, and ``measured_step_s``, the
-            median of the last steps under it (None before the first); None without a plan.
-        blocks_left_out: ``path`` and ``reason`` of each block that is not recomputed, with ``"recompute": true``.
-        bandwidth: for each path its written bytes and its recent rates, as measured.
-        bandwidth_at_start: the same, as first measured for plans; empty where it was not.
-        wear: for each path the fields of :class:`ds_tba.wear.PathWear`.
-        holders: fields of :class:`ds_tba.holders.Holder`: who held saved bytes at the end of the forward of
-            ``holders_step``, the largest first.
-        timeline_path: of the timeline of a sampled step, where ``report.timeline_path`` asks for one.
-        schema: of these fields.
-        device_memory: the fields of :class:`ds_tba.device.accelerator.MemoryLevels`; empty on the CPU.
+
+def told(meaning: str, row: str = "", default: Any = MISSING, *, factory: Any = MISSING) -> Any:
+    """Return a field of the report with its meaning, and the name of its row in the table for people if it has one."""
+    return field(default=default, default_factory=factory, metadata={"meaning": meaning, "row": row})
+
+
+def unit_of(name: str) -> str:
+    """Return the unit that is in a field's name; empty for counts and texts."""
+    if "_bytes" in name:
+        return "bytes/s" if name.endswith("_per_s") else "bytes"
+    return "s" if name.endswith("_s") else ""
+
+
+def readable_as(unit: str, value: Any) -> str:
+    """Return a value for people."""
+    match unit:
+        case "bytes":
+            return readable(value)
+        case "bytes/s":
+            return f"{value / 1e9:.2f} GB/s"
+        case "s":
+            return f"{value:.2f} s"
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadReport:
+    """Counters of one rank since the engine was built: one table of what the JSON, ``ds_tba report`` and its page have.
+
+    Rows come in the order of the fields; a field with a default has no row while it has that.
     """
 
-    state: str
-    rank: int
-    backend: str
-    backend_reason: str
-    paths: list[str]
-    placement: str
-    integrity: str
-    steps: int
-    micro_steps: int
-    packed_tensors: int
-    passed_through_tensors: int
-    offloaded_bytes: int
-    written_bytes: int
-    read_bytes: int
-    forwarded_bytes: int
-    cancelled_bytes: int
-    deduplicated_bytes: int
-    kept_bytes: int
-    host_bytes: int
-    recomputed_bytes: int
-    peak_staging_bytes: int
-    swap_file_bytes: int
-    peak_saved_bytes: int
-    peak_saved_bytes_without: int
-    budget_excess_bytes: int
-    fallbacks: int
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    stall_s: float
-    kept_bytes_by_reason: dict[str, int] = field(default_factory=dict)
-    fallbacks_by_reason: dict[str, int] = field(default_factory=dict)
-    bandwidth: list[dict[str, Any]] = field(default_factory=list)
-    bandwidth_at_start: list[dict[str, Any]] = field(default_factory=list)
-    wear: list[dict[str, Any]] = field(default_factory=list)
-    step_peak_saved_bytes: int = 0
-    plans: int = 0
-    plan: dict[str, Any] | None = None
-    blocks_left_out: list[dict[str, str]] = field(default_factory=list)
-    rematerialized_bytes: int = 0
-    rematerialized_s: float = 0.0
-    rematerialized_sites: dict[str, int] = field(default_factory=dict)
-    refused_sites: dict[str, int] = field(default_factory=dict)
-    device_memory: dict[str, int] = field(default_factory=dict)
-    holders: list[dict[str, Any]] = field(default_factory=list)
-    holders_step: int = 0
-    timeline_path: str | None = None
-    schema: int = SCHEMA
+    state: str = told("`running`, or `finished` once it is closed", "state")
+    rank: int = told("the rank that wrote it")
+    backend: str = told("what moves bytes to and from the drives; `none` where nothing does", "backend")
+    backend_reason: str = told("why it is that backend", "  chosen by")
+    paths: list[str] = told("the directories of `nvme_path`", "paths")
+    placement: str = told("as the block has it", "placement")
+    integrity: str = told("as `io.integrity` has it")
+    steps: int = told("steps of the optimizer", "steps")
+    micro_steps: int = told("forwards with their backward", "micro-steps")
+    packed_tensors: int = told("tensors that autograd saved, parameters included")
+    passed_through_tensors: int = told("parameters and their views among the packed tensors, left alone")
+    device_memory: dict[str, int] = told("the fields of `MemoryLevels`; empty on the CPU", factory=dict)
+    schema: int = told("version of these fields", default=SCHEMA)
+
+    peak_saved_bytes: int = told(
+        "peak of saved tensors in device memory; each storage counts once", "activations at the peak, with the block"
+    )
+    peak_saved_bytes_without: int = told("the same, had all of them stayed there", "activations at the peak, without")
+    step_peak_saved_bytes: int = told("`peak_saved_bytes` of the last whole step alone", default=0)
+    budget_excess_bytes: int = told(
+        "`peak_saved_bytes` in excess of `activation_budget_bytes`", "above activation_budget_bytes", 0
+    )
+    peak_staging_bytes: int = told("peak of `io.staging_bytes` in use", "peak staging")
+
+    offloaded_bytes: int = told("storages handed to the store, each once", "offloaded")
+    written_bytes: int = told("written to the drives, padded to the alignment", "written")
+    read_bytes: int = told("read from the drives, padded to the alignment", "read")
+    forwarded_bytes: int = told("handed over before their write had finished", "forwarded from memory")
+    cancelled_bytes: int = told("offloaded, but loaded or dropped before their write began")
+    deduplicated_bytes: int = told("saved again as views of a storage that was written already", "deduplicated")
+    host_bytes: int = told("offloaded to host memory, with what a failed write left there")
+    rematerialized_bytes: int = told("made from other saved tensors in backward instead of saved", "rematerialized", 0)
+    rematerialized_s: float = told("the time that this took, by what it took when measured", "  in", 0.0)
+    rematerialized_sites: dict[str, int] = told(
+        "places of a forward that are in use for it, by op", "places of", factory=dict
+    )
+    refused_sites: dict[str, int] = told("places of a forward that are not, by reason", factory=dict)
+    recomputed_bytes: int = told("recomputed in backward instead of saved", "recomputed in backward")
+    stall_s: float = told("time that forward and backward waited for the store", "stalled")
+
+    kept_bytes: int = told("left in device memory", "kept")
+    kept_bytes_by_reason: dict[str, int] = told("the same, by reason", "kept", factory=dict)
+    fallbacks: int = told("eligible tensors that stayed because no store could take or write them", "fallbacks")
+    fallbacks_by_reason: dict[str, int] = told("the same, by reason", "fallback", factory=dict)
+    blocks_left_out: list[dict[str, str]] = told(
+        'path and reason of each block that is not recomputed, with `"recompute": true`', factory=list
+    )
+    holders: list[dict[str, Any]] = told(
+        "fields of `Holder`: who held saved bytes as the forward of `holders_step` ended, the largest first",
+        factory=list,
+    )
+    holders_step: int = told("the last step whose forward was sampled", default=0)
+    timeline_path: str | None = told("timeline of a sampled step, where the block asks for one", default=None)
+
+    plans: int = told("plans so far", default=0)
+    plan: dict[str, Any] | None = told(
+        "planner, reason, bytes of each placement and predictions of the plan in force; `measured_step_s` is the "
+        "median of the last steps under it, null before the first",
+        default=None,
+    )
+
+    write_bytes_per_s: float = told("of all drives, recently, while they were busy", "rate of writes")
+    read_bytes_per_s: float = told("of all drives, recently, while they were busy", "rate of reads")
+    swap_file_bytes: int = told("largest size of the file that activations are written to")
+    bandwidth: list[dict[str, Any]] = told("written bytes and recent rates of each path, as measured", factory=list)
+    bandwidth_at_start: list[dict[str, Any]] = told(
+        "the same, as first measured for plans; empty where it was not", factory=list
+    )
+    wear: list[dict[str, Any]] = told("the fields of `PathWear`, for each path", factory=list)
 
     @classmethod
     def read_json(cls, path: Path) -> OffloadReport:
-        """The report that a run wrote to ``path``, also one of an older or newer version of this package.
+        """Read the report that a run wrote to ``path``, also one of an older or newer version of this package.
 
         Raises:
             ReportError: there is no such file, or it is something else.
@@ -141,8 +158,7 @@ class OffloadReport:
             ) from error
         except (ValueError, RecursionError) as error:
             raise ReportError(f"{path} is no JSON ({error}): name the file of report.path.") from error
-        needed = {one.name for one in fields(cls) if one.default is one.default_factory is MISSING}
-        missing = needed - set(found) if isinstance(found, dict) else needed
+        missing = NEEDED - set(found) if isinstance(found, dict) else NEEDED
         if missing:
             raise ReportError(
                 f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
@@ -153,11 +169,11 @@ class OffloadReport:
         return cls(**{name: value for name, value in found.items() if name in types})
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, ready for JSON."""
+        """Return every field, ready for JSON."""
         return asdict(self)
 
     def summary(self) -> str:
-        """One line for the log; bytes are those of a step."""
+        """Return one line for the log; bytes are those of a step."""
         steps = max(self.steps, 1)
         parts = [
             f"{self.steps} steps: activations take {readable(self.peak_saved_bytes)} at the peak instead of "
@@ -177,51 +193,33 @@ class OffloadReport:
         return ", ".join(parts)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and value of each line of the table for people."""
-        rows = [
-            ("backend", f"{self.backend} ({self.backend_reason})"),
-            ("paths", ", ".join(self.paths)),
-            ("steps / micro-steps", f"{self.steps} / {self.micro_steps}"),
-            ("offloaded", readable(self.offloaded_bytes)),
-            ("written", f"{readable(self.written_bytes)} at {self.write_bytes_per_s / 1e9:.2f} GB/s"),
-            ("read", f"{readable(self.read_bytes)} at {self.read_bytes_per_s / 1e9:.2f} GB/s"),
-            ("forwarded from memory", readable(self.forwarded_bytes)),
-            ("deduplicated", readable(self.deduplicated_bytes)),
-            ("kept", readable(self.kept_bytes)),
-        ]
-        rows += [(f"  kept: {reason}", readable(nbytes)) for reason, nbytes in self.kept_bytes_by_reason.items()]
-        if self.rematerialized_bytes:
-            ops = ", ".join(f"{op} {count}" for op, count in sorted(self.rematerialized_sites.items()))
-            rows.append(
-                ("rematerialized", f"{readable(self.rematerialized_bytes)} in {self.rematerialized_s:.2f} s: {ops}")
-            )
-        rows += [
-            ("activations at the peak, with the block", readable(self.peak_saved_bytes)),
-            ("activations at the peak, without", readable(self.peak_saved_bytes_without)),
-            ("peak staging", readable(self.peak_staging_bytes)),
-            ("fallbacks", str(self.fallbacks)),
-        ]
-        if self.budget_excess_bytes:
-            rows.append(("above activation_budget_bytes", readable(self.budget_excess_bytes)))
-        if self.plan is not None:
-            plan, measured = self.plan, readable(self.step_peak_saved_bytes)
-            rows += [("plan", f"{plan.get('planner', 'unknown')}, the {_ordinal(self.plans)}")]
-            rows += [(f"  plan: {where}", readable(nbytes)) for where, nbytes in plan.get("bytes", {}).items()]
-            if "peak_saved_bytes" in plan:
-                rows += [
-                    ("  plan: activations at the peak", f"{readable(plan['peak_saved_bytes'])} ({measured} measured)")
-                ]
-            if plan.get("kept_step_s") and "step_s" in plan:
-                rows += [("  plan: step", _step(plan))]
-            rows += [("recomputed in backward", readable(self.recomputed_bytes))]
+        """Return name and value of each line of the table for people."""
+        rows: list[tuple[str, str]] = []
+        for one in fields(self):
+            name, unit, value = one.metadata["row"], unit_of(one.name), getattr(self, one.name)
+            if not name or (one.name not in NEEDED and not value):
+                continue
+            if isinstance(value, dict):
+                rows += [(f"  {name}: {key}", readable_as(unit, each)) for key, each in value.items()]
+            else:
+                rows.append((name, readable_as(unit, value)))
         reasons = Counter(one.get("reason", "unknown") for one in self.blocks_left_out)
         rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
-        rows += [(f"  fallback: {reason}", str(count)) for reason, count in self.fallbacks_by_reason.items()]
-        rows += [(f"wear of {path.get('path', '?')}", _wear(path)) for path in self.wear]
-        return [*rows, ("stalled", f"{self.stall_s:.2f} s")]
+        rows += [] if self.plan is None else self._plan_rows(self.plan)
+        return [*rows, *((f"wear of {path.get('path', '?')}", _wear(path)) for path in self.wear)]
+
+    def _plan_rows(self, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        yield "plan", f"{plan.get('planner', 'unknown')}, the {_ordinal(self.plans)}"
+        for where, nbytes in plan.get("bytes", {}).items():
+            yield f"  plan: {where}", readable(nbytes)
+        if "peak_saved_bytes" in plan:
+            measured = readable(self.step_peak_saved_bytes)
+            yield "  plan: activations at the peak", f"{readable(plan['peak_saved_bytes'])} ({measured} measured)"
+        if plan.get("kept_step_s") and "step_s" in plan:
+            yield "  plan: step", _step(plan["step_s"], plan["kept_step_s"], plan.get("measured_step_s"))
 
     def holder_lines(self) -> list[str]:
-        """The table of who held saved bytes, for people; empty where no forward was looked at."""
+        """Return the table of who held saved bytes; empty where no forward was looked at."""
         if not self.holders:
             return []
         names = {one.name for one in fields(Holder)}
@@ -232,6 +230,15 @@ class OffloadReport:
         return [f"saved at the end of the forward of step {self.holders_step}:", *table(found)]
 
 
+def parts() -> dict[str, list[Field[Any]]]:
+    """Return the fields by the part of the report that they belong to."""
+    found: dict[str, list[Field[Any]]] = {}
+    for one in fields(OffloadReport):
+        found.setdefault(PARTS.get(one.name) or next(reversed(found)), []).append(one)
+    return found
+
+
+NEEDED = frozenset(one.name for one in fields(OffloadReport) if one.default is one.default_factory is MISSING)
 # Of what the table shows of objects in a report. A key may be absent, for a file may be of another version.
 _INSIDE: dict[str, dict[str, Any]] = {
     "plan": {
@@ -245,7 +252,7 @@ _INSIDE: dict[str, dict[str, Any]] = {
 
 
 def _misfits(found: Mapping[str, Any], types: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """Which values of an object are of another type, each with its key, what it is and what it should be."""
+    """Yield the values of an object that are of another type, each with its key and what it should be."""
     for name in (one for one in types if one in found):
         try:
             TypeAdapter(types[name]).validate_python(found[name], strict=True)
@@ -257,7 +264,7 @@ def _misfits(found: Mapping[str, Any], types: Mapping[str, Any], at: str = "") -
 
 
 def _misfits_inside(found: Mapping[str, Any]) -> Iterator[str]:
-    """The same of the objects in a report that is one from the outside."""
+    """Yield the same of the objects in a report that is one from the outside."""
     for name, types in _INSIDE.items():
         value = found.get(name) or []
         for at, one in {name: value}.items() if isinstance(value, dict) else enumerate(value):
@@ -292,7 +299,7 @@ class LittleMoved:
         self._is_steady = False
 
     def end_step(self, kept: Mapping[str, int], done_bytes: int, steps: int, plans: int) -> str:
-        """The text, where this step is the first to tell; else empty.
+        """Return the text, where this step is the first to tell; else empty.
 
         Args:
             kept: bytes that were neither moved nor made again so far, by reason.
@@ -308,7 +315,7 @@ class LittleMoved:
         return ""
 
     def judge(self, kept: Mapping[str, int], done_bytes: int) -> str:
-        """The text, by these bytes where nothing was told yet."""
+        """Return the text, by these bytes where nothing was told yet."""
         if self.text is None:
             self.text = self._judged(Counter(kept), done_bytes)
         return self.text
@@ -339,12 +346,12 @@ class LittleMoved:
 
 
 def rank_path(path: str, rank: int) -> Path:
-    """The path at which a rank writes its report: ``path`` for rank 0, ``path.rankN`` for others."""
+    """Return the path at which a rank writes its report: ``path`` for rank 0, ``path.rankN`` for others."""
     return expanded(path if rank == 0 else f"{path}.rank{rank}")
 
 
 def checked_path(key: str, path: str | None, rank: int) -> Path | None:
-    """:func:`rank_path` of a path that the config may name.
+    """Return :func:`rank_path` of a path that the config may name.
 
     Raises:
         ConfigError: nothing can be written there.
@@ -370,7 +377,7 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether :func:`write_file` may take the name: what is there, if anything, is a file or a symlink.
+    """Return whether :func:`write_file` may take the name: nothing, a file or a symlink is there.
 
     Names in ``/dev`` and ``/proc`` are the system's, also those that are symlinks, such as ``/dev/stdout``.
     """
@@ -475,10 +482,17 @@ class ReportFile:
         self._written_at = time.monotonic()
 
 
-def _step(plan: dict[str, Any]) -> str:
-    text = f"{plan['step_s']:.3g} s, {plan['step_s'] / plan['kept_step_s'] - 1:+.1%}"
-    measured_s = plan.get("measured_step_s")  # a file may be older
-    return text if measured_s is None else f"{text} ({measured_s:.3g} s measured)"
+def longer(part: float) -> str:
+    """Return in words that a step is longer than another by this part of it."""
+    return f"{abs(part):.1%} {'longer' if part >= 0 else 'shorter'}"
+
+
+def _step(planned_s: float, kept_s: float, measured_s: float | None) -> str:
+    planned = f"{planned_s:.3g} s, {longer(planned_s / kept_s - 1)}"
+    if measured_s is None:
+        return f"{planned} than estimated with everything kept, as planned; not measured yet"
+    measured = f"{measured_s:.3g} s, {longer(measured_s / kept_s - 1)}"
+    return f"{measured} than estimated with everything kept (planned: {planned})"
 
 
 def _wear(path: dict[str, Any]) -> str:

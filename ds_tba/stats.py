@@ -55,7 +55,7 @@ class Gauge:
                 self.peak = now
 
     def lap(self) -> int:
-        """The peak since the last lap."""
+        """Return the peak since the last lap."""
         peak, self.lap_peak = self.lap_peak, self.now
         return peak
 
@@ -82,7 +82,7 @@ class CacheStats:
 
 
 def readable(nbytes: float) -> str:
-    """Bytes in the largest unit that gives 1 or more."""
+    """Return bytes in the largest unit that gives 1 or more."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -90,7 +90,7 @@ def readable(nbytes: float) -> str:
 
 
 def expanded(path: str) -> Path:
-    """A path of the config as an absolute one, with ``~`` and environment variables replaced."""
+    """Return a path of the config as an absolute one, with ``~`` and environment variables replaced."""
     return Path(os.path.expanduser(os.path.expandvars(path))).absolute()  # Path's raises for users it does not know
 
 

@@ -35,7 +35,7 @@ DATA_UNIT_BYTES = 512_000  # NVMe counts written data in thousands of 512-byte u
 
 
 class Rating(NamedTuple):
-    """Terabytes, and who says so; empty for the config."""
+    """A rated endurance in terabytes, and who says so; empty for the config."""
 
     tbw: float
     source: str
@@ -63,7 +63,7 @@ class Drive:
     drive_written_bytes: int | None = None
 
     def rating(self, configured_tbw: float | None) -> Rating:
-        """What it can be written to: as configured, else by what it says that it has written and worn, else assumed."""
+        """Return the rating: as configured, else by what the drive reports as written and worn, else assumed."""
         if configured_tbw is not None:
             return Rating(configured_tbw, "")
         if self.drive_written_bytes is None or (self.percentage_used or 0) < LEAST_PERCENTAGE_USED:
@@ -76,7 +76,7 @@ class Drive:
 
 
 def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:
-    """The sysfs directory of the whole drive that holds a directory; None without one (memory, network, overlay)."""
+    """Return the sysfs directory of the drive that holds a directory; None without one (memory, network, overlay)."""
     try:
         number = os.stat(path).st_dev
         device = (sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)
@@ -86,7 +86,7 @@ def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:
 
 
 def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
-    """The drive that holds a directory."""
+    """Return the drive that holds a directory."""
     device = sysfs_device(path, sysfs)
     if device is None:
         return Drive()
@@ -106,7 +106,7 @@ def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
 
 
 def _smart(device: str) -> Mapping[str, Any]:
-    """The answer of ``smartctl`` for a device; empty where it is missing, not permitted, slow, or answers otherwise."""
+    """Return what ``smartctl`` says of a device; empty where it is missing, not permitted, slow, or says otherwise."""
     # Its exit status counts the drive's own troubles too, so only its output is used.
     command = [SMARTCTL, "-j", "-a", f"/dev/{device}"]
     try:
@@ -155,7 +155,7 @@ class PathWear(Drive):
     sharers: int = 1
 
     def days(self) -> float:
-        """The life where only an assumption gives the rating, too; infinite before the first write."""
+        """Return the life, also where only an assumption gives the rating; infinite before the first write."""
         days = life_days(self.left_tbw(self.rated_endurance_tbw), self.sharers * self.written_bytes_per_day)
         return math.inf if days is None else days
 
@@ -195,7 +195,7 @@ def path_wear(
 
 
 def write_limit_bytes_per_step(left_tbw: float | None, min_life_days: float | None, step_s: float) -> float:
-    """Bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
+    """Return the bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
 
     ``left_tbw`` is of all drives together, divided by the ranks that share them. See [Note: Projected life].
 

@@ -46,7 +46,7 @@ SLOTS_MADE = """\
                 break
 """
 SO_FAR = "        so_far = moment(self._accelerator)"
-UPDATER, OF_ENGINES = "ds_tba/update/updater.py", "tests/update/test_engine_updates.py"
+UPDATER, OF_ENGINES = "ds_tba/update/updater.py", "tests/update/test_interleaved.py"
 OF_HOST = "ds_tba/update/host.py"
 PINNING, OF_PINNING = "ds_tba/update/pinning.py", "tests/update/test_pinning.py"
 MUTANTS = [
@@ -85,7 +85,7 @@ MUTANTS = [
            "[copy.event for copy in ticket.copies] + ticket.uses", "[copy.event for copy in ticket.copies]"),
     Mutant("a slot is given back while a copy into it runs", SPACE,
            "[copy.event for copy in ticket.copies] + ticket.uses", "ticket.uses",
-           "tests/storage/test_ordering.py tests/storage/test_store.py"),
+           "tests/storage/test_ordering.py tests/storage/test_nvme.py"),
     Mutant("a span in copies is free at once", STAGING,
            "            if all(event.query() for event in events):\n", "            if events:\n"),
     Mutant("room in host memory is given back while a copy into it runs", HOST,
@@ -100,7 +100,7 @@ MUTANTS = [
            "self.ring.copies.finish()\n                self.ring.slots.finish()\n", "pass\n"),
     Mutant("a store is closed while a put copies into staging", NVME,
            "while self.space.copying and time.monotonic() < deadline_s:", "while False:",
-           "tests/storage/test_store.py"),
+           "tests/storage/test_nvme.py"),
     Mutant("a get of pieces is repeated on another stream at once", NVME,
            "wait_for_stream(accelerator)  # the repeated one may be on another stream", "pass"),
     Mutant("a slot is given back under a copy that failed after it was queued", NVME,
@@ -134,14 +134,14 @@ MUTANTS = [
            "tests/storage/test_device_staging.py"),
     Mutant("what a lane writes is given up under the write", SPACE,
            "released.state in (_S.WRITING, _S.READING)", "released.state in (_S.READING,)",
-           "tests/storage/test_store.py tests/core/test_prefetch.py"),
+           "tests/storage/test_nvme.py tests/core/test_prefetch.py"),
     Mutant("what a lane reads is given up under the read", SPACE,
            "released.state in (_S.WRITING, _S.READING)", "released.state in (_S.WRITING,)",
-           "tests/storage/test_store.py"),
+           "tests/storage/test_nvme.py"),
     Mutant("what prefetching came to leaves staging with the end of its write", NVME,
            "stays = space.read_ahead.end_write(ticket)", "stays = False", "tests/core/test_prefetch.py"),
     Mutant("what prefetching came to and is given up counts for ever", SPACE,
-           "            self.read_ahead.end(released)\n", "            pass\n", "tests/storage/test_store.py"),
+           "            self.read_ahead.end(released)\n", "            pass\n", "tests/storage/test_nvme.py"),
     Mutant("what differs when it is made again is made again all the same", "ds_tba/remat/sites.py",
            "        if not is_other:\n", "        if True:\n", "tests/remat/test_sites.py"),
     Mutant("an output is made again before its site was compared", "ds_tba/remat/recipe.py",
@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant("a parameter is an operand itself", REMAT,
            "            recipe = recipe.copied(cache)  #", "            pass  #", "tests/remat/test_sites.py"),
     Mutant("a recipe does not hold its operands", REMAT,
-           "            recipe = recipe.bound(cache)\n", "            pass\n", "tests/remat/test_recipes.py"),
+           "            recipe = recipe.bound(cache)\n", "            pass\n", "tests/remat/test_rules.py"),
     Mutant("a second consumer does not wait for what was made again", REMAT,
            "Arrival(device, data, moment(device), device.current_stream())\n", "Arrival.done(data)\n",
            "tests/remat/test_sites.py"),
@@ -259,7 +259,7 @@ MUTANTS = [
            "        return self.has_room() and (self._upload_begins is None or bool(self._upload_begins.query()))",
            "        return self.has_room()", "tests/update/test_update_time.py"),
     Mutant("staging takes the next parameters before their copy is done", OF_HOST,
-           "        event.synchronize()\n", "        pass\n", "tests/update/test_update_host.py"),
+           "        event.synchronize()\n", "        pass\n", "tests/update/test_host.py"),
 ]  # fmt: skip
 
 

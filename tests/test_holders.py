@@ -120,6 +120,12 @@ def test_the_largest_part_is_of_what_is_in_memory() -> None:
     assert "layers.*" in diagnosis(moved, LAYERS).verdict()
 
 
+def test_a_small_rest_in_memory_is_not_the_largest_part() -> None:
+    moved = Holder("layers.*", "Gelu", 9, 500 * MIB, moved_bytes=500 * MIB)
+    indices = Holder("embed", "", 1, 16 << 10, 16 << 10, largest="[1, 2048] int64")
+    assert "the largest part is of layers.*" in diagnosis(moved, indices, peak_mib=20).verdict()
+
+
 HOST = {"model": ModelMemory(200 * MIB, 200 * MIB, 400 * MIB, 200 * MIB, optimizer="FusedAdam"), "is_host": True}
 DEVICE = {**HOST, "is_host": False}
 

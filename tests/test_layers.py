@@ -30,6 +30,21 @@ ROOMS = [
 ]
 RANK = {room: number for number, row in enumerate(ROOMS) for room in row}
 ENTRIES = ["__init__", "__main__", "autoload"]  # reach the engine by themselves, once DeepSpeed is there
+# Modules without a test module of their name, and what tests them.
+TESTED_ELSEWHERE = {
+    "__init__": "what it exports, in tests/test_interface.py",
+    "__main__": "two lines: tests/cli runs it",
+    "cli": "each command has its test module",
+    "cli.format": "sizes and outputs, in tests/cli/test_rows.py",
+    "cli.plan.training": "with the rows that it gives, in tests/cli/test_rows.py",
+    "errors": "messages, in tests/test_documented_messages.py",
+    "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",
+    "offloader": "a run of it is what the tests of reports, plans and engines look at",
+    "plan.plan": "records that the replay and the search fill in",
+    "plan.timeline": "arrays that the replay and the search read",
+    "storage.backends.base": "an interface: tests/contracts/backend.py",
+    "storage.space": "lanes and tickets, in tests/storage/test_nvme.py",
+}
 CORE = {"core", "storage", "device", "stats", "wear", "holders", "report", "config", "errors"}
 LONGEST_CHAIN = 8
 FILES, LINES = 80, 22_400  # what the package has been cut to; it may grow by the air before somebody has to think
@@ -105,6 +120,15 @@ def test_planning_is_pure() -> None:
 def test_deepspeed_is_imported_in_its_places_only() -> None:
     users = {name for name in MODULES if any(one.split(".")[0] == "deepspeed" for one in named(name))}
     assert users == {"engine", "storage.backends.aio"}
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - set(TESTED_ELSEWHERE)))
+def test_a_module_has_a_test_module_of_its_name(name: str) -> None:
+    """Rooms have directories of tests; what lies above them may be tested by whole runs."""
+    if MODULES[name].name == "__init__.py" and len(MODULES[name].read_text().splitlines()) < 5:
+        return
+    stem = f"test_{name.rpartition('.')[2]}.py"
+    assert list(TESTS.rglob(stem) if room(name) == name else (TESTS / room(name)).glob(stem)), f"no {stem}"
 
 
 def test_no_test_module_imports_another() -> None:

@@ -314,6 +314,37 @@ offloader.close()
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
 
 
+def test_rows_have_the_measured_step_beside_the_planned_one(tmp_path: Path) -> None:
+    offloader = make(tmp_path)
+    report = offloader.report()
+    offloader.close()
+    plan = {"planner": "adaptive", "kept_step_s": 2.0, "step_s": 2.032, "measured_step_s": None}
+    said = [
+        dict(replace(report, plan={**plan, "measured_step_s": measured_s}).rows())["  plan: step"]
+        for measured_s in (None, 2.98)
+    ]
+    assert said[0] == "2.03 s, 1.6% longer than estimated with everything kept, as planned; not measured yet"
+    assert said[1] == "2.98 s, 49.0% longer than estimated with everything kept (planned: 2.03 s, 1.6% longer)"
+
+
+def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
+    named = [one for many in report_module.parts().values() for one in many]
+    assert [one.name for one in named] == list(OffloadReport.__dataclass_fields__)
+    assert all(one.metadata["meaning"] for one in named)
+    assert list(report_module.parts()) == list(report_module.PARTS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("offloaded_bytes", "bytes"), ("peak_saved_bytes_without", "bytes"), ("kept_bytes_by_reason", "bytes"),
+        ("write_bytes_per_s", "bytes/s"), ("stall_s", "s"), ("fallbacks", ""), ("fallbacks_by_reason", ""),
+    ],
+)  # fmt: skip
+def test_a_field_s_name_has_its_unit(name: str, unit: str) -> None:
+    assert report_module.unit_of(name) == unit
+
+
 def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     offloader = make(tmp_path, report={"path": str(tmp_path / "report.json")})
     step(offloader)

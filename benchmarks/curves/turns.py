@@ -197,6 +197,7 @@ class Runner:
         """Return the peak of one more step, which is not timed; None on a device that counts by itself."""
         if self._device.is_cuda:
             return None
+        self._step()  # an offloader that was idle has freed its staging: allocating it anew is no part of a step
         held = [*self._workload.parameters, *self._workload.batch]
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
         for _ in range(MAX_STEPS_TO_A_PLAN):

@@ -6,36 +6,23 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 from ds_tba.cli import doctor, page, plan, tune
-from ds_tba.cli.format import add_json, show
+from ds_tba.cli.format import Result, add_json, show
 from ds_tba.config import SUPPORTED_DEEPSPEED
 from ds_tba.errors import ReportError
 from ds_tba.report import OffloadReport, is_replaceable, write_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; its exit status."""
-    parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
-    parser.set_defaults(needs_deepspeed=True)
-    parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor.add_parsers(commands)
-    plan.add_parsers(commands)
-    report = commands.add_parser("report", help="show the JSON at report.path as a table, or as a page with drawings")
-    report.add_argument(
-        "files", type=Path, nargs="+", metavar="FILE", help="JSON that report.path named, of each rank or run"
-    )
-    as_what = report.add_mutually_exclusive_group()
-    as_what.add_argument("--html", type=Path, metavar="PAGE.html", help="write one page about all of them instead")
-    add_json(as_what)
-    report.set_defaults(run=partial(show, "report", _reports), needs_deepspeed=False)
-    tune.add_parser(commands)
+    """Run a subcommand; return its exit status."""
+    parser = _parser()
+    _complete(parser)
     options = parser.parse_args([_dashed(one) for one in (sys.argv[1:] if argv is None else argv)])
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
@@ -59,29 +46,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
+    parser.set_defaults(needs_deepspeed=True)
+    parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    doctor.add_parsers(commands)
+    plan.add_parsers(commands)
+    report = commands.add_parser("report", help="show the JSON at report.path as a table, or as a page with drawings")
+    report.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="JSON that report.path named, of each rank or run"
+    )
+    as_what = report.add_mutually_exclusive_group()
+    as_what.add_argument("--html", type=Path, metavar="PAGE.html", help="write one page about all of them instead")
+    add_json(as_what)
+    report.set_defaults(run=partial(show, "report", _reports), needs_deepspeed=False)
+    tune.add_parser(commands)
+    return parser
+
+
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks for completions, and end, where argcomplete is installed."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    with suppress(ImportError):
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
 def _dashed(argument: str) -> str:
     """Return an option as its help has it, also where it is written with underscores, as DeepSpeed's are."""
     name, sign, value = argument.partition("=")
     return f"{name.replace('_', '-')}{sign}{value}" if name.startswith("--") else argument
 
 
-def _reports(options: argparse.Namespace) -> tuple[int, list[str], list[dict[str, Any]]]:
-    """A table of each, or the page; as JSON a list of what all of them have."""
+def _reports(options: argparse.Namespace) -> Result:
+    """Return a table of each, or write the page; as JSON a list of what all of them have."""
     files, target = options.files, options.html
     if target is not None:
-        return 0, [_write_page(files, target)], []
+        return Result(0, [_write_page(files, target)], [])
     reports = [OffloadReport.read_json(file) for file in files]
     lines = []
     for file, report in zip(files, reports, strict=True):
-        rows = [*([("report", str(file))] if len(files) > 1 else []), ("state", report.state), *report.rows()]
+        rows = [*([("report", str(file))] if len(files) > 1 else []), *report.rows()]
         width = max(len(name) for name, _ in rows)
         lines += [*(f"{name:<{width}}  {value}" for name, value in rows), *report.holder_lines()]
     found = [{"file": str(file), **report.to_dict()} for file, report in zip(files, reports, strict=True)]
-    return 0, lines, found
+    return Result(0, lines, found)
 
 
 def _write_page(files: Sequence[Path], target: Path) -> str:
-    """Write it; a line that says so.
+    """Write it, and return a line that says so.
 
     Raises:
         ReportError: a file is not a report, or the page cannot be written.

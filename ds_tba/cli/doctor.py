@@ -20,12 +20,12 @@ from contextlib import closing
 from functools import partial
 from importlib.metadata import Distribution, PackageNotFoundError, distributions, entry_points, version
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import SpecifierSet
 
-from ds_tba.cli.format import add_json, show, size
+from ds_tba.cli.format import Commands, Result, add_json, show, size
 
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
 _LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
@@ -40,7 +40,7 @@ PACKAGES = (
 VARIABLES = ("CUDA_", "CUFILE_", "DS_ACCELERATOR", "DS_TBA_", "KVIKIO_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add both subcommands."""
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
@@ -64,19 +64,24 @@ def add_parsers(commands: Any) -> None:
 # ---- the doctor -----------------------------------------------------------------------------------------------------
 
 
-def _examine(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
-    """One line per check; 1 if any failed."""
+# A verdict, None where something is missing that a run can do without, and what to say.
+Check: TypeAlias = tuple[bool | None, str]
+
+
+def _examine(options: argparse.Namespace) -> Result:
+    """Return one line per check, and status 1 if any failed."""
     if options.build and (status := build_aio()):
-        return status, [], {"ok": False, "checks": [{"ok": False, "what": "DeepSpeed's aio op did not build"}]}
+        return Result(status, [], {"ok": False, "checks": [{"ok": False, "what": "DeepSpeed's aio op did not build"}]})
     found = list(checks(options))
     is_good = all(good is not False for good, _ in found)
     told = [{"ok": good, "what": what} for good, what in found]
     verdict = "ready" if is_good else "not ready: repair what is marked FAIL"
-    return 1 - is_good, [*(f"{_MARKS[good]}  {what}" for good, what in found), verdict], {"ok": is_good, "checks": told}
+    lines = [*(f"{_MARKS[good]}  {what}" for good, what in found), verdict]
+    return Result(1 - is_good, lines, {"ok": is_good, "checks": told})
 
 
-def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
-    """A verdict and a line for each check; None where something is missing that a run can do without."""
+def checks(options: argparse.Namespace) -> Iterator[Check]:
+    """Check versions, the entry point, backends, configs and directories."""
     from ds_tba.config import SUPPORTED_DEEPSPEED
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
@@ -117,8 +122,8 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[bool | None, str]]:
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free{slow}"
 
 
-def _aio(paths: Sequence[str], *, built: bool) -> tuple[bool | None, str]:
-    """Whether the kernel, and the directories, let DeepSpeed's op work, and whether it loads."""
+def _aio(paths: Sequence[str], *, built: bool) -> Check:
+    """Check that the kernel and the directories let DeepSpeed's op work, and that it loads."""
     from ds_tba.config import AioConfig, IoConfig
     from ds_tba.errors import BackendUnavailableError
     from ds_tba.stats import expanded
@@ -139,8 +144,8 @@ def _aio(paths: Sequence[str], *, built: bool) -> tuple[bool | None, str]:
     return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
 
 
-def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator[tuple[bool | None, str]]:
-    """Whether a run reads the blocks of each config; and whether the script trains with DeepSpeed at all."""
+def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator[Check]:
+    """Check that a run reads the block of each config, and that the script trains with DeepSpeed at all."""
     from ds_tba.cli.plan.training import read_config
     from ds_tba.config import BLOCK, parse_block, refuse_misnamed
     from ds_tba.errors import ConfigError
@@ -175,8 +180,8 @@ def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator
         yield _script_check(script)
 
 
-def _script_check(script: Path) -> tuple[bool | None, str]:
-    """Whether a script names DeepSpeed in its text; one that leaves it to a launcher or to a library need not."""
+def _script_check(script: Path) -> Check:
+    """Check that a script names DeepSpeed in its text; one that leaves it to a launcher or to a library need not."""
     try:
         text = script.read_text(errors="replace")
     except OSError as error:
@@ -187,8 +192,8 @@ def _script_check(script: Path) -> tuple[bool | None, str]:
     return None, f"{script} does not name DeepSpeed: without an engine nobody reads the block: {how}"
 
 
-def _entry_point() -> tuple[bool, str]:
-    """Whether ``import torch`` will load this very package."""
+def _entry_point() -> Check:
+    """Check that ``import torch`` will load this very package."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         return (
             False,
@@ -210,7 +215,7 @@ def _entry_point() -> tuple[bool, str]:
 
 
 def _source(found: Distribution) -> Path:
-    """Where its code is; that of an editable installation has an ``egg-info`` there, and a ``dist-info`` elsewhere."""
+    """Return where its code is; an editable installation has an ``egg-info`` there, and a ``dist-info`` elsewhere."""
     told = json.loads(found.read_text("direct_url.json") or "{}")
     is_editable = told.get("dir_info", {}).get("editable") is True
     return (Path(unquote(urlsplit(told["url"]).path)) if is_editable else Path(str(found.locate_file("")))).resolve()
@@ -257,7 +262,7 @@ def build_aio() -> int:
     return build.returncode
 
 
-def _version(package: str, wanted: SpecifierSet) -> tuple[bool, str]:
+def _version(package: str, wanted: SpecifierSet) -> Check:
     try:
         found = version(package).partition("+")[0]
     except PackageNotFoundError:
@@ -270,15 +275,15 @@ def _version(package: str, wanted: SpecifierSet) -> tuple[bool, str]:
 # ---- what an issue should say ---------------------------------------------------------------------------------------
 
 
-def _environment(_: argparse.Namespace) -> tuple[int, list[str], dict[str, str]]:
-    """As Markdown."""
+def _environment(_: argparse.Namespace) -> Result:
+    """Return the table in Markdown."""
     found = environment()
     rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in found.items()]
-    return 0, ["| | |", "|---|---|", *rows], found
+    return Result(0, ["| | |", "|---|---|", *rows], found)
 
 
 def environment() -> dict[str, str]:
-    """Name and value of each line."""
+    """Return name and value of each line."""
     import torch
 
     from ds_tba.storage.backends import aio

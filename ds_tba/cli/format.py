@@ -10,10 +10,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, redirect_stdout
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ds_tba.errors import DsTbaError
 
+# What ``add_subparsers`` returns, which has no public name.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -53,34 +55,75 @@ def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-Make = Callable[[argparse.Namespace], tuple[int, list[str], Any]]
+class Result(NamedTuple):
+    """What a command has found: its exit status, the lines for people, and what ``--json`` prints instead."""
+
+    status: int
+    lines: list[str]
+    found: object
 
 
-def add_json(parser: Any) -> None:
-    """The option of all commands."""
+class Command(Protocol):
+    """A subcommand: makes its result of the options."""
+
+    def __call__(self, options: argparse.Namespace, /) -> Result: ...
+
+
+class HasOptions(Protocol):
+    """A parser, or a group of one."""
+
+    def add_argument(self, *names: str, **how: Any) -> argparse.Action: ...
+
+
+def add_json(parser: HasOptions) -> None:
+    """Add the option that all commands have."""
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on the standard output")
 
 
-def show(command: str, make: Make, options: argparse.Namespace) -> int:
-    """Make a result and print its lines, or what they say as JSON; the exit status, which is 2 on an error of the user.
-
-    Args:
-        make: returns the exit status, the lines, and what is printed in their place with ``--json``.
-    """
+def show(name: str, command: Command, options: argparse.Namespace) -> int:
+    """Run a command and print its lines, or its JSON; return the exit status, which is 2 on an error of the user."""
     try:
         # What a model or a build prints meanwhile would be in the JSON.
         with redirect_stdout(sys.stderr) if options.json else nullcontext():
-            status, lines, found = make(options)
+            result = Result(*command(options))
     except DsTbaError as error:
-        sys.stderr.write(f"ds_tba {command}: {error}\n")
+        sys.stderr.write(f"ds_tba {name}: {error}\n")
         return 2
+    lines = result.lines if not _has_colours() else [painted(line) for line in result.lines]
+    if options.json:
+        lines = [json.dumps(result.found, indent=2)]
     try:
-        sys.stdout.writelines(f"{line}\n" for line in ([json.dumps(found, indent=2)] if options.json else lines))
+        sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()
     except BrokenPipeError:  # the command ends quietly
         raise
     except OSError as error:
-        sys.stderr.write(f"ds_tba {command}: the standard output cannot be written: {error.strerror}\n")
+        sys.stderr.write(f"ds_tba {name}: the standard output cannot be written: {error.strerror}\n")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tells of it at exit, too
         return 2
-    return status
+    return result.status
+
+
+# ---- colours --------------------------------------------------------------------------------------------------------
+
+# Words that are a verdict: where a line begins with them, or in a column of a table, which two spaces end.
+_VERDICTS = re.compile(
+    r"(?P<good>^ok(?=  )|^ready$|\bfits(?=  )|^recommended)"
+    r"|(?P<fair>^--(?=  )|\btight(?=  ))"
+    r"|(?P<bad>^FAIL(?=  )|^not ready|\bdoes not fit(?=  )|^NOTHING FITS|\bIT WEARS\b)"
+)
+_CODES = {"good": 32, "fair": 33, "bad": 31}
+
+
+def _has_colours() -> bool:
+    """Return whether the standard output is a terminal whose user has not asked for none (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(line: str) -> str:
+    """Return a line with its verdicts in green, yellow or red."""
+    return _VERDICTS.sub(_paint, line)
+
+
+def _paint(found: re.Match[str]) -> str:
+    return f"\x1b[{_CODES[found.lastgroup or '']}m{found[0]}\x1b[0m"

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ds_tba.errors import ReportError
-from ds_tba.report import LITTLE, OffloadReport
+from ds_tba.report import LITTLE, OffloadReport, longer, parts
 from ds_tba.stats import readable
 from ds_tba.wear import TERABYTE
 
@@ -101,11 +102,11 @@ class Mark:
 
     @property
     def opacity(self) -> float:
-        """So that many short spans do not look like a long one."""
+        """How full the mark is drawn: many short spans do not look like a long one."""
         return max(0.2, min(0.75, self.filled / max(self.end - self.x, 1e-9)))
 
     def title(self, length_s: float) -> str:
-        """In words, in a step of this length."""
+        """Return the mark in words, in a step of this length."""
         size = f", {readable(self.nbytes)}" if self.nbytes > 0 else ""
         times = f" ({self.count} times)" if self.count > 1 else ""
         return f"{self.name}{times}: {_seconds(self.filled / WIDTH * length_s)}{size}"
@@ -169,17 +170,19 @@ class Run:
         parts[0] += f" ({-self.spared:+.0%})"
         if self.overhead is None:
             parts.append("the cost in step time is not known without a plan")
+        elif self.is_measured:
+            parts.append(f"a step took {longer(self.overhead)} than estimated with everything kept")
         else:
-            longer = f"{abs(self.overhead):.1%} {'longer' if self.overhead >= 0 else 'shorter'}"
-            takes = "took" if self.is_measured else "should take"
-            parts.append(f"a step {takes} {longer} than estimated with everything kept")
+            parts.append(
+                f"by the plan, not measured yet, a step takes {longer(self.overhead)} than with everything kept"
+            )
         if self.found.rows("wear"):
             parts.append(f"{self.bytes_per_day / TERABYTE:.2f} TB written a day")
         return ", ".join(parts) + "."
 
     @property
     def advice(self) -> list[str]:
-        """What to change, with the keys that do it."""
+        """Lines that say what to change, with the keys that do it."""
         nothing = "Nothing stands out. A smaller activation_budget_bytes lowers the peak further."
         return list(self._advice()) or [nothing]
 
@@ -201,8 +204,8 @@ class Run:
         if steps and measured_s and found.number("stall_s") / steps > LONG_WAIT * measured_s:
             yield "Steps wait for the drives: ds_tba tune looks for a faster io, and nvme_path may name more of them."
         elif measured_s > SLOWER * promised_s > 0:
-            longer = f"{measured_s / promised_s - 1:.0%} longer"
-            yield f"Steps take {longer} than planned, not for the drives: compare with a run with enabled: false."
+            than_planned = f"{longer(measured_s / promised_s - 1)} than planned"
+            yield f"Steps take {than_planned}, not for the drives: compare with a run with enabled: false."
         lives = [life for one in found.rows("wear") if (life := one.number("life_days")) > 0]
         if lives and min(lives) < SHORT_LIFE_DAYS:
             yield f"At this rate a drive lasts {min(lives):.0f} days: ssd.min_life_days limits what plans write."
@@ -214,7 +217,7 @@ class Run:
 
 
 def view(name: str, found: Found, timeline: Found, why_not: str, sharers: int = 1) -> Run:
-    """A report and the timeline of its step, or the reason for none; ``sharers`` of them are on the page."""
+    """Return a report with the timeline of its step, or the reason for none; ``sharers`` of them are on the page."""
     plan, without = found.part("plan"), found.number("peak_saved_bytes_without")
     kept_s, measured_s = plan.number("kept_step_s"), plan.number("measured_step_s")
     step_s = measured_s or plan.number("step_s")
@@ -232,7 +235,7 @@ def view(name: str, found: Found, timeline: Found, why_not: str, sharers: int = 
 
 
 def render(paths: Sequence[Path]) -> str:
-    """The page about the reports in these files: details of the first ones, and a comparison where there are several.
+    """Return the page about reports: details of the first ones, and a comparison where there are several.
 
     Raises:
         ReportError: a file is no report, or these are more than a page can show.
@@ -246,16 +249,12 @@ def render(paths: Sequence[Path]) -> str:
         runs.append(view(str(path), found, timeline, why_not, sharers))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {
-        "breakable": lambda text: Markup("<wbr>").join(re.split(r"(?<=[./_])", text)),
-        "bytes": lambda value: readable(value) if value > 0 else "-",
-        "rate": lambda value: f"{value / 1e9:.2f} GB/s" if value > 0 else "-",
-        "seconds": _seconds,
-        "sha256": lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode(),
-    }
+        "breakable": _breakable, "bytes": _bytes, "rate": _rate, "seconds": _seconds, "sha256": _sha256,
+    }  # fmt: skip
     template = environment.from_string(files(__package__).joinpath("page.html.j2").read_text(encoding="utf-8"))
     page = template.render(
         runs=runs, detailed=runs[:DETAILED], width=WIDTH, height=HEIGHT, max_rows=MAX_ROWS, remedies=REMEDIES,
-        terabyte=TERABYTE,
+        terabyte=TERABYTE, facts=[(one.name, one.metadata["row"] or one.name) for one in parts()["The run"]],
     )  # fmt: skip
     page = page.strip().encode(errors="replace").decode()  # of surrogate pairs JSON may have a half, and UTF-8 may not
     if len(page.encode()) > MAX_PAGE_BYTES:
@@ -264,7 +263,7 @@ def render(paths: Sequence[Path]) -> str:
 
 
 def read_timeline(found: Found, directory: Path) -> tuple[Found, str]:
-    """The timeline that a report names, or one of its name in the directory; else the reason, and how to get one."""
+    """Return the timeline that a report names, or one of its name in the directory; else how to get one."""
     named = found.text("timeline_path")
     if not named:
         why_not = (
@@ -282,12 +281,29 @@ def read_timeline(found: Found, directory: Path) -> tuple[Found, str]:
 
 
 def shortened(text: str) -> str:
-    """A text without its middle where it is long."""
+    """Return a text without its middle where it is long."""
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}…{text[-MAX_TEXT // 2 :]}"
 
 
+def _breakable(text: str) -> Markup:
+    """Return a path that a browser may break behind its separators."""
+    return Markup("<wbr>").join(re.split(r"(?<=[./_])", text))
+
+
+def _bytes(value: float) -> str:
+    return readable(value) if value > 0 else "-"
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e9:.2f} GB/s" if value > 0 else "-"
+
+
+def _sha256(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
 def _seconds(value: float, of: float = 0.0) -> str:
-    """A time in the unit that suits it, or suits the time that it is part of."""
+    """Return a time in the unit that suits it, or suits the time that it is part of."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if max(value, of) >= size:
             return f"{value / size:.3g} {unit}"
@@ -330,7 +346,9 @@ def _step(timeline: Found, sharers: int) -> Step | None:
         length_us / 1e6,
         [
             (kind, name, _note(tracks[kind, name], length_us / 1e6), _merged(tracks[kind, name], limit))
-            for kind, name in sorted(tracks, key=lambda track: ORDER.index(track[0]))
+            for wanted in ORDER
+            for kind, name in tracks
+            if kind == wanted
         ],
         *_lines(levels, other.number("budget_bytes"), PAGE_COLUMNS // sharers),
     )
@@ -343,11 +361,11 @@ def _note(marks: Sequence[Mark], length_s: float) -> str:
 
 
 def _merged(marks: Sequence[Mark], limit: int) -> list[Mark]:
-    """At most ``limit`` marks: those narrower than a pixel and as near to each other are one, or wider ones."""
+    """Return at most ``limit`` marks: those narrower than a pixel and as near to each other are one."""
     grain, found = 0.5, [*marks]
     while grain < 1 or len(found) > limit:
         grain, found, is_run = 2 * grain, [], False
-        for one in sorted(marks, key=lambda mark: mark.x):
+        for one in sorted(marks, key=attrgetter("x")):
             is_short = one.end - one.x < grain
             if is_short and is_run and one.x - found[-1].end < grain:
                 last, name = found[-1], one.name if one.name == found[-1].name else "several"
@@ -362,7 +380,7 @@ def _merged(marks: Sequence[Mark], limit: int) -> list[Mark]:
 def _lines(
     levels: list[tuple[float, float, float]], budget_bytes: float, columns: int
 ) -> tuple[dict[str, str], dict[str, str], list[str], float | None]:
-    """Lines with the highest and the last level of each of ``columns``; legend, ticks, and place of the budget."""
+    """Return lines with the highest and the last level of each column; legend, ticks, and place of the budget."""
     if not levels:
         return {}, {}, [], None
     levels.sort()

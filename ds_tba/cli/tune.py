@@ -1,7 +1,7 @@
-"""``ds_tba tune``: which backend, and how many lanes, are fastest on these drives? A table, from one measurement.
+"""``ds_tba tune``: which backend, and how many lanes, are fastest on these drives? A table of medians.
 
-It is that of the start of a run, repeated in rounds as time allows; the table has the medians. Nothing computes then:
-how much staging a run needs to buffer what forward saves in bursts is not seen.
+Each setting is measured as at the start of a run, in rounds as time allows. Nothing computes then: how much staging a
+run needs for what forward saves in bursts is not seen.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
+from operator import itemgetter
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ds_tba.cli.format import add_json, in_units_of, show, table
+from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, table
 from ds_tba.config import AioConfig, IoConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError
 
@@ -27,6 +28,7 @@ written are printed, because they wear the drives.
 GIB = 1 << 30
 LANES = (1, 2, 4)
 BACKENDS = ("aio", "posix")
+RATES = ("write", "read", "both")
 CLEARLY = 1.1  # medians of the same setting differ by less
 
 
@@ -36,13 +38,13 @@ class Candidate(NamedTuple):
     backend: str
     lanes: int
 
-    def block(self) -> dict[str, Any]:
-        """For the key ``"io"``."""
+    def block(self) -> dict[str, object]:
+        """Return the value for the key ``"io"``."""
         return {"backend": self.backend, "write_lanes": self.lanes, "read_lanes": self.lanes}
 
 
 class Rates(NamedTuple):
-    """Bytes per second over all paths: of writes, of reads, of both at once; and the bytes written to measure them."""
+    """Bytes per second over all paths, for :data:`RATES`, and the bytes written to measure them."""
 
     write: float
     read: float
@@ -51,34 +53,39 @@ class Rates(NamedTuple):
 
     @property
     def round_trip(self) -> float:
-        """Of a write and a read in turn."""
+        """Bytes per second of a write and a read in turn."""
         return 2.0 / (1.0 / self.write + 1.0 / self.read)
 
 
 Found = Mapping[Candidate, Sequence[Rates]]
 
 
-def measured(paths: Sequence[str], one: Candidate) -> Rates:
-    """One measurement of the directories.
+class Drives:
+    """The directories to measure, and the clock that a measurement takes time on."""
 
-    Raises:
-        PathError: a directory cannot hold a swap file, or a transfer failed.
-        BackendUnavailableError: the backend cannot run here.
-    """
-    from ds_tba.storage.tiers import probe
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = list(paths)
 
-    config = OffloadConfig.model_validate({"nvme_path": list(paths), "io": one.block()})
-    rates, written_bytes = probe(config, AioConfig())
-    write, read, write_beside, read_beside = map(sum, zip(*rates, strict=True))
-    return Rates(write, read, write_beside + read_beside, written_bytes)
+    def measure(self, one: Candidate) -> Rates:
+        """Measure the directories once.
+
+        Raises:
+            PathError: a directory cannot hold a swap file, or a transfer failed.
+            BackendUnavailableError: the backend cannot run here.
+        """
+        from ds_tba.storage.tiers import probe
+
+        config = OffloadConfig.model_validate({"nvme_path": self._paths, "io": one.block()})
+        rates, written_bytes = probe(config, AioConfig())
+        write, read, write_beside, read_beside = map(sum, zip(*rates, strict=True))
+        return Rates(write, read, write_beside + read_beside, written_bytes)
+
+    def now_s(self) -> float:
+        return time.monotonic()
 
 
 def tuned(
-    candidates: Sequence[Candidate],
-    measure: Callable[[Candidate], Rates],
-    seconds: float,
-    max_written_bytes: float,
-    clock: Callable[[], float] = time.monotonic,
+    candidates: Sequence[Candidate], drives: Drives, seconds: float, max_written_bytes: float
 ) -> tuple[Found, float]:
     """Measure all in turn until a limit is reached, the first once at least; with the seconds that this took.
 
@@ -86,26 +93,32 @@ def tuned(
         seconds, max_written_bytes: limits; one measurement may go beyond.
     """
     found: dict[Candidate, list[Rates]] = {}
-    started_s = clock()
+    started_s = drives.now_s()
     for one in cycle(candidates):
-        found.setdefault(one, []).append(measure(one))
+        found.setdefault(one, []).append(drives.measure(one))
         written_bytes = sum(each.written_bytes for many in found.values() for each in many)
-        if clock() - started_s >= seconds or written_bytes >= max_written_bytes:
+        if drives.now_s() - started_s >= seconds or written_bytes >= max_written_bytes:
             break
-    return found, clock() - started_s
+    return found, drives.now_s() - started_s
+
+
+def round_trips(found: Found) -> dict[Candidate, float]:
+    """Return the median round trip of each setting, the fastest first."""
+    trips = {one: median(each.round_trip for each in many) for one, many in found.items()}
+    return dict(sorted(trips.items(), key=itemgetter(1), reverse=True))
 
 
 def recommended(found: Found, default: Candidate) -> Candidate:
-    """The fastest where it is clearly faster than the default, else that."""
-    trips = {one: median(each.round_trip for each in many) for one, many in found.items()}
-    best = max(trips, key=lambda one: trips[one])
+    """Return the fastest setting where it is clearly faster than the default, else that."""
+    trips = round_trips(found)
+    best = next(iter(trips))
     return best if trips[best] > CLEARLY * trips[default] else default
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "tune",
@@ -123,16 +136,16 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=partial(show, "tune", _tune))
 
 
-def _tune(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
+def _tune(options: argparse.Namespace) -> Result:
     from ds_tba.storage.backends import aio
 
-    measure, remarks = partial(measured, options.nvme_path), []
+    drives, remarks = Drives(options.nvme_path), []
     warming: dict[str, Rates] = {}
     for backend in options.backend or BACKENDS:
         try:
             if backend == "aio" and not aio.is_built():
                 raise BackendUnavailableError("DeepSpeed's op is not built (ds_tba doctor --build)")
-            warming[backend] = measure(Candidate(backend, max(LANES)))
+            warming[backend] = drives.measure(Candidate(backend, max(LANES)))
         except BackendUnavailableError as error:
             remarks.append(f"not measured: {backend}: {error}")
     if not warming:
@@ -141,7 +154,7 @@ def _tune(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     default = Candidate(next(iter(warming)), IoConfig().write_lanes)
     others = [Candidate(backend, lanes) for backend in warming for lanes in LANES]
     candidates = [default, *(one for one in others if one != default)]
-    found, took_s = tuned(candidates, measure, options.seconds, options.most_gib)
+    found, took_s = tuned(candidates, drives, options.seconds, options.most_gib)
     best = recommended(found, default)
     written_bytes = sum(each.written_bytes for many in (*found.values(), warming.values()) for each in many)
     lines = [
@@ -152,25 +165,18 @@ def _tune(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
         f'  into "activation_nvme_offload":  "io": {json.dumps(best.block())}',
         *remarks,
     ]  # fmt: skip
-    return 0, lines, {
-        "recommended": best.block(),
-        "defaults": default.block(),
-        "written_bytes": written_bytes,
-        "took_s": took_s,
-        "candidates": [
-            {**one.block(), **{f"{key}_bytes_per_s": [getattr(each, key) for each in many]
-                               for key in ("write", "read", "both")}}
-            for one, many in found.items()
-        ],
-    }  # fmt: skip
+    told = {"recommended": best.block(), "defaults": default.block(), "written_bytes": written_bytes, "took_s": took_s}
+    rates = [
+        {**one.block(), **{f"{key}_bytes_per_s": [getattr(each, key) for each in many] for key in RATES}}
+        for one, many in found.items()
+    ]
+    return Result(0, lines, {**told, "candidates": rates})
 
 
 def _rows(found: Found, default: Candidate) -> Iterator[tuple[str, ...]]:
-    """The fastest first."""
-    usual = median(each.round_trip for each in found[default])
-    for one, many in sorted(found.items(), key=lambda row: -median(each.round_trip for each in row[1])):
-        trip = median(each.round_trip for each in many)
-        rates = [median(getattr(each, key) for each in many) / 1e9 for key in ("write", "read", "both")]
+    trips = round_trips(found)
+    for one, trip in trips.items():
+        rates = [median(getattr(each, key) for each in found[one]) / 1e9 for key in RATES]
         name = f"{one.backend} (defaults)" if one == default else one.backend
-        columns = [f"{rate:.2f}" for rate in (*rates, trip / 1e9, trip / usual)]
+        columns = [f"{rate:.2f}" for rate in (*rates, trip / 1e9, trip / trips[default])]
         yield (name, f"{one.lanes} + {one.lanes}", *columns)

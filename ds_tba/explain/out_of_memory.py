@@ -1,4 +1,4 @@
-"""What fills the device, and what would help? Judged by who holds saved bytes, what the model holds, and what failed.
+"""Who fills the device, and what would help? Judged by who holds saved bytes, what the model holds, and what failed.
 
 Knows names and bytes only: ``explain/sample.py`` finds holders and reads errors, ``engine.py`` counts the model.
 """
@@ -16,10 +16,8 @@ from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.holders import Holder
 from ds_tba.stats import readable
 
-# Of what is in use: what holds more than this part is worth a word of advice, whatever holds most.
-LARGE_PART = 1 / 3
-# Of the saved bytes: what is of one well known kind is named as that.
-KIND_PART = 1 / 4
+LARGE_PART = 1 / 3  # a holder of more than this part of the bytes in use is worth a word of advice
+KIND_PART = 1 / 4  # a well known kind that holds more than this part of the saved bytes is named
 MIB = 1 << 20
 _LOGITS = re.compile(r"logit|cross_entropy|LogSoftmax|log_softmax|NllLoss|lm_head")
 _SOFTMAX = re.compile(r"(?<!log_)(?<!Log)softmax", re.IGNORECASE)
@@ -30,14 +28,14 @@ _SQUARE = re.compile(r"\d+, (\d{2,}), \1\]")  # the end of a shape
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What a training holds on its device whatever the activations, in bytes, and what of its config bears on that.
+    """The bytes that a training holds on its device beside activations, and the part of its config that bears on them.
 
     Attributes:
-        parameters, gradients, states: now; the states of an optimizer with its master weights and buffers.
-        trained: parameters that get a gradient.
-        micro_batch, accumulation: micro-batch, and how many of them make a step; 0 where that is not known.
-        optimizer: its class.
-        zero: ``"zero_optimization"``.
+        parameters, gradients, states: bytes now; states are the optimizer's, with its master weights and buffers.
+        trained: bytes of the parameters that get a gradient.
+        micro_batch, accumulation: sequences of a micro-batch (0 where that is not known), and micro-batches of a step.
+        optimizer: name of its class.
+        zero: the config's ``"zero_optimization"``.
     """
 
     parameters: int = 0
@@ -58,11 +56,11 @@ class Failure:
         phase: ``"forward"``, ``"backward"`` or ``"optimizer step"``; empty where nothing has failed.
         asked_bytes: 0 where the error does not say.
         module: path of the module that ran; empty outside of all.
-        line: of the program, with its text.
-        is_again: a module ran in backward, for its tensors that were not saved.
-        is_ours: because of ``"recompute": true``.
+        line: line of the program, with its text.
+        is_again: True if a module ran in backward, for its tensors that were not saved.
+        is_ours: True if it did because of ``"recompute": true``.
         local: the largest tensor of the functions that ran, as name, shape and line; empty where there is none.
-        local_bytes: of that.
+        local_bytes: bytes of that tensor.
     """
 
     phase: str = ""
@@ -81,7 +79,7 @@ class Failure:
 
 
 class Culprit(Enum):
-    """What fills a device."""
+    """The kinds of what fills a device."""
 
     SAVED = "saved tensors"
     LOGITS = "logits"
@@ -95,16 +93,16 @@ class Culprit(Enum):
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What holds the memory of a device.
+    """The holders of a device's memory, and the judgement of them.
 
     Attributes:
         config: the block.
-        holders: of saved bytes, the largest first.
-        kept: bytes that were neither moved nor made again so far, by reason.
+        holders: holders of saved bytes, the largest first.
+        kept: bytes that were neither offloaded nor rematerialized so far, by reason.
         saved_bytes, peak_bytes: saved tensors in device memory, now and at their peak.
-        earlier_bytes: of those now, what was saved before the step began.
-        in_use_bytes: of the device by anything; 0 where that is not known.
-        is_host: the device is the CPU.
+        earlier_bytes: the part of ``saved_bytes`` that was saved before the step began.
+        in_use_bytes: bytes of the device in any use; 0 where that is not known.
+        is_host: True if the device is the CPU.
     """
 
     config: OffloadConfig
@@ -126,12 +124,12 @@ class Diagnosis:
 
     @property
     def _other_bytes(self) -> int:
-        """In use, and none of what is known by name."""
+        """Bytes in use by nothing that is known by name."""
         return max(0, self.in_use_bytes - self._model_bytes - self.saved_bytes - self.failure.local_bytes)
 
     @property
     def culprit(self) -> Culprit:
-        """What holds most, or was about to."""
+        """The kind that holds most, or was about to."""
         failure, at_once_bytes = self.failure, self.failure.asked_bytes + self.failure.local_bytes
         if failure.is_again:
             return Culprit.AGAIN
@@ -153,7 +151,7 @@ class Diagnosis:
         return Culprit.SAVED
 
     def verdict(self) -> str:
-        """What fills the device, in a sentence."""
+        """Return in a sentence what fills the device."""
         culprit, failure, model = self.culprit, self.failure, self.model
         of_kind = [one for one in self.holders if _kind(one) is culprit] or self.holders
         most = max(of_kind, key=self._bytes_of, default=None)
@@ -187,7 +185,7 @@ class Diagnosis:
         }[culprit]
 
     def remedies(self) -> Iterator[str]:
-        """What to change, the most useful first; each names the keys or the call."""
+        """Yield changes that help, the most useful first; each names the keys or the call."""
         culprit = self.culprit
         if culprit is Culprit.LOGITS:
             yield (
@@ -256,7 +254,7 @@ class Diagnosis:
             most_bytes = (config.activation_budget_bytes or self.peak_bytes) // 2
             yield f"{less} the limit of saved tensors, a step may take longer: {self._budget(most_bytes)}"
         if kept:
-            reason = max(kept, key=lambda one: kept[one])
+            reason = max(kept, key=kept.__getitem__)
             if "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
                 least = _keys({BLOCK: {"min_tensor_bytes": config.min_tensor_bytes // 16}})
                 yield f"move smaller tensors, too: {least}"
@@ -268,8 +266,9 @@ class Diagnosis:
             yield f"run layers again in backward, as gradient checkpointing does: {again}"
 
     def _bytes_of(self, one: Holder) -> int:
-        """In memory; where all is moved, what was."""
-        return one.resident_bytes if any(other.resident_bytes for other in self.holders) else one.saved_bytes
+        """Return its bytes in memory, or its saved bytes where what is in memory is only a rest of the peak."""
+        in_memory_bytes = sum(other.resident_bytes for other in self.holders)
+        return one.resident_bytes if in_memory_bytes > LARGE_PART * self.peak_bytes else one.saved_bytes
 
     @property
     def _drive(self) -> str:
@@ -287,7 +286,7 @@ def _keys(keys: Mapping[str, Any]) -> str:
 
 
 def _kind(one: Holder) -> Culprit:
-    """Of what is known by its looks."""
+    """Return the kind that a holder looks like."""
     if _LOGITS.search(f"{one.module} {one.op}"):
         return Culprit.LOGITS
     return Culprit.ATTENTION if _SOFTMAX.search(one.op) and _SQUARE.search(one.largest) else Culprit.SAVED

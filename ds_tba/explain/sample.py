@@ -1,10 +1,10 @@
-"""What does one step save, where, and when? The cache's hooks, looked at from around in the steps 1, 2, 4, 8, ...
+"""Who saves bytes in one step, where, and when? The cache's hooks, looked at from around in the steps 1, 2, 4, 8, ...
 
 Answers which modules hold saved bytes (:mod:`ds_tba.holders`) and when bytes came and went
 (:mod:`ds_tba.explain.timeline`). In all other steps it is not there: the hooks are the cache's own. Under a
 profiler of the user's they have ranges, in every step. Cannot see which op saves a tensor: autograd calls its hook
-before it has the node; named is the op that made it, or the user's own Function that saves it. Of an allocation that
-failed it reads in the error where that was.
+before it has the node; named is the op that made it, or the user's own Function that saves it. Where an allocation
+failed it reads from the error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
@@ -28,6 +29,7 @@ from torch.autograd.profiler import record_function
 from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, held_bytes, is_parameter
 from ds_tba.explain.out_of_memory import Failure
+from ds_tba.explain.outside import OutsideForward
 from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import Holder, merged
 from ds_tba.recompute.passes import RecomputedPass
@@ -46,7 +48,7 @@ _RUN_AGAIN = RecomputedPass._run_again.__code__
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) (\w+)")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# Whose lines tell a user nothing of the program.
+# Packages whose lines tell a user nothing of the program.
 _LIBRARIES = ("torch", "deepspeed", "ds_tba", "contextlib")
 
 
@@ -89,7 +91,7 @@ class StepSample:
         self.found: list[Holder] = []
 
     def around(self, hooks: Hooks) -> Hooks:
-        """Hooks that call these, for a forward that begins."""
+        """Return hooks that call these, for a forward that begins."""
         pack, unpack = hooks
 
         def look_at_pack(tensor: torch.Tensor) -> Any:
@@ -138,7 +140,7 @@ class StepSample:
             seen.op = _op(tensor)
 
     def holders(self) -> list[Holder]:
-        """Who holds saved bytes, the largest first: in a forward as it is now, else as its end found it."""
+        """Return the holders of saved bytes, the largest first: as they are in forward, else as its end found them."""
         if self._is_after:
             return _holders(self._seen, self.found)
         return _holders(self._seen) if self._seen else self.found
@@ -149,7 +151,7 @@ class StepSample:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """A forward of the step: at its end as much is saved as will be."""
+        """Look at a forward of the step: at its end as much is saved as will be."""
         self._seen.clear()  # of one that raised
         self._is_after = False
         self._phase_s = time.perf_counter()
@@ -160,13 +162,13 @@ class StepSample:
         self._is_after = True
 
     def end_phase(self, name: str) -> None:
-        """What has run since the last of these was the step's forward, backward or optimizer."""
+        """Note that the step's forward, backward or optimizer has run since the last call of this."""
         if self._phase_s and self.timeline is not None:
             self.timeline.span("compute", name, self._phase_s, time.perf_counter())
         self._phase_s = time.perf_counter()
 
     def end(self) -> None:
-        """The step is over: hooks of a graph that lives on look no more."""
+        """Look no more: hooks of a graph may live on."""
         self._is_open = False
         self._seen.clear()
 
@@ -208,16 +210,17 @@ class StepSamples:
         self._meters = meters
         self._write = write
         self._sample: StepSample | None = None
+        self._outside = OutsideForward(stats)
         self.end_step()
 
     def around(self, hooks: Hooks) -> Hooks:
-        """The hooks of a forward that begins."""
+        """Return the hooks of a forward that begins."""
         if self._sample is not None:
             hooks = self._sample.around(hooks)
         return _ranged(hooks) if torch.autograd.profiler._is_profiler_enabled else hooks
 
     def forward(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """The context of a forward, from that in which tensors are saved."""
+        """Return the context of a forward, from that in which tensors are saved."""
         return saving if self._sample is None else self._forward(self._sample, saving)
 
     @contextmanager
@@ -225,14 +228,19 @@ class StepSamples:
         with saving, sample.forward():
             yield
         self.holders, self.holders_step = sample.found, self._step
+        self._outside.end_forward()
+
+    def begin_backward(self, losses: Any) -> str:
+        """Return what to say of a loss that saves more than forward did; empty in steps that are not sampled."""
+        return "" if self._sample is None else self._outside.judge(losses)
 
     def end_backward(self) -> None:
-        """A micro-step is over."""
+        """Note that a micro-step is over."""
         if self._sample is not None:
             self._sample.end_phase("backward")
 
     def end_step(self) -> None:
-        """An optimizer step is over."""
+        """End the sample of an optimizer step, and begin the next one where its turn is."""
         sample, self._sample = self._sample, None
         if sample is not None:
             sample.end_phase("optimizer")
@@ -248,12 +256,12 @@ class StepSamples:
             meter.tell = None if timeline is None else timeline.span
 
     def now(self) -> list[Holder]:
-        """Who holds saved bytes: in a sampled forward as it is now, else as the end of the last one found it."""
+        """Return the holders of saved bytes: in a sampled forward as they are now, else as its end found them."""
         return self.holders if self._sample is None else self._sample.holders() or self.holders
 
 
 def _ranged(hooks: Hooks) -> Hooks:
-    """Hooks with ranges in the profile that the user takes."""
+    """Return hooks with ranges in the profile that the user takes."""
     pack, unpack = hooks
 
     def ranged_pack(tensor: torch.Tensor) -> Any:
@@ -274,11 +282,11 @@ def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[H
         if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
             where = "moved" if key.ticket is None or key.ticket.store.keeps_bytes else "again"
         found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
-    return sorted((one for one in found.values() if one.saved_bytes), key=lambda one: -one.saved_bytes)
+    return sorted((one for one in found.values() if one.saved_bytes), key=attrgetter("saved_bytes"), reverse=True)
 
 
 def _op(tensor: torch.Tensor) -> str:
-    """The op that made a tensor, behind those that only look at it in another shape."""
+    """Return the op that made a tensor, behind those that only look at it in another shape."""
     node, name = tensor.grad_fn, ""
     while node is not None:
         found = _NODE.fullmatch(type(node).name(node))  # a user's Function may have a ``ctx.name`` of its own
@@ -298,26 +306,26 @@ def _is_library(frame: FrameType) -> bool:
 
 
 def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame and those that have called it."""
+    """Yield a frame and those that have called it."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def _caller() -> FrameType | None:
-    """Of our hook: the innermost frame that is not ours."""
+    """Return the innermost frame that is not ours: the caller of our hook."""
     frames = _frames_from(inspect.currentframe())
     return next((one for one in frames if not str(one.f_globals.get("__name__")).startswith("ds_tba.")), None)
 
 
 def line_of(frame: FrameType | None) -> str:
-    """The innermost line of the program from a frame on outwards, as ``train.py:57``."""
+    """Return the innermost line of the program from a frame on outwards, as ``train.py:57``."""
     found = next((one for one in _frames_from(frame) if not _is_library(one)), None)
     return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
 
 
 def failure_of(error: BaseException, running: RunningModule, device: torch.device) -> Failure:
-    """Where an allocation on a device failed, and of what size it was, by its error."""
+    """Read from an error where an allocation on a device failed, and how large it was."""
     frames = list(walk_tb(error.__traceback__))
     names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in frames]
     backward = next((at for at, (_, name) in enumerate(names) if name == "_engine_run_backward"), len(frames))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from operator import attrgetter
 from typing import NamedTuple
 
 # Tracks from top to bottom; the categories of the spans.
@@ -59,7 +60,7 @@ class StepTimeline:
             self.left_out += 1
 
     def to_json(self, *, step: int, rank: int, budget_bytes: int | None) -> str:
-        """Chrome's trace event format; opens in https://ui.perfetto.dev and in ``chrome://tracing``."""
+        """Return Chrome's trace event format, which https://ui.perfetto.dev and ``chrome://tracing`` open."""
         names = [(0, "process_name", f"ds_tba, rank {rank}")]
         names += [(tid, "thread_name", track) for tid, track in enumerate(TRACKS)]
         events: list[dict[str, object]] = [
@@ -76,7 +77,7 @@ class StepTimeline:
                 "dur": round((one.end_s - one.start_s) * 1e6, 3),
                 "args": {"bytes": one.nbytes},
             }
-            for one in sorted(self.spans, key=lambda one: one.start_s)
+            for one in sorted(self.spans, key=attrgetter("start_s"))
         ]
         events += [
             {

@@ -35,6 +35,12 @@ def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
             "offloaded: train with DeepSpeed (--deepspeed ds_config.json of the Trainer, or deepspeed.initialize), or "
             f"unset {VARIABLE}.\n"
         )
+    if not is_accelerate and _gives_block_to_fsdp(Path(script)):
+        return (
+            f'ds_tba: "activation_nvme_offload" in {script} was read by no DeepSpeed engine that trains, so no '
+            "activation was offloaded: fsdp_config has nothing to do with DeepSpeed. Give the Trainer "
+            'deepspeed={..., "activation_nvme_offload": {...}} instead.\n'
+        )
     for path in _configs(argv, environ, is_accelerate=is_accelerate):
         if is_yaml(path) and has_block(path):
             return f"ds_tba: {in_yaml(path)}.\n"
@@ -44,6 +50,13 @@ def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
                 "activation was offloaded: give the file to DeepSpeed (--deepspeed, or deepspeed.initialize).\n"
             )
     return ""
+
+
+def _gives_block_to_fsdp(script: Path) -> bool:
+    """Return whether a script that has imported the Trainer has both a block and an ``fsdp_config`` in its text."""
+    if "transformers.training_args" not in sys.modules or not has_block(script):
+        return False
+    return "fsdp_config" in script.read_text(errors="replace")
 
 
 def in_yaml(path: Path) -> str:

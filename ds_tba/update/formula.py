@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -184,10 +184,18 @@ def _square_root(source: torch.Tensor, target: torch.Tensor) -> None:
         torch.sqrt(source, out=target)
 
 
+class CpuAdam(Protocol):
+    """DeepSpeed's compiled ``cpu_adam``, whose C++ objects are known by numbers."""
+
+    def create_adam(self, opt_id: int, /, *hyper: float) -> object: ...
+    def adam_update(self, opt_id: int, step: int, /, *hyper_and_tensors: float | torch.Tensor) -> object: ...
+    def destroy_adam(self, opt_id: int, /) -> object: ...
+
+
 class HostAdam:
     """The C++ object of a ``DeepSpeedCPUAdam``, by its ``ds_opt_adam`` and ``opt_id``."""
 
-    def __init__(self, op: Any, opt_id: int) -> None:
+    def __init__(self, op: CpuAdam, opt_id: int) -> None:
         self._op = op
         self._opt_id = opt_id
 
@@ -209,7 +217,7 @@ class HostAdam:
         self._op.adam_update(self._opt_id, step, *rates, master, gradient, exp_avg, exp_avg_sq)
 
 
-def is_exact(op: Any, device: torch.device, *, adamw: bool) -> bool:
+def is_exact(op: CpuAdam, device: torch.device, *, adamw: bool) -> bool:
     """Return whether the update on a device, with unscaling and casts, gives the host's bits for random data.
 
     Args:

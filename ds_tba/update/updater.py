@@ -210,7 +210,7 @@ class Updater:
         if self.counts.rank == 0 and self.counts.steps:
             logger.info("%s", self.report().line())
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, object]:
         return self.report().to_dict()
 
 

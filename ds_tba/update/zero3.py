@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -59,7 +59,7 @@ def _alone(number: int, /) -> int:
     return number
 
 
-def refuse_half_updated(zero: Any) -> None:
+def refuse_half_updated(zero: object) -> None:
     """Refuse to go on with a model of which only a part has taken a step. See [Note: Interrupted updates].
 
     Raises:
@@ -133,7 +133,7 @@ def _changed_methods(zero: Any) -> Iterator[tuple[str, str]]:
         yield f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({names_of})", repair
 
 
-def _is_upstream(method: Any) -> bool:
+def _is_upstream(method: object) -> bool:
     """Return whether a method and all its decorators are DeepSpeed's or torch's.
 
     Their globals tell, which ``wraps`` does not copy.
@@ -157,7 +157,7 @@ class Overrides:
         stock: the methods that were there before, by name.
     """
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         self._target = target
         self.stock: dict[str, Method] = {}
         # By name: the override, and what the object itself had before, which is nothing where the class has the method.
@@ -168,7 +168,7 @@ class Overrides:
         """Replace a method."""
         stock = self.stock[name] = getattr(self._target, name)
 
-        def override(*args: Any, **more: Any) -> Any:
+        def override(*args: object, **more: object) -> object:
             return (ours if self._active else stock)(*args, **more)
 
         self._put[name] = override, vars(self._target).get(name)
@@ -228,7 +228,7 @@ class Zero3Update:
 
     # ---- the guard: see [Note: Interrupted updates] -------------------------------------------------------------
 
-    def _step(self, *args: Any, **more: Any) -> None:
+    def _step(self, *args: object, **more: object) -> None:
         refuse_half_updated(self._zero)
         try:
             self._guard.stock["step"](*args, **more)
@@ -241,12 +241,12 @@ class Zero3Update:
                     self._highest_of_ranks(1)
             raise
 
-    def _state_dict(self, *args: Any, **more: Any) -> Any:
+    def _state_dict(self, *args: object, **more: object) -> object:
         refuse_half_updated(self._zero)
         return self._guard.stock["state_dict"](*args, **more)
 
     def _load_state_dict(
-        self, state_dict_list: Any, load_optimizer_states: bool = True, *rest: Any, **more: Any
+        self, state_dict_list: object, load_optimizer_states: bool = True, *rest: object, **more: object
     ) -> None:
         self._guard.stock["load_state_dict"](state_dict_list, load_optimizer_states, *rest, **more)
         self._updater.unpin_others(self.arrays())
@@ -257,7 +257,7 @@ class Zero3Update:
 
     # ---- the methods that the loop of `step` calls --------------------------------------------------------------
 
-    def _unscale(self, sub_group_id: int, total_norm: Any) -> None:
+    def _unscale(self, sub_group_id: int, total_norm: object) -> None:
         if sub_group_id == 0:
             setattr(self._zero, HALF_UPDATED, True)
             self._is_in_loop = True
@@ -292,7 +292,7 @@ class Zero3Update:
         if not self._is_ours:
             self._overrides.stock[_REASSIGN](sub_group_id)
 
-    def _release(self, sub_group_id: int, timer_names: Any) -> None:
+    def _release(self, sub_group_id: int, timer_names: object) -> None:
         is_last = sub_group_id == len(self._zero.fp16_groups) - 1
         if is_last and self._is_ours:
             self._is_ours = False
@@ -319,7 +319,7 @@ class Zero3Update:
                 )
         return None
 
-    def _arrays(self, master: torch.Tensor) -> list[Any]:
+    def _arrays(self, master: torch.Tensor) -> list[object]:
         """Return the tensors of a sub-group, with its moments where there are any yet."""
         state = self._zero.optimizer.state.get(master) or {}
         return [master, master.grad, *([state.get("exp_avg"), state.get("exp_avg_sq")] if state else [])]
@@ -369,7 +369,7 @@ def _zeros_like(array: torch.Tensor) -> torch.Tensor:
     return memory.zero_()
 
 
-def _is_plain(array: Any) -> bool:
+def _is_plain(array: object) -> TypeGuard[torch.Tensor]:
     """Return whether it is an fp32 tensor in host memory, in one piece."""
     return (
         isinstance(array, torch.Tensor)

@@ -154,6 +154,15 @@ def test_the_page_has_everything_and_loads_nothing(tmp_path: Path) -> None:
         assert advice in section(text, TITLES[0])
 
 
+def test_a_plan_s_figure_is_not_told_as_a_measured_one() -> None:
+    planned = {"kept_step_s": 2.0, "step_s": 2.4, "measured_step_s": None}
+    verdict = view("report", Found(report(plan=planned)), Found({}), "").verdict
+    assert "by the plan, not measured yet, a step takes 20.0% longer than with everything kept" in verdict
+    measured = view("report", Found(report(plan={**planned, "measured_step_s": 3.0})), Found({}), "")
+    assert "a step took 50.0% longer than estimated" in measured.verdict
+    assert any("Steps take 25.0% longer than planned" in one for one in measured.advice)
+
+
 def test_headings_headers_and_drawings_have_their_names(tmp_path: Path) -> None:
     text = page(tmp_path, report(), report(rank=1))
     found = Elements(text)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_tba.cli import main
-from ds_tba.cli.tune import Candidate, Found, Rates, measured, recommended, tuned
+from ds_tba.cli import main, tune
+from ds_tba.cli.tune import Candidate, Found, Rates, recommended, tuned
 from ds_tba.config import OffloadConfig
 
 MIB = 1 << 20
@@ -19,20 +19,24 @@ DEFAULT = Candidate("posix", 2)
 ALL = [DEFAULT, Candidate("posix", 1), Candidate("posix", 4)]
 
 
-class Drives:
+class Drives(tune.Drives):
     """Made-up drives: every measurement takes a second and writes 100 MiB; the clock stands still else."""
 
     def __init__(self, rate: Callable[[Candidate], float]) -> None:
-        self.now_s = 0.0
+        super().__init__([])
+        self._now_s = 0.0
         self._rate = rate
 
     def measure(self, one: Candidate) -> Rates:
-        self.now_s += 1.0
+        self._now_s += 1.0
         rate = self._rate(one)
         return Rates(rate, rate, rate, 100 * MIB)
 
     def tuned(self, seconds: float = 100.0, max_written_bytes: float = 1e15) -> tuple[Found, float]:
-        return tuned(ALL, self.measure, seconds, max_written_bytes, lambda: self.now_s)
+        return tuned(ALL, self, seconds, max_written_bytes)
+
+    def now_s(self) -> float:
+        return self._now_s
 
 
 def test_what_is_faster_is_recommended() -> None:
@@ -71,7 +75,7 @@ def test_time_and_bytes_are_bounded_and_the_default_is_always_measured(seconds: 
 def test_a_measurement_tells_rates_and_what_it_wrote(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    found = measured([str(tmp_path / "a"), str(tmp_path / "b")], Candidate("posix", 1))
+    found = tune.Drives([str(tmp_path / "a"), str(tmp_path / "b")]).measure(Candidate("posix", 1))
     assert min(found) > 0
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

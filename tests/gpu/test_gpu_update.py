@@ -2,7 +2,7 @@
 
     python -m pytest -m gpu tests/gpu/test_gpu_update.py
 
-What ``test_engine_updates.py`` runs with the CPU as the device, here on CUDA. Some cases run on the CPU, too, so that
+What ``test_interleaved.py`` runs with the CPU as the device, here on CUDA. Some cases run on the CPU, too, so that
 the tests themselves are known to work.
 """
 

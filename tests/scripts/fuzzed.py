@@ -1,4 +1,4 @@
-"""Draws of the fuzz under DeepSpeed's engine, without the block and with it: prints what differs.
+"""Random trainings (``programs/trainings.py``) under DeepSpeed's engine, with the block and without: says what differs.
 
     python fuzzed.py DIR SEED [SEED ...]
 
@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import deepspeed
 import torch
-from support import fuzz_parts as parts
-from support.fuzz_programs import Program, draw
-from support.fuzz_training import TOKENS, Tape, collecting
+from programs import parts
+from programs.running import TOKENS, Tape, collecting
+from programs.trainings import Program, draw
 
 BUCKET = 1 << 20  # elements; DeepSpeed's default reserves gigabytes
 STEPS = 15

@@ -9,7 +9,6 @@ and goes into the schema.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import sys
@@ -24,7 +23,7 @@ from pydantic import BaseModel
 import ds_tba
 from ds_tba.cli import main
 from ds_tba.config import BLOCK, UPDATE_BLOCK, OffloadConfig
-from ds_tba.report import OffloadReport
+from ds_tba.report import OffloadReport, parts, unit_of
 from ds_tba.update.config import UpdateConfig
 
 ROOT = Path(__file__).parents[2]
@@ -206,19 +205,14 @@ def _value(action: argparse.Action) -> str:
 
 
 def page_of_fields() -> str:
-    """``report.md``, with the fields as the dataclass and its docstring have them."""
-    known: dict[str, str] = {}
-    listed = inspect.cleandoc(OffloadReport.__doc__ or "").partition("Attributes:\n")[2]
-    for names, text in re.findall(r"^    ([\w, ]+): (.*\n?(?:        .*\n?)*)", listed, re.MULTILINE):
-        meaning = re.sub(r":class:`(?:\w+\.)*(\w+)`", r"`\1`", " ".join(text.split())).replace("``", "`")
-        known |= dict.fromkeys(names.split(", "), meaning)
-    rows = [
-        f"| `{one.name}` | `{one.type}` | {known.pop(one.name, '')} |\n".replace(" | None`", "`, null")
-        for one in fields(OffloadReport)
-    ]
-    assert not known, f"the docstring has fields that are none: {', '.join(known)}"
+    """``report.md``, with the fields as the table of the report has them."""
     text = FIELDS.read_text().partition(BEGIN)[0] + BEGIN
-    return text + "\n| field | type | meaning |\n|---|---|---|\n" + "".join(rows)
+    for part, many in parts().items():
+        text += f"\n## {part}\n\n| field | type | unit | meaning |\n|---|---|---|---|\n"
+        for one in many:
+            row = f"| `{one.name}` | `{one.type}` | {unit_of(one.name)} | {one.metadata['meaning']} |\n"
+            text += row.replace(" | None`", "`, null")
+    return text
 
 
 # ---- what is frozen -------------------------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_tba.cli.format import add_json, in_units_of, show, size, table
+from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size, table
 from ds_tba.config import BLOCK, parse_block, with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.report import write_file
@@ -23,7 +24,7 @@ from ds_tba.stats import expanded, readable
 from ds_tba.wear import Drive, Rating, examine
 
 if TYPE_CHECKING:
-    from ds_tba.cli.plan.rows import Longest, Row, Setup
+    from ds_tba.cli.plan.rows import Longest, Row, Setup, Setups
     from ds_tba.cli.plan.training import Training
     from ds_tba.plan.plan import Plan
     from ds_tba.plan.trace import PathRates
@@ -51,12 +52,13 @@ FIRST_LENGTH = 4096  # of --longest without --seq
 _SHOWN_GROUPS, _SHOWN_OPS = 20, 6
 
 
-def add_parsers(commands: Any) -> None:
+def add_parsers(commands: Commands) -> None:
     """Add the subcommand, and its old name, which no help lists."""
-    for name, listed in (("plan", {"help": "say what fits the GPU, and what to set"}), ("estimate", {})):
+    listed: dict[str, dict[str, Any]] = {"plan": {"help": "say what fits the GPU, and what to set"}, "estimate": {}}
+    for name, shown in listed.items():
         parser = commands.add_parser(
             name,
-            **listed,
+            **shown,
             description=_DESCRIPTION,
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -90,7 +92,7 @@ def add_parsers(commands: Any) -> None:
         parser.set_defaults(run=partial(show, name, _plan))
 
 
-def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
+def _plan(options: argparse.Namespace) -> Result:
     from ds_tba.cli.plan.rows import ADAPTIVE, detail_rows, recommended, rows_of, scale
 
     if options.longest:
@@ -106,7 +108,7 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
     more = detail_rows(setup) if options.details else []
     found = _to_dict(setup, [*rows, *more], plan, chosen)
     title = f"{options.model}, batch {options.batch} x {options.seq} tokens, {title}"
-    lines = [f"model       {title}", *_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
+    lines = [*_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
     if options.nodes * options.gpus_per_node > 1:
         row = chosen or next(one for one in rows if one.name == ADAPTIVE)
         found["scale"] = scale(setup, row, options.nodes, options.network_gbps)
@@ -117,12 +119,17 @@ def _plan(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
         new = {**setup.training.config, "train_micro_batch_size_per_gpu": options.batch}
         found["write"] = write_merged(options.write, new, None if chosen is None else chosen.merged)
         lines.append(found["write"])
-    lines += ["", "assumed", *(f"  {note}" for note in notes)]
-    result = {"title": title, "batch": options.batch, **found, "notes": notes}
-    return 3 if is_known and chosen is None else 0, lines, result
+    return _result(3 if is_known and chosen is None else 0, title, options.batch, lines, found, notes)
 
 
-def _plan_longest(options: argparse.Namespace) -> tuple[int, list[str], dict[str, Any]]:
+def _result(
+    status: int, title: str, batch: int, lines: Sequence[str], found: dict[str, Any], notes: Sequence[str]
+) -> Result:
+    shown = [f"model       {title}", *lines, "", "assumed", *(f"  {note}" for note in notes)]
+    return Result(status, shown, {"title": title, "batch": batch, **found, "notes": notes})
+
+
+def _plan_longest(options: argparse.Namespace) -> Result:
     from ds_tba.cli.plan.rows import longest_of
 
     if options.gpu is None:
@@ -135,15 +142,14 @@ def _plan_longest(options: argparse.Namespace) -> tuple[int, list[str], dict[str
     setup = setup_of(first)
     notes += _notes_of_run(setup)
     title = f"{options.model}, batch {options.batch}, {title}"
-    lines = [f"model       {title}", *_head(setup, found[0].row), "", *_table_of_longest(setup, found)]
+    lines = [*_head(setup, found[0].row), "", *_table_of_longest(setup, found)]
     rows = [{"sequence": one.sequence, "is_most": one.is_most, **_row_to_dict(one.row)} for one in found]
-    result = {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "longest": rows}
-    is_any = any(one.sequence for one in found)
-    return 0 if is_any else 3, [*lines, "", "assumed", *(f"  {note}" for note in notes)], {**result, "notes": notes}
+    told = {"gpu_bytes": setup.device.memory_bytes, "longest": rows}
+    return _result(0 if any(one.sequence for one in found) else 3, title, options.batch, lines, told, notes)
 
 
-def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
-    """The setup for a length of the sequence, a title, and what the figures rest on.
+def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
+    """Return the setups by the length of the sequence, a title, and what the figures rest on.
 
     What is quick to look at comes first: a wrong option or config is told before transformers is imported.
     """
@@ -162,7 +168,7 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
     given = options.tflops, options.memory_gbps, options.copy_gbps
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
     paths, drives = _drives(training, options.write_gbps, options.read_gbps, options.gpus_per_node)
-    rating, drives_of_node = _endurance(options.drive_tbw, training)
+    endurance = _endurance(options.drive_tbw, training)
     ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
     where = offload.nvme_path or "/local_nvme"
     chosen = {"--fused-loss": options.fused_loss, "--tiled-mlp": options.tiled_mlp}
@@ -173,25 +179,13 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
 
     recipe = recipe_of(options.model)
 
-    # A rating that is given is of drives elsewhere, which nobody has written to yet.
-    used_tbw = 0.0 if options.drive_tbw else _used_tbw(training) / sharers
-
     @cache
     def setup_of(sequence: int) -> Setup:
         run = dry_run(recipe, options.batch, sequence, training, device, paths, options.lora, aids)
         return Setup(
-            run,
-            training,
-            device,
-            ranks,
-            rating.tbw / sharers,
-            where,
-            sharers,
-            drives_of_node,
-            used_tbw=used_tbw,
-            batch=options.batch,
-            aids=aids,
-        )
+            run, training, device, ranks, endurance.rating.tbw / sharers, where, sharers, endurance.drives,
+            used_tbw=endurance.used_tbw / sharers, batch=options.batch, aids=aids,
+        )  # fmt: skip
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}" if options.lora else ""
@@ -203,7 +197,7 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         f"rates of one {device.name}{', but those that were given' if any(given) else ''}: {device.flops / 1e12:.3g} "
         f"TFLOP/s, memory {device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s",
         f"rates of the drives {drives}{f'; each GPU has 1/{sharers} of them' if sharers > 1 else ''}",
-        f"drives of a node rated {rating} (--drive-tbw has yours, together); TB a day, host memory and swap "
+        f"drives of a node rated {endurance.rating} (--drive-tbw has yours, together); TB a day, host memory and swap "
         "space in the table are one GPU's",
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
         f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s; what ZeRO offloads "
@@ -227,7 +221,7 @@ def _notes_of_run(setup: Setup) -> list[str]:
 def _drives(
     training: Training, write: float | None, read: float | None, sharers: int = 1
 ) -> tuple[tuple[PathRates, ...], str]:
-    """A rank's part of their rates, and where these are from: given, else measured here, else documented.
+    """Return a rank's part of the drives' rates, and where these are from: given, measured here, or documented.
 
     An aio op that is not built is not built for this.
     """
@@ -253,21 +247,24 @@ def _drives(
     return (path,), f"{source}; {CONCURRENT_FRACTION} of each while both run"
 
 
-def _endurance(given: float | None, training: Training) -> tuple[Rating, int]:
-    """What all drives together are rated for, who says so, and how many there are."""
+class Endurance(NamedTuple):
+    """The rating of all drives of a node together, how many there are, and what of it they report as written."""
+
+    rating: Rating
+    drives: int
+    used_tbw: float
+
+
+def _endurance(given: float | None, training: Training) -> Endurance:
+    """Examine the drives; a rating that is given is of drives elsewhere, which nobody has written to yet."""
     examined = {path: examine(expanded(path)) for path in training.offload.nvme_paths} or {"": Drive()}
     drives = {one.device or path: one for path, one in examined.items()}  # of another machine no device is known
     if given:
-        return Rating(given, "as given"), len(drives)
-    found = [one.rating(training.offload.ssd.rated_endurance_tbw) for one in drives.values()]
-    return Rating(sum(one.tbw for one in found), found[0].source or "as the config has it"), len(drives)
-
-
-def _used_tbw(training: Training) -> float:
-    """Return the terabytes of their rating that the drives report as written."""
-    drives = {drive.device: drive for drive in (examine(expanded(path)) for path in training.offload.nvme_paths)}
+        return Endurance(Rating(given, "as given"), len(drives), 0.0)
     rated = training.offload.ssd.rated_endurance_tbw
-    return sum(one.rating(rated).tbw - one.left_tbw(rated) for one in drives.values())
+    found = [one.rating(rated) for one in drives.values()]
+    rating = Rating(sum(one.tbw for one in found), found[0].source or "as the config has it")
+    return Endurance(rating, len(drives), rating.tbw - sum(one.left_tbw(rated) for one in drives.values()))
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
@@ -306,13 +303,13 @@ def _table_of_longest(setup: Setup, found: Sequence[Longest]) -> Iterator[str]:
         times = (f"{row.cost.step_s:.3g}", f"{speed:,.0f}", *_costs(row)) if sequence else ("-",) * (2 + len(_COSTS))
         cells.append((row.name, length, readable(row.need_bytes), *times))
     yield from table(cells)
-    longest = max(found, key=lambda one: one.sequence)
+    longest = max(found, key=attrgetter("sequence"))
     if not longest.sequence:
         return
     yield f"longest     {longest.sequence:,} tokens: {longest.row.name!r}"
     yield from _instructions(longest.row)
     yield from _wear(setup, longest.row)
-    sparing = max((one for one in found if one.row.spares_drives), key=lambda one: one.sequence)
+    sparing = max((one for one in found if one.row.spares_drives), key=attrgetter("sequence"))
     if sparing.sequence < longest.sequence:
         yield f"            with drives that last for a year: {sparing.sequence:,} tokens, {sparing.row.name!r}"
 
@@ -340,7 +337,7 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
         yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
         return
     if chosen is None:
-        least = min(rows, key=lambda row: row.need_bytes)
+        least = min(rows, key=attrgetter("need_bytes"))
         yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
         yield from (
             f"  {readable(nbytes):>10}  {name}: {remedy(name, setup)}" for name, nbytes in holders(least, setup.run)[:3]
@@ -355,7 +352,7 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
 
 
 def _instructions(row: Row, how: str = "") -> Iterator[str]:
-    """What to change for a row."""
+    """Say what to change for a row."""
     if row.advice:
         yield f"            {row.advice}"
     if row.merged:
@@ -451,7 +448,7 @@ def _row_to_dict(row: Row) -> dict[str, Any]:
 
 
 def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None) -> str:
-    """Merge into a ``ds_config.json``, of which a backup is kept; a line that says so, or why it was left alone.
+    """Merge into a ``ds_config.json``, of which a backup is kept; return a line that says so, or why it was left alone.
 
     Args:
         new: the config that is merged into where there is no file.
@@ -482,7 +479,7 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None)
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """``new`` into ``old``, object by object."""
+    """Merge ``new`` into ``old``, object by object."""
     found = {**old, **new}
     objects = [key for key, value in new.items() if isinstance(value, dict) and isinstance(old.get(key), dict)]
     return found | {key: _merged(old[key], new[key]) for key in objects}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,6 +53,7 @@ from ds_tba.recompute.blocks import Block, Blocks, find_blocks
 from ds_tba.remat import recipe as recipes
 from ds_tba.remat import sites
 from ds_tba.remat.store import RematStore
+from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
 
 
@@ -153,7 +154,7 @@ def dry_run(
 def _micro_step(
     subject: Subject, blocks: Sequence[Block], autocast: torch.dtype | None, cache: TensorCache, clock: OpClock
 ) -> tuple[Recorder, PeakMeter]:
-    """One forward, one backward."""
+    """Run one forward and one backward."""
     model = subject.model
     recorder = Recorder(cache.eligibility_of, clock, {id(module): path for path, module in model.named_modules()})
     for module in model.modules():
@@ -162,7 +163,7 @@ def _micro_step(
     for one in model.parameters():  # gradients exist, as in all micro-steps but the first
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
-    meter = PeakMeter([one.untyped_storage() for one in held], lambda: cache.stats.saved.now, lambda: clock.now_s)
+    meter = PeakMeter([one.untyped_storage() for one in held], cache.stats.saved, clock)
     casting = torch.autocast("cpu", autocast) if autocast else nullcontext()
     with clock, meter:
         with (
@@ -180,7 +181,7 @@ def _micro_step(
 
 
 def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans:
-    """Temporary tensors by time: what there is at the end of an operation is there while it runs.
+    """Return temporary tensors by time: what is there as an operation ends is there while it runs.
 
     Spans end a little before the next begins, so that no two of them count together.
     """
@@ -218,13 +219,13 @@ class AssumedSites(sites.Sites):
         self._clock = clock
 
     def site_of(self, recipe: recipes.Recipe) -> recipes.Site:
-        """With the time that the bytes of its ops take on the device."""
+        """Return a site with the time that the bytes of its ops take on the device."""
         moving_s = self._clock.moving_s(_moved_bytes(recipe))
         return recipes.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
 
 
 def _moved_bytes(recipe: recipes.Recipe) -> int:
-    """Bytes that an op and the steps between read and write."""
+    """Return the bytes that an op and the steps between read and write."""
 
     def nbytes(one: Any) -> int:
         if isinstance(one, int):
@@ -271,7 +272,7 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return later - earlier
 
     def moving_s(self, nbytes: int) -> float:
-        """Seconds of an operation that reads and writes so many bytes."""
+        """Return the seconds of an operation that reads and writes so many bytes."""
         return max(nbytes / self._memory_bytes_per_s, self._launch_s)
 
     def __torch_dispatch__(
@@ -299,7 +300,7 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Of matrix products and attention; fused attention with a causal mask computes half of them."""
+    """Return the FLOPs of matrix products and attention; fused attention with a causal mask computes half of them."""
     name, arguments = func._schema.name, [one.name for one in func._schema.arguments]
     if name == "aten::_grouped_mm":  # each row of the first tensor is multiplied with one matrix of the second
         return 2.0 * float(args[0].numel()) * float(args[1].shape[-1])
@@ -329,13 +330,12 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         ignored: storages that existed before.
-        excluded_bytes: bytes that do not count at this moment, such as those of saved tensors. Then inputs, buffers,
-            logits and the gradients of logits and activations are left.
-        now_s: the time, for samples.
+        saved: level of the saved tensors, which are not counted: inputs, buffers, logits and gradients are left.
+        clock: the time, for samples.
 
     Attributes:
-        peak_bytes, whole_peak_bytes: the peak so far, without what is excluded and with it.
-        samples: at the end of each operation its time, and the bytes without what is excluded.
+        peak_bytes, whole_peak_bytes: the peak so far, without saved tensors and with them.
+        samples: at the end of each operation its time, and the bytes without saved tensors.
         observes_only: activations go where they go without the meter; see ``ds_tba.core.tensors.is_under_a_mode``.
     """
 
@@ -344,14 +344,13 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         ignored: Iterable[torch.UntypedStorage],
-        excluded_bytes: Callable[[], int] = lambda: 0,
-        now_s: Callable[[], float] | None = None,
+        saved: Gauge | None = None,
+        clock: OpClock | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = self.whole_peak_bytes = 0
         self.samples: list[tuple[float, int]] = []
-        self._now_s = now_s
-        self._excluded_bytes = excluded_bytes
+        self._clock, self._saved = clock, saved
         self._now_bytes = 0
         self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
         self._ignored = list(ignored)
@@ -368,18 +367,21 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for one in tree_leaves((args, kwargs, result)):
             if isinstance(one, torch.Tensor):
                 self._see(one.untyped_storage())
-        now_bytes = self._now_bytes - self._excluded_bytes()
+        now_bytes = self._now_bytes - (0 if self._saved is None else self._saved.now)
         self.peak_bytes = max(self.peak_bytes, now_bytes)
-        if self._now_s is not None:
-            self.samples.append((self._now_s(), now_bytes))
+        if self._clock is not None:
+            self.samples.append((self._clock.now_s, now_bytes))
         self.whole_peak_bytes = max(self.whole_peak_bytes, self._now_bytes)
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = id(storage), storage.nbytes()
         if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, lambda _: self._freed.append((key, nbytes)))
+            self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
             self._now_bytes += nbytes
+
+    def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        self._freed.append((key, nbytes))
 
 
 # ---- the kernels of the device --------------------------------------------------------------------------------------
@@ -429,7 +431,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` of a device."""
+    """Run the ``scaled_dot_product_attention`` of a device."""
     chosen = attention_of(target, query, key, value, attn_mask, dropout_p)
     taken.add(chosen)
     given, mask = (query, key, value), attn_mask
@@ -459,7 +461,7 @@ def attention_of(
     mask: torch.Tensor | None,
     dropout_p: float,
 ) -> str:
-    """The kernel that a device runs: ``flash``, ``efficient`` or ``math``; see [Note: Which kernels]."""
+    """Return the kernel that a device runs: ``flash``, ``efficient`` or ``math``; see [Note: Which kernels]."""
     if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
         return "math"
     is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]

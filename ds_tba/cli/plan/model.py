@@ -15,11 +15,11 @@ import inspect
 import math
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,8 +27,6 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from ds_tba.errors import ModelError
-
-Recipe = Callable[[int, int], "Subject"]
 
 _CONTRACT = (
     "it is called with the keyword arguments batch and sequence, and must return (model, inputs), inputs being a tuple "
@@ -52,11 +50,11 @@ class Subject:
     element_bytes: float | None = None
 
     def forward(self) -> Any:
-        """Call the model."""
+        """Call the model with its inputs."""
         return self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(*self.inputs)
 
     def to(self, device: str, dtype: torch.dtype | None) -> Subject:
-        """The subject in training mode on a device; floating-point tensors are cast if a dtype is given."""
+        """Return the subject in training mode on a device; floating-point tensors are cast if a dtype is given."""
 
         def moved(one: torch.Tensor) -> torch.Tensor:
             return one.to(device, dtype if one.is_floating_point() else None)
@@ -65,8 +63,14 @@ class Subject:
         return Subject(self.model.to(device=device, dtype=dtype).train(), inputs, self.notes, self.element_bytes)
 
 
+class Recipe(Protocol):
+    """Makes the subject for a batch and a sequence length."""
+
+    def __call__(self, batch: int, sequence: int, /) -> Subject: ...
+
+
 def loss_of(output: Any) -> torch.Tensor:
-    """The scalar that backward starts from; see [Note: The contract of the function].
+    """Return the scalar that backward starts from; see [Note: The contract of the function].
 
     Raises:
         ModelError: the output has no tensor that needs a gradient.
@@ -85,7 +89,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def recipe_of(text: str) -> Recipe:
-    """The function that makes the subject for a batch and a sequence length.
+    """Return what makes the subject for a batch and a sequence length.
 
     Args:
         text: ``FILE.py:function``, or the ``config.json``, folder or name of a Hugging Face model on this machine.
@@ -101,7 +105,7 @@ def recipe_of(text: str) -> Recipe:
 
 
 def _from_function(path: Path, name: str) -> Recipe:
-    """The file is run with its directory on the path, as a script is."""
+    """Run the file with its directory on the path, as a script is."""
     at = f"MODEL {path}:{name}"
     if not path.is_file():
         raise ModelError(f"{at}: there is no file {path}; give its path from here.")
@@ -180,7 +184,7 @@ def _from_hf_config(text: str) -> Recipe:
 
 
 def _quantized(found: Any) -> tuple[float | None, tuple[str, ...]]:
-    """The size of an element of a linear layer as a ``quantization_config`` has it, and a remark."""
+    """Return the size of an element of a linear layer as a ``quantization_config`` has it, and a remark."""
     if found is None:
         return None, ()
     get = found.get if isinstance(found, Mapping) else partial(getattr, found)
@@ -199,7 +203,7 @@ def _quantized(found: Any) -> tuple[float | None, tuple[str, ...]]:
 
 
 def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, sequence: int) -> Subject:
-    """Tokens or images, and labels, all zero: no size depends on their values."""
+    """Add tokens or images, and labels, all zero: no size depends on their values."""
     taken = inspect.signature(model.forward).parameters
     notes: tuple[str, ...] = ()
     if "input_ids" in taken:
@@ -239,7 +243,7 @@ class _Adapted(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """For models that look at it, for its dtype say."""
+        """The frozen weight: a model may ask for its dtype."""
         return self.base.weight
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -301,7 +305,7 @@ def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
 
 
 def quantized_linears(subject: Subject) -> list[torch.Tensor]:
-    """The weights that are held in fewer bits: of all linear layers but the head.
+    """Return the weights that are held in fewer bits: of all linear layers but the head.
 
     Raises:
         ModelError: they would be trained.
@@ -363,7 +367,7 @@ class _Head(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """For models that look at it."""
+        """The weight of the projection: a model may ask for it."""
         return self.base.weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -394,7 +398,7 @@ class _Tiled(torch.autograd.Function):
     """A module run on pieces of a sequence, again in backward, as by DeepSpeed's TiledMLP."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, run: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.run = run
         ctx.save_for_backward(x)
         return torch.cat([run(part) for part in x.chunk(_tiles(x), -2)], -2)

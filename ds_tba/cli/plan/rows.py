@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -85,13 +86,13 @@ class Row:
 
     @property
     def spares_drives(self) -> bool:
-        """Whether the drives last for a year."""
+        """True if the drives last for a year."""
         return self.life_days is None or self.life_days >= SHORT_LIFE_DAYS
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all rows have in common.
+    """The training, the device and the drives of all rows.
 
     Attributes:
         batch: sequences of a micro-step.
@@ -115,7 +116,7 @@ class Setup:
     aids: frozenset[str] = frozenset()
 
     def trace(self, training: Training) -> Trace:
-        """With the optimizer's time."""
+        """Return the trace with the optimizer's time."""
         update_s = training.update_s(self.run.trained, self.ranks, self.device.memory_bytes_per_s)
         zero, drive = beside(training, self.run, self.ranks), self.run.trace.resources.drives
         if training.offloads("optimizer") == "nvme" and self.run.trace.resources.paths:
@@ -125,7 +126,7 @@ class Setup:
         return replace(self.run.trace, optimizer_s=update_s)
 
     def paced(self, cost: Prediction, training: Training) -> Prediction:
-        """The cost with a step that is no shorter than what is moved; see [Note: Traffic]."""
+        """Return the cost with a step that is no shorter than what is moved; see [Note: Traffic]."""
         zero, device = beside(training, self.run, self.ranks), self.device
         resources, back_bytes = self.run.trace.resources, cost.read_bytes + cost.forwarded_bytes
         moving_s = max(zero.in_bytes + back_bytes, zero.out_bytes + back_bytes) / device.copy_bytes_per_s
@@ -143,7 +144,7 @@ class Setup:
         advice: str = "",
         moving_bytes: int | None = None,
     ) -> Row:
-        """A row with its need, its verdict and its wear.
+        """Return a row with its need, its verdict and its wear.
 
         Args:
             moving_bytes: the peak of saved and temporary tensors together, where that is known.
@@ -166,7 +167,7 @@ class Setup:
         return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
     def limits(self, training: Training) -> Limits:
-        """Of the config, with the room that the device has for activations as the budget where that is known."""
+        """Return the config's limits; the room that the device has for activations is the budget where it is known."""
         offload, memory_bytes = training.offload, self.device.memory_bytes
         life, step_s = offload.ssd.min_life_days, self.trace(training).step_s
         limits = Limits.of(offload, write_limit_bytes_per_step(self.tbw - self.used_tbw, life, step_s))
@@ -178,7 +179,7 @@ class Setup:
 
 
 def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
-    """The rows, each also with an offloaded optimizer, and the plan of the adaptive one."""
+    """Return the rows, each also with an offloaded optimizer, and the plan of the adaptive one."""
     found: list[Row] = []
     plans = []
     for ending, training, merged in trainings(setup.training):
@@ -189,7 +190,7 @@ def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
 
 
 def trainings(training: Training) -> Iterator[tuple[str, Training, dict[str, Any]]]:
-    """The training as it is configured, and with the optimizer in host memory: ending of names, and what to merge."""
+    """Yield the training as configured, and with the optimizer in host memory: ending of names, and what to merge."""
     yield "", training, {}
     if not training.offloads("optimizer"):
         zero = {"stage": max(2, training.stage), "offload_optimizer": {"device": "cpu"}}
@@ -200,7 +201,7 @@ def trainings(training: Training) -> Iterator[tuple[str, Training, dict[str, Any
 def fixed_rows(
     setup: Setup, training: Training, ending: str, merged: dict[str, Any], *, moves_all: bool = False
 ) -> Iterator[Row]:
-    """Settings that make no plan; with ``moves_all`` also everything to NVMe, without checkpointing."""
+    """Yield settings that make no plan; with ``moves_all`` also everything to NVMe, without checkpointing."""
     trace, nvme = setup.trace(training), {"enabled": True, "nvme_path": setup.nvme_path, "placement": "nvme"}
 
     def row(name: str, block: dict[str, Any], where: Placement, *, recompute: bool = False) -> Row:
@@ -221,7 +222,7 @@ def fixed_rows(
 
 
 def detail_rows(setup: Setup) -> list[Row]:
-    """Everything to NVMe, and plans for smaller budgets."""
+    """Return rows of everything to NVMe, and of plans for smaller budgets."""
     training, trace = setup.training, setup.trace(setup.training)
     found = [setup.row("offload all", fixed(trace, Placement.NVME), training, {})]
     for budget in (int(part * fixed(trace).peak_saved_bytes) for part in BUDGET_FRACTIONS):
@@ -232,7 +233,7 @@ def detail_rows(setup: Setup) -> list[Row]:
 
 
 def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any]) -> tuple[Row, Plan]:
-    """The plan of the default block in the budget; with recomputation where only that fits, or is faster."""
+    """Plan the default block in the budget; with recomputation where only that fits, or is faster."""
     trace, limits = setup.trace(training), setup.limits(training)
     plan, budget = adaptive(trace, limits), limits.activation_budget_bytes
     if budget is not None and not limits.recompute:
@@ -249,12 +250,12 @@ def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any
 
 
 def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: bool = False) -> Prediction:
-    """The cost of one placement for everything that it is possible for; see :func:`assign`."""
+    """Return the cost of one placement for everything that it is possible for; see :func:`assign`."""
     return replay(*assign(trace, placement, recompute=recompute)).cost
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
-    """One placement for everything that it is possible for; all else is kept.
+    """Give one placement to everything that it is possible for; all else is kept.
 
     Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest.
 
@@ -277,7 +278,7 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
 
 
 def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dict[str, float]:
-    """What a step moves in one of so many nodes: to and from its drives, and over its network, in each direction.
+    """Return what a step moves in one of so many nodes: to and from its drives, and over its network, each way.
 
     ZeRO-3 gathers all parameters in forward and again in backward, and reduces all gradients, in each micro-step. The
     other stages reduce gradients, stage 2 in each micro-step, and gather what was updated once. Of all of it a node has
@@ -302,7 +303,7 @@ def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dic
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """The first of the fastest that fit, else of those that are tight; where any spare the drives, one that does."""
+    """Choose the first of the fastest that fit, else that are tight; one that spares the drives if any does."""
     for spares, verdict in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
         fitting = [row for row in rows if row.verdict == verdict and row.spares_drives is spares]
         least_s = min((row.cost.step_s for row in fitting), default=0.0)
@@ -313,13 +314,13 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 
 def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
-    """What the device would hold, the largest first."""
+    """Return the holders of the device's memory with their bytes, the largest first."""
     moving = {"saved tensors": row.cost.peak_saved_bytes, LOGITS: run.temporary_bytes}
-    return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=lambda one: -one[1])
+    return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
 
 
 def remedy(holder: str, setup: Setup) -> str:
-    """What makes a holder smaller, of what is not done yet; an option that counts it is named."""
+    """Say what makes a holder smaller, of what is not done yet, with the option that counts it."""
     smaller = ["a smaller batch"] if setup.batch > 1 else []
     ranks = "sequence parallelism over more ranks"
     fused = "a fused loss, which never makes all logits (--fused-loss counts it)"
@@ -358,7 +359,13 @@ class Longest(NamedTuple):
     is_most: bool
 
 
-def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[Longest]:
+class Setups(Protocol):
+    """The setup for a length of the sequence, from a micro-step on shapes."""
+
+    def __call__(self, sequence: int, /) -> Setup: ...
+
+
+def longest_of(setup_of: Setups, first: int) -> list[Longest]:
     """Find the longest sequence of each setting that makes no plan.
 
     Args:
@@ -375,26 +382,22 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[Longest]:
         )
         return {row.name: row for each in found for row in each}
 
-    def row(name: str, sequence: int) -> Row:
-        return rows(sequence)[name]
+    def longest(name: str) -> Longest:
+        """See [Note: Longest]."""
+        needs: dict[int, int] = {}
+        fits, fails, guess = 0, MOST + UNIT, first
+        for _ in range(_TRIES):
+            needs[guess] = rows(guess)[name].need_bytes
+            fits, fails = (max(fits, guess), fails) if needs[guess] <= limit_bytes else (fits, min(fails, guess))
+            crossing = min(fails - UNIT, max(fits + UNIT, _crossing(needs, limit_bytes)))
+            if fails - fits <= UNIT or (fits and crossing - fits <= NEAR * fits):
+                break
+            guess = crossing
+        return Longest(fits, rows(fits or UNIT)[name], fits == MOST)
 
     first = min(MOST, max(UNIT, first // UNIT * UNIT))
     limit_bytes = int(TIGHT * (setup_of(first).device.memory_bytes or 0))
-    return [_longest(partial(row, name), first, limit_bytes) for name in rows(first)]
-
-
-def _longest(row: Callable[[int], Row], first: int, limit_bytes: int) -> Longest:
-    """See [Note: Longest]."""
-    needs: dict[int, int] = {}
-    fits, fails, guess = 0, MOST + UNIT, first
-    for _ in range(_TRIES):
-        needs[guess] = row(guess).need_bytes
-        fits, fails = (max(fits, guess), fails) if needs[guess] <= limit_bytes else (fits, min(fails, guess))
-        crossing = min(fails - UNIT, max(fits + UNIT, _crossing(needs, limit_bytes)))
-        if fails - fits <= UNIT or (fits and crossing - fits <= NEAR * fits):
-            break
-        guess = crossing
-    return Longest(fits, row(fits or UNIT), fits == MOST)
+    return [longest(name) for name in rows(first)]
 
 
 def _crossing(needs: dict[int, int], limit_bytes: int) -> int:
@@ -415,7 +418,7 @@ def _crossing(needs: dict[int, int], limit_bytes: int) -> int:
 
 
 def groups_of(trace: Trace) -> list[dict[str, Any]]:
-    """Neighbouring passes through blocks that save equally much, then modules outside of them, the largest first.
+    """Return neighbouring passes through blocks that save equally much, then modules outside, the largest first.
 
     ``count`` is the number of passes, 0 outside; ``saved_bytes`` and ``movable_bytes`` are of one pass. A storage that
     several blocks save counts in the first.
@@ -428,19 +431,22 @@ def groups_of(trace: Trace) -> list[dict[str, Any]]:
             key = (storage.module or "the model itself") if is_outside else storage.blocks[0]
             saved[key] += storage.nbytes
             movable[key] += storage.nbytes if storage.is_movable else 0
-    paths = [block.module for block in trace.blocks]
+    passes = [
+        (_LAST_NUMBER.sub("*", block.module), saved[at], movable[at], block.module)
+        for at, block in enumerate(trace.blocks)
+    ]
     found = []
-    for _, run in groupby(range(len(paths)), lambda at: (_LAST_NUMBER.sub("*", paths[at]), saved[at], movable[at])):
-        first, *others = run
-        last_number = _LAST_NUMBER.search(paths[others[-1]]) if others else None
-        name = paths[first] if last_number is None else _LAST_NUMBER.sub(rf"\g<0>-{last_number[0]}", paths[first])
-        found.append((name, 1 + len(others), saved[first], movable[first]))
+    for (_, saved_bytes, movable_bytes), run in groupby(passes, itemgetter(0, 1, 2)):
+        first, *others = (path for *_, path in run)
+        last_number = _LAST_NUMBER.search(others[-1]) if others else None
+        name = first if last_number is None else _LAST_NUMBER.sub(rf"\g<0>-{last_number[0]}", first)
+        found.append((name, 1 + len(others), saved_bytes, movable_bytes))
     found += [(key, 0, nbytes, movable[key]) for key, nbytes in saved.most_common() if isinstance(key, str)]
     return [dict(zip(("name", "count", "saved_bytes", "movable_bytes"), one, strict=True)) for one in found]
 
 
 def made_again(run: DryRun, placements: Sequence[Placement] | None = None) -> dict[str, int]:
-    """Bytes by op, the largest first: of all that can be made again, or of what a plan has made again."""
+    """Return bytes by op, the largest first: of all that can be rematerialized, or of what a plan rematerializes."""
     found: Counter[str] = Counter()
     for index, (op, storage) in enumerate(zip(run.ops, run.trace.storages, strict=True)):
         if op and (placements is None or placements[index] is Placement.REMATERIALIZE):

@@ -130,7 +130,7 @@ class Device(NamedTuple):
 
 
 def device_of(kind: str, gpu: str | None, dtype: torch.dtype, given: Sequence[float | None] = (None,) * 3) -> Device:
-    """The training device, with the table's rates where none are given.
+    """Return the training device, with the table's rates where none are given.
 
     Args:
         gpu: name ("RTX 4090") or memory ("24GB", in GiB without a unit).
@@ -158,7 +158,8 @@ def _gpu_of(text: str) -> tuple[str, int]:
         memory_bytes = size(f"{text}GiB" if text.replace(".", "").isdigit() else text)
     except ArgumentTypeError:
         raise ConfigError(f"--gpu {text!r} must be a size such as 24GB, or one of {', '.join(GPUS)}") from None
-    return min(GPUS, key=lambda name: abs(GPUS[name].memory_gib - memory_bytes / 2**30)), memory_bytes
+    distances = {name: abs(gpu.memory_gib - memory_bytes / 2**30) for name, gpu in GPUS.items()}
+    return min(distances, key=distances.__getitem__), memory_bytes
 
 
 # ---- the config -----------------------------------------------------------------------------------------------------
@@ -201,18 +202,18 @@ class Training:
         return "" if device == "none" else device
 
     def part(self, elements: float, ranks: int, divided_from: int = 1) -> int:
-        """The elements or bytes that one of ``ranks`` ranks has of what ZeRO divides from a stage on."""
+        """Return the elements or bytes that one of ``ranks`` ranks has of what ZeRO divides from a stage on."""
         return -(-int(elements) // ranks) if self.stage >= divided_from else int(elements)
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer's states, for each trained parameter."""
+        """Bytes of the optimizer's states, for each trained parameter."""
         optimizer = str(_section(self.config, "optimizer").get("type", "adam")).lower()
         moments = 4 if any(name in optimizer for name in ONE_MOMENT) else 8
         return moments + (MASTER_BYTES if self.dtype is not None else 0)
 
     def update_s(self, trained: int, ranks: int, memory_bytes_per_s: float) -> float:
-        """Seconds of the optimizer's update of so many parameters, where its states are."""
+        """Return the seconds of the optimizer's update of so many parameters, where its states are."""
         trained = self.part(trained, ranks)
         if self.offloads("optimizer"):
             return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
@@ -254,7 +255,7 @@ def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Traini
 
 
 def read_config(option: str, path: Path) -> dict[str, Any]:
-    """As DeepSpeed reads it: comments are allowed.
+    """Read a config as DeepSpeed does: comments are allowed.
 
     Raises:
         ConfigError: it cannot be read.
@@ -296,12 +297,12 @@ class Held(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """In forward and backward."""
+        """Bytes in forward and backward."""
         return sum(self.always.values()) + sum(self.passing.values())
 
 
 def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> Held:
-    """What one of ``ranks`` ranks holds."""
+    """Return the bytes that one of ``ranks`` ranks holds."""
     zero, stage, is_on_host = zero_block(training.config), training.stage, training.offloads("optimizer")
     element_bytes = run.parameter_bytes / max(1, run.parameters)
     named = str(_section(training.config, "data_types").get("grad_accum_dtype"))
@@ -338,7 +339,7 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
 
 
 class Beside(NamedTuple):
-    """What ZeRO keeps off the device of one rank, and moves in a step, in bytes.
+    """Bytes that ZeRO keeps off the device of one rank, and moves in a step.
 
     ``host_bytes`` and ``swap_bytes`` are held; ``in_bytes`` go to the device and ``out_bytes`` from it; ``read_bytes``
     and ``written_bytes`` are of the drive, of which ``parameter_read_bytes`` in forward and backward.
@@ -354,7 +355,7 @@ class Beside(NamedTuple):
 
 
 def beside(training: Training, run: DryRun, ranks: int) -> Beside:
-    """What ZeRO's own offloads take of one of ``ranks`` ranks.
+    """Return what ZeRO's own offloads take of one of ``ranks`` ranks.
 
     Parameters go to the device in forward and again in backward of each micro-step, each rank's part over its own link;
     gradients leave it in each. States on a drive are read and written in each step, with the gradients in FP32.

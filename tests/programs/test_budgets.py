@@ -1,4 +1,4 @@
-"""``activation_budget_bytes`` in random trainings; see ``fuzz_budget.py``."""
+"""``activation_budget_bytes`` in random trainings; see ``budgets.py``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzz_budget import KIB, MIB, Outcome, Program, Step, check, draw, quick_start, trained
 from planners import PLANNERS
 from support.doubles import ScriptedBackend
 
 from ds_tba.plan.policy import PlanInForce
 from ds_tba.storage.backends.select import Selection
+from programs.budgets import KIB, MIB, Program, Step, Trained, check, draw, quick_start, trained
 
 DRAWS = 8
 # The first is a part of every run of the tests, the others of ``make test-all``.
@@ -38,9 +38,10 @@ def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) 
     tally, failed = Counter[str](), []
     for seed in range(chunk * DRAWS, (chunk + 1) * DRAWS):
         program = draw(seed)
-        failures = check(program, tmp_path, tally)
-        if failures:
-            failed.append("\n  ".join([str(program), *failures]))
+        outcome = check(program, tmp_path)
+        tally += outcome.tally
+        if outcome.failures:
+            failed.append("\n  ".join([str(program), *map(str, outcome.failures)]))
     print(dict(tally))
     assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Else it would prove nothing.
@@ -56,8 +57,8 @@ def training(budget_mib: float, **block: Any) -> Program:
     return Program(1, (64, 64), tuple(itertools.repeat(Step(((rows,),)), 10)), block)
 
 
-def checked(program: Program, directory: Path) -> Outcome:
-    failures = check(program, directory, Counter())
+def checked(program: Program, directory: Path) -> Trained:
+    failures = check(program, directory).failures
     assert not failures, failures
     outcome = trained(program, directory)
     assert max(outcome.peaks) <= program.budget_bytes and outcome.plans > 0, outcome
@@ -89,7 +90,7 @@ def test_a_plan_that_is_wrong_about_the_lowest_peak_lifts_no_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that takes all moves for vain, whatever they would do."""
-    monkeypatch.setattr("fuzz_budget.PLANNER", PLANNERS["keep"])
+    monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
     outcome = checked(training(12), tmp_path)
     assert [text for text in outcome.said if "no plan fits" in text] and list(outcome.plan_bytes) == ["keep"]
 
@@ -110,12 +111,11 @@ def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded
 
     selected = Selection(ScriptedBackend(script), "the test's")
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: selected)
-    program, tally = training(12), Counter[str]()
-    assert not check(program, tmp_path, tally)
-    assert tally["over, and said"] == 1
+    outcome = check(training(12), tmp_path)
+    assert not outcome.failures and outcome.tally["over, and said"] == 1
 
 
 def test_the_fuzz_sees_a_budget_that_is_lifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 1 << 40)
-    monkeypatch.setattr("fuzz_budget.PLANNER", PLANNERS["keep"])
-    assert check(training(12), tmp_path, Counter())
+    monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
+    assert check(training(12), tmp_path).failures

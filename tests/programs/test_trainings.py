@@ -1,14 +1,19 @@
-"""Random models in random training loops are the same bits with us as without; see ``fuzz.py``."""
+"""Random models in random training loops are the same bits with us as without; see ``trainings.py``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-import fuzz
 import pytest
+import torch
 from support import runs
-from support.fuzz_programs import draw, smaller
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.saved import SavedView
+from programs import workers
+from programs.running import Trainings, check
+from programs.trainings import draw, smaller
 
 # Some of ``make check``, the rest of the first 60 of ``make test``, the others of ``make test-all``.
 SEEDS = [
@@ -30,8 +35,8 @@ torch.Tensor.backward = lambda *args, **options: time.sleep(600)
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
 def test_random_programs_are_exact_and_bounded(seeds: range, tmp_path: Path) -> None:
-    failed = [result for result in fuzz.run(seeds, str(tmp_path), JOBS) if result.failures]
-    assert not failed, "\n\n".join(["", *map(str, failed), fuzz.summary(failed, 0)])
+    failed = [one for one in workers.run("trainings", Trainings(), seeds, str(tmp_path), JOBS) if one.failures]
+    assert not failed, "\n\n".join(["", *map(str, failed), workers.summary(failed, 0)])
 
 
 @pytest.mark.engine
@@ -55,12 +60,6 @@ def test_smaller_programs_are_others() -> None:
 
 def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of one reloaded storage is enough."""
-    import torch
-    from support.fuzz_training import check
-
-    from ds_tba.core.cache import TensorCache
-    from ds_tba.core.saved import SavedView
-
     load, loaded = TensorCache._load, []
 
     def wrong(self: TensorCache, view: SavedView) -> torch.Tensor:
@@ -84,5 +83,5 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_draw_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    [result] = fuzz.run([7], str(tmp_path), jobs=1, limit_s=10)
-    assert result.kinds == "hang" and "seed 7" in str(result) and "fuzz_training.py" in str(result)
+    [result] = workers.run("trainings", Trainings(), [7], str(tmp_path), jobs=1, limit_s=10)
+    assert result.kinds == "hang" and "seed 7" in str(result) and "running.py" in str(result)

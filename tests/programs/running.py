@@ -1,4 +1,4 @@
-"""Runs one program of the fuzz with and without us, and tells every difference."""
+"""Runs one random training (``trainings.py``) with us and without, and tells every difference."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from support.doubles import CpuAccelerator, Warnings
+from support.late_device import LateDevice
 from torch import Tensor, nn
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -26,10 +28,9 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.controller import Controller
 from ds_tba.plan.feedback import Action
-from support import fuzz_parts as parts
-from support.doubles import CpuAccelerator, Warnings
-from support.fuzz_programs import Program, Step
-from support.late_device import LateDevice
+from programs import parts
+from programs.kind import Failure, Kind, Outcome
+from programs.trainings import Program, Step, draw, smaller
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # has the planners of the papers
 
@@ -41,19 +42,6 @@ COLLECT_EVENTS = 7
 BUDGET = "activation_budget_bytes"
 SURPRISE_PART = 0.5  # of the steps under a plan
 CLOCK_FACTORS = (1.0, 1.0, 1.0, 0.0, -1.0, 1e4)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What went wrong in a draw.
-
-    Attributes:
-        kind: one word to sort by.
-        text: the rest.
-    """
-
-    kind: str
-    text: str
 
 
 # ---- what is compared -----------------------------------------------------------------------------------------------
@@ -566,30 +554,12 @@ class _Collecting:
 # ---- one draw -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Outcome:
-    """Of one draw.
-
-    Attributes:
-        seconds: that it took.
-        errors: how many steps of the reference ended in an error.
-        plans: how many there were.
-        is_finite: whether the last loss of the reference was a number.
-    """
-
-    failures: list[Failure] = field(default_factory=list)
-    seconds: float = 0.0
-    errors: int = 0
-    plans: int = 0
-    is_finite: bool = True
-
-
 def check(program: Program, directory: str) -> Outcome:
     """Run a program without us, with us, and where it has a budget with everything kept before that."""
-    started_s = time.perf_counter()
     outcome = Outcome()
     reference = train(program, Plain())
-    outcome.errors, outcome.is_finite = len(reference.messages), reference.is_finite
+    outcome.tally["steps that must fail"] = len(reference.messages)
+    outcome.tally["not finite"] = not reference.is_finite
     budget_bytes = None
     if program.budget_part is not None:
         kept = replace(program, placement="keep", device="cpu", host_bytes=0, planner="adaptive")
@@ -607,8 +577,7 @@ def check(program: Program, directory: str) -> Outcome:
         train(program, counted := Counted())
         if counted.left:
             outcome.failures = [one for one in outcome.failures if one.kind != "left"]
-    outcome.plans = side.offloader.report().plans
-    outcome.seconds = time.perf_counter() - started_s
+    outcome.tally["plans"] = side.offloader.report().plans
     return outcome
 
 
@@ -626,3 +595,16 @@ def _compare(outcome: Outcome, reference: Tape, program: Program, side: Ours, pr
         outcome.failures += [Failure("error", prefix + text) for text in tape.ours]
     del tape
     outcome.failures += [Failure(one.kind, prefix + one.text) for one in side.end()]
+
+
+class Trainings(Kind[Program]):
+    """Random models in random training loops."""
+
+    def draw(self, seed: int) -> Program:
+        return draw(seed)
+
+    def smaller(self, program: Program) -> list[Program]:
+        return smaller(program)
+
+    def check(self, program: Program) -> Outcome:
+        return check(program, self.directory)

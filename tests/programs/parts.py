@@ -1,4 +1,4 @@
-"""What the models of the fuzz are made of: small pieces of networks, each with a habit that has cost a gradient before.
+"""The parts of the models of random trainings: small networks, each with a habit that has cost a gradient before.
 
 A part maps (rows, width) to (rows, width). Those in ``STATEFUL`` do something else when their forward runs a second
 time. Everything is small, and finite over some thirty steps.
@@ -17,12 +17,11 @@ from typing import Any
 import numpy
 import torch
 import torch.autograd.forward_ad
+from support.awkward import ReturnsWhatItSaved
+from support.late_device import LateDevice, LateEvent
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-
-from support.awkward import ReturnsWhatItSaved
-from support.late_device import LateDevice, LateEvent
 
 KERNEL_S = 0.002  # that a late kernel takes to begin
 CAPACITY = 128  # rows of the longest batch

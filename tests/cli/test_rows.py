@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ds_tba.cli.format import show, size
-from ds_tba.cli.plan import _drives, _endurance, _used_tbw, write_merged
+from ds_tba.cli.plan import _drives, _endurance, write_merged
 from ds_tba.cli.plan.dry_run import OpClock, attention_of, device_kernels
 from ds_tba.cli.plan.model import Subject, add_lora, loss_of, recipe_of
 from ds_tba.cli.plan.rows import (
@@ -716,16 +716,15 @@ def test_a_drive_s_rating_is_what_its_smart_data_come_to(
     monkeypatch.setattr("ds_tba.cli.plan.examine", lambda _: drive)
     offload = OffloadConfig.model_validate({"nvme_path": ["/a", "/b"]})  # both on one drive
     training = replace(training_with({}), offload=offload)
-    assert _endurance(None, training) == (drive.rating(None), 1)
-    assert _endurance(50.0, training) == ((50.0, "as given"), 1)
-    assert _used_tbw(training) == (terabytes or 0)
+    assert _endurance(None, training) == (drive.rating(None), 1, min(terabytes or 0, drive.rating(None).tbw))
+    assert _endurance(50.0, training) == ((50.0, "as given"), 1, 0.0)
     configured = OffloadConfig.model_validate({"nvme_path": "/a", "ssd": {"rated_endurance_tbw": 70}})
-    assert _endurance(None, replace(training, offload=configured)) == ((70.0, "as the config has it"), 1)
+    assert _endurance(None, replace(training, offload=configured))[:2] == ((70.0, "as the config has it"), 1)
 
 
 def test_directories_of_another_machine_are_drives_of_their_own() -> None:
     offload = OffloadConfig.model_validate({"nvme_path": ["/no/a", "/no/b"], "ssd": {"rated_endurance_tbw": 70}})
-    assert _endurance(None, replace(training_with({}), offload=offload)) == ((140.0, "as the config has it"), 2)
+    assert _endurance(None, replace(training_with({}), offload=offload)) == ((140.0, "as the config has it"), 2, 0.0)
 
 
 def test_the_network_carries_what_the_stage_of_the_row_does() -> None:

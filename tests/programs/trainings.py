@@ -1,4 +1,4 @@
-"""Programs for the fuzz: what one seed draws, from the model to the block of ``ds_config.json``."""
+"""Random trainings, from the model to the block of ``ds_config.json``; ``running.py`` runs them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from support import fuzz_parts as parts
+from programs import parts
 
 MIB = 1 << 20
 MIN_BYTES = 4096
@@ -20,7 +20,7 @@ class Step:
     """One step of the training.
 
     Attributes:
-        kind: a method of ``fuzz_training.Training``.
+        kind: a method of ``running.Training``.
         rows: of the batch, a multiple of 8.
         micro_steps: forwards, each with its backward, or that many before one backward.
         how: which variant of its kind.

@@ -1,28 +1,25 @@
-"""A fuzz of ``activation_budget_bytes``: it holds in every step, or one line has said before what gives way.
-
-    PYTHONPATH=tests python tests/fuzz_budget.py --nvme_path DIR [--draws 200] [--seed 0]
+"""Random trainings under ``activation_budget_bytes``: it holds in every step, or one line has said what gives way.
 
 Each seed draws a training of one model: sizes of storages as against staging and budget, a limit of wear or none, a
 host tier or none, rematerialization or none, recomputation or none; lengths that change, micro-steps, several forwards
 before a backward, losses that are kept with their graphs. Checked are the gradients, bit by bit, and the counted peak
-of every step: recorded ones, planned ones, and those that no plan foresaw. Exit status 1 means that a draw failed.
+of every step: recorded ones, planned ones, and those that no plan foresaw.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from support.doubles import Warnings
 from support.stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 
@@ -34,6 +31,7 @@ from ds_tba.plan.agreement import Alone
 from ds_tba.plan.search import adaptive
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
+from programs.kind import Failure, Kind, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
 COLUMNS = 64
@@ -99,6 +97,9 @@ class Program:
     steps: tuple[Step, ...]
     block: dict[str, Any]
 
+    def describe(self) -> str:
+        return str(self)
+
     @property
     def budget_bytes(self) -> int:
         return int(self.block["activation_budget_bytes"])
@@ -140,24 +141,9 @@ def draw(seed: int) -> Program:
     return Program(seed, parts, tuple(steps), block)
 
 
-class Said(logging.Handler):
-    """The warnings of a draw.
-
-    Attributes:
-        texts: in order.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @dataclass
-class Outcome:
-    """Of a training.
+class Trained:
+    """What a training was.
 
     Attributes:
         found: losses and gradients.
@@ -174,7 +160,7 @@ class Outcome:
     plan_bytes: dict[str, int] = field(default_factory=dict)
 
 
-def train(program: Program, offloader: ActivationOffloader | None, model: Model) -> Outcome:
+def train(program: Program, offloader: ActivationOffloader | None, model: Model) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found: list[Tensor] = []
     peaks: list[int] = []
@@ -195,7 +181,7 @@ def train(program: Program, offloader: ActivationOffloader | None, model: Model)
         if offloader is not None:
             offloader.cache.settle()
             peaks.append(offloader.report().step_peak_saved_bytes)
-    return Outcome(found, peaks, [])
+    return Trained(found, peaks, [])
 
 
 @contextmanager
@@ -214,10 +200,10 @@ def made(program: Program) -> Model:
     return Model(program.parts)
 
 
-def trained(program: Program, directory: Path) -> Outcome:
+def trained(program: Program, directory: Path) -> Trained:
     """With an offloader."""
     config = OffloadConfig.model_validate({"nvme_path": str(directory), **program.block})
-    model, said, logger = made(program), Said(), logging.getLogger("ds_tba")
+    model, said, logger = made(program), Warnings(), logging.getLogger("ds_tba")
     logger.addHandler(said)
     try:
         offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
@@ -234,49 +220,44 @@ def trained(program: Program, directory: Path) -> Outcome:
     return outcome
 
 
-def check(program: Program, directory: Path, tally: Counter[str]) -> list[str]:
-    """What is wrong about a draw."""
+def check(program: Program, directory: Path) -> Outcome:
+    """Train with and without, and look at the peaks and at what was said."""
     expected = train(program, None, made(program))
     outcome, failures = trained(program, directory), []
     if len(expected.found) != len(outcome.found) or not all(map(torch.equal, expected.found, outcome.found)):
-        failures.append("gradients differ")
+        failures.append(Failure("difference", "of gradients"))
     peak_bytes, budget_bytes = max(outcome.peaks), program.budget_bytes
     excuses = [text for text in outcome.said if any(one in text for one in GIVES_WAY)]
     if peak_bytes > budget_bytes and not excuses:
-        failures.append(f"a peak of {peak_bytes} under a budget of {budget_bytes}, and nothing was said")
+        failures.append(Failure("budget", f"a peak of {peak_bytes} under {budget_bytes}, and nothing was said"))
     is_holdable = budget_bytes >= HOLDABLE * program.largest_bytes
     if is_holdable and (peak_bytes > budget_bytes or excuses):
-        failures.append(f"{outcome.peaks} under a budget of {budget_bytes}: it can be held; {excuses}")
+        failures.append(Failure("budget", f"{outcome.peaks} under {budget_bytes}: it can be held; {excuses}"))
     wears = [text for text in outcome.said if "ssd.min_life_days" in text]
     if len(wears) > 1:
-        failures.append(f"said more than once: {wears}")
-    tally["held" if peak_bytes <= budget_bytes else "over, and said"] += 1
-    tally["holdable"] += is_holdable
-    tally["plans"] += outcome.plans
-    tally["moved"] += outcome.moved_bytes > 0
-    tally["wear gave way"] += bool(wears)
-    tally["larger than staging"] += program.largest_bytes > program.block["io"]["staging_bytes"]
-    return failures
+        failures.append(Failure("said", f"more than once: {wears}"))
+    tally = Counter({"held" if peak_bytes <= budget_bytes else "over, and said": 1})
+    tally["holdable"] = is_holdable
+    tally["plans"] = outcome.plans
+    tally["moved"] = outcome.moved_bytes > 0
+    tally["wear gave way"] = bool(wears)
+    tally["larger than staging"] = program.largest_bytes > program.block["io"]["staging_bytes"]
+    return Outcome(failures, tally)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme_path", type=Path, required=True)
-    parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first draw")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    tally, failed = Counter[str](), 0
-    with quick_start():
-        for seed in range(options.seed, options.seed + options.draws):
-            program = draw(seed)
-            failures = check(program, options.nvme_path, tally)
-            failed += bool(failures)
-            if failures:
-                print(f"{program}\n  " + "\n  ".join(failures), flush=True)
-    print(f"{options.draws} draws, {failed} failed: {dict(tally)}")
-    return int(failed > 0)
+class Budgets(Kind[Program]):
+    """Trainings under budgets."""
 
+    def open(self, directory: str) -> None:
+        super().open(directory)
+        self._patched = ExitStack()
+        self._patched.enter_context(quick_start())
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def close(self) -> None:
+        self._patched.close()
+
+    def draw(self, seed: int) -> Program:
+        return draw(seed)
+
+    def check(self, program: Program) -> Outcome:
+        return check(program, Path(self.directory))

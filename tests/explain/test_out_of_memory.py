@@ -247,7 +247,7 @@ def test_the_module_and_the_line_are_told_in_steps_that_are_looked_at_and_in_oth
     offloader.close()
     assert f"step {step}, in the forward" in text
     assert "in layers.2 (" in text
-    assert "test_memory_ran_out.py:" in text
+    assert "test_out_of_memory.py:" in text
     assert "torch.empty(MORE_THAN_THERE_IS)" in text
 
 
@@ -267,7 +267,7 @@ def test_the_largest_tensor_of_the_functions_that_ran_is_told(tmp_path: Path, ca
     offloader = make(tmp_path, model, placement="keep")
     text = told(offloader, lambda: forward(model, torch.randn(4), offloader), caplog)
     offloader.close()
-    assert "beside scores [300, 300] float32 of test_memory_ran_out.py:" in text
+    assert "beside scores [300, 300] float32 of test_out_of_memory.py:" in text
 
 
 def test_a_layer_that_a_checkpoint_runs_again_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -400,7 +400,7 @@ def test_a_module_under_another_name_has_its_path_when_the_run_began(
     text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
     offloader.close()
     assert "layers.*" in text
-    assert "test_memory_ran_out.py:" in text
+    assert "test_out_of_memory.py:" in text
 
 
 def test_ten_thousand_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

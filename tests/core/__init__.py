@@ -1,0 +1,1 @@
+"""Tests of the core. A package, because other rooms have files of the same names."""

@@ -1,0 +1,1 @@
+"""Tests of devices. A package, because other rooms have files of the same names."""

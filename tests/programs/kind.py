@@ -1,0 +1,95 @@
+"""What every kind of random program answers: draw one from a seed, check it, make it smaller."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What is wrong about a program.
+
+    Attributes:
+        kind: one word to sort by.
+        text: the rest.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclass
+class Outcome:
+    """What a check has found.
+
+    Attributes:
+        tally: what was exercised, as "of what: which" with how often.
+    """
+
+    failures: list[Failure] = field(default_factory=list)
+    tally: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def kinds(self) -> set[str]:
+        return {one.kind for one in self.failures}
+
+
+class Described(Protocol):
+    def describe(self) -> str:
+        """Return the program in a few lines."""
+        ...
+
+
+Program = TypeVar("Program", bound=Described)
+
+
+class Kind(ABC, Generic[Program]):
+    """A kind of random programs. What all checks of a process share is made by ``open`` and gone after ``close``."""
+
+    def open(self, directory: str) -> None:
+        """Take a directory on a drive for what the programs write."""
+        self.directory = directory
+
+    def close(self) -> None:
+        """Give back what ``open`` and the checks have taken."""
+
+    @abstractmethod
+    def draw(self, seed: int) -> Program:
+        """Return the program of a seed, always the same one."""
+
+    @abstractmethod
+    def check(self, program: Program) -> Outcome:
+        """Run a program without us and with us, and compare."""
+
+    def smaller(self, program: Program) -> Iterable[Program]:
+        """Return programs that do a bit less."""
+        return ()
+
+
+def part_of(tally: Counter[str], name: str) -> Counter[str]:
+    """Return the counts whose names begin with "``name``: "."""
+    start = f"{name}: "
+    return Counter({key.removeprefix(start): count for key, count in tally.items() if key.startswith(start)})
+
+
+def named(name: str, counts: Iterable[str] | Counter[str]) -> Counter[str]:
+    """Return counts for a tally, each as "``name``: key"."""
+    return Counter({f"{name}: {key}": count for key, count in Counter(counts).items()})
+
+
+def shrink(kind: Kind[Any], program: Any, wanted: set[str], tries: int = 1) -> Any:
+    """Return a smaller program that fails in one of the wanted ways."""
+    while True:
+        for fewer in kind.smaller(program):
+            if any(kind.check(fewer).kinds & wanted for _ in range(tries)):
+                program = fewer
+                break
+        else:
+            return program

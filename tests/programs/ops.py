@@ -1,0 +1,828 @@
+"""The ops that chains are made of (``chains.py``): a table for each kind, with the weight of each op in a draw."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+FEW = 32  # elements that may be zero by chance in a first step, in which a change by a factor is not seen
+MAX_SQUARE = 256  # columns, of a weight that is a square
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
+
+
+class Boom(Exception):
+    """Raised by the user's code in backward."""
+
+
+@dataclass
+class State:
+    """What ops of a chain may use beside the pool.
+
+    Attributes:
+        step: the number of the step.
+        is_late: whether late changes happen in this step.
+        vector, square, full, scalar: parameters, random at first.
+        zeros, ones: parameters of a row that begin so.
+        zero: a parameter of the whole shape that begins so.
+        frozen: a row without a gradient.
+        x: the input of the step.
+        calls: how often hooks and functions of the user were called.
+        may_reenter: a reentrant checkpoint works.
+        carried: what lines have left for their next step, by place.
+        logged: statistics with the tensors that they are of.
+        place: the line under way.
+        kept: what must live as long as the graph.
+    """
+
+    step: int
+    is_late: bool
+    vector: Tensor
+    square: Tensor
+    full: Tensor
+    scalar: Tensor
+    zeros: Tensor
+    ones: Tensor
+    zero: Tensor
+    frozen: Tensor
+    x: Tensor
+    calls: Counter[str]
+    may_reenter: bool
+    carried: dict[int, Tensor]
+    logged: list[tuple[Tensor, Tensor]]
+    place: int = 0
+    kept: list[Any] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return self.full.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.full.shape[1]
+
+
+Op = Callable[[State, random.Random, Tensor, Tensor], Tensor]
+
+
+class Table:
+    """Ops by name, with their weights.
+
+    Attributes:
+        ops: in the order in which they were added, which draws depend on.
+    """
+
+    def __init__(self) -> None:
+        self.ops: dict[str, Op] = {}
+        self.weights: dict[str, int] = {}
+
+    def op(self, weight: int = 2) -> Callable[[Op], Op]:
+        """Return a decorator that adds an op."""
+
+        def add(function: Op) -> Op:
+            self.take(function.__name__, function, weight)
+            return function
+
+        return add
+
+    def take(self, name: str, function: Op, weight: int) -> None:
+        self.ops[name] = function
+        self.weights[name] = weight
+
+    def choose(self, chance: random.Random) -> str:
+        """Draw a name by weight."""
+        return chance.choices(list(self.ops), list(self.weights.values()))[0]
+
+
+CHEAP, SURPRISES, MIXED = Table(), Table(), Table()
+
+
+# ---- ops of cheap programs -----------------------------------------------------------------------------------------
+
+
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda a: functional.gelu(a, approximate="tanh"),
+    "relu": torch.relu,
+    "leaky_relu": lambda a: functional.leaky_relu(a, 0.1),
+    "elu": functional.elu,
+    "selu": functional.selu,
+    "hardtanh": functional.hardtanh,
+    "relu6": functional.relu6,
+    "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "softplus": functional.softplus,
+    "mish": functional.mish,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "exp": lambda a: a.clamp(-5, 2).exp(),
+    "sqrt": lambda a: (a.abs() * 0.5).sqrt(),
+    "rsqrt": lambda a: torch.rsqrt(a.abs().clamp_min(0.1)),
+    "reciprocal": lambda a: a.abs().clamp_min(0.5).reciprocal(),
+    "log": lambda a: a.abs().clamp_min(0.1).log(),
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "erf": torch.erf,
+    "abs": torch.abs,
+    "neg": torch.neg,
+    "square": lambda a: a.tanh() ** 2,
+    "cube": lambda a: torch.pow(a.sigmoid(), 3),
+    "root": lambda a: torch.pow(a.sigmoid(), 0.5),
+    "clamp": lambda a: a.clamp(-1, 1.5),
+    "clamp_max": lambda a: a.clamp(max=1.0),
+    "clamp_min": lambda a: a.clamp_min(-0.5),
+    "log_sigmoid": functional.logsigmoid,
+    "atan": torch.atan,
+    "expm1": lambda a: a.tanh().expm1(),
+    "log1p": lambda a: a.abs().log1p(),
+    "softsign": functional.softsign,
+    "twice": lambda a: a * 2.0,
+    "half": lambda a: a / 2,
+    "shifted": lambda a: a + 0.5,
+    "from_one": lambda a: 1 - a,
+    "copy": torch.clone,
+    "nan_to_num": torch.nan_to_num,
+}
+
+
+@CHEAP.op(30)
+def unary(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    return UNARY[r.choice(list(UNARY))](a)
+
+
+@CHEAP.op(16)
+def saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """The result of one is saved by the next."""
+    return UNARY[r.choice(["sin", "silu", "mish", "square", "erf"])](UNARY[r.choice(list(UNARY))](a))
+
+
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mul": lambda a, b: a * b,
+    "div": lambda a, b: a / (b.abs() + 1),
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: torch.sub(a, b, alpha=2),
+    "alpha": lambda a, b: torch.add(a, b, alpha=0.3),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "where": lambda a, b: torch.where(a > 0, a, b),
+    "fill": lambda a, b: a.masked_fill(b > 1, 0.0),
+    "lerp": lambda a, b: torch.lerp(a, b.to(a.dtype), 0.3),
+    "addcmul": lambda a, b: torch.addcmul(a, b.to(a.dtype), a, value=0.5),
+    "glu": lambda a, b: functional.glu(torch.cat([a, b], -1), -1),
+    "mulsin": lambda a, b: (a * b).sin(),
+    "addsin": lambda a, b: (a + b).sin(),
+}
+
+
+@CHEAP.op(16)
+def binary(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    return BINARY[r.choice(list(BINARY))](a, b)
+
+
+@CHEAP.op(6)
+def weighted(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    kind = r.randrange(6)
+    if kind == 0 and state.columns <= MAX_SQUARE:
+        return functional.linear(a, state.square.to(a.dtype), state.vector.to(a.dtype))
+    if kind == 1:
+        return (a + state.vector).sin()
+    if kind == 2:
+        return a * state.vector
+    if kind == 3:
+        return a * state.scalar
+    if kind == 4:
+        return a - functional.silu(state.full)
+    return functional.silu(a * state.frozen)
+
+
+@CHEAP.op(8)
+def norm(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    weight, bias = state.vector.to(a.dtype), state.frozen.to(a.dtype)
+    shape, eps = (state.columns,), r.choice([1e-5, 1e-6, 0.1])
+    kind = r.randrange(9)
+    if kind == 0:
+        made = functional.layer_norm(a, shape, weight, bias, eps)
+    elif kind == 1:
+        made = functional.layer_norm(a, shape, None, None, eps)
+    elif kind == 2:
+        made = functional.rms_norm(a, shape, weight, r.choice([eps, None]))
+    elif kind == 3:
+        made = functional.rms_norm(a, shape, None, eps)
+    elif kind == 4:
+        wide = a.float()
+        made = state.vector * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(a.dtype)
+    elif kind == 5:
+        centered = a - a.mean(-1, keepdim=True)
+        made = centered / (centered.pow(2).mean(-1, keepdim=True) + eps).sqrt() * state.vector + state.frozen
+    elif kind == 6:
+        made = torch.native_layer_norm(a, shape, weight, None, eps)[0]
+    elif state.rows * state.columns and state.columns % 2 == 0:
+        affine = (weight, r.choice([bias, None, weight, weight]))
+        made = functional.group_norm(a.view(state.rows, state.columns, 1), 2, *affine, eps).view_as(a)
+    else:
+        made = functional.softmax(a, -1)
+    return functional.silu(made) if r.random() < 0.5 else made * b
+
+
+@CHEAP.op(4)
+def softmax(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    dtype = r.choice([None, torch.float32])
+    made = torch.softmax(a, r.choice([0, 1, -1]), dtype=dtype) if r.random() < 0.8 else torch.log_softmax(a, -1)
+    return made * b if r.random() < 0.5 else made.sin() * made
+
+
+@CHEAP.op(6)
+def dropout(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    p = r.choice([0.0, 0.1, 0.5, 1.0])
+    made = functional.dropout(a, p) if r.random() < 0.5 else torch.native_dropout(a, p, True)[0]
+    return made.sin()
+
+
+@CHEAP.op(6)
+def cast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    other = a.to(r.choice(DTYPES))
+    return (functional.silu(other) * other).to(a.dtype) if r.random() < 0.7 else other.to(a.dtype).sin()
+
+
+@CHEAP.op(14)
+def viewed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    f = UNARY[r.choice(["silu", "sin", "square", "sigmoid", "gelu", "relu"])]
+    rows, columns = a.shape
+    g = {
+        "exp": lambda v: v.clamp(-2, 2).exp(), "relu": torch.relu, "tanh": torch.tanh, "add": lambda v: v + v.flip(0),
+        "sub": lambda v: v - v.sin(), "cast": lambda v: v.double(), "sqrt": lambda v: v.sigmoid().sqrt(),
+        "neg": torch.neg,
+    }[r.choice(["exp", "relu", "tanh", "add", "sub", "cast", "sqrt", "neg"])]  # fmt: skip
+    kind = r.randrange(32)
+    if kind >= 20:
+        return between(r, f, g, a, b)
+    if kind == 0:
+        return f(f(a).t()).t() * b
+    if kind == 1:
+        return f(a.reshape(-1)).view(rows, columns)
+    if kind == 2:
+        k = columns // 2
+        first, second = a[:, :k], a[:, k:]
+        return torch.cat([f(first), first.new_zeros(0), f(second) * 2], 1) if k else f(a)
+    if kind == 3 and rows:
+        return f(a[:1].expand(rows, columns)) * f(b)
+    if kind == 4:
+        return f(f(a).unsqueeze(0) * b).squeeze(0)
+    if kind == 5:
+        return f(a.t().contiguous()).t().contiguous() * b
+    if kind == 6:
+        return f(a.t().reshape(rows, columns)) * a
+    if kind == 7 and rows:
+        return f(a.select(0, -1)) * f(b)
+    if kind == 8 and columns > 1:
+        return torch.cat([f(piece) * piece for piece in a.split(columns // 2, 1)], 1)
+    if kind == 9 and columns % 2 == 0 and columns:
+        left, right = f(a).chunk(2, -1)
+        return torch.cat([f(left) * right, f(right)], -1)
+    if kind == 10 and 0 < rows < 40:
+        return torch.stack([f(f(row)) for row in a.unbind(0)])
+    if kind == 11:
+        return f(f(a)[None].permute(2, 1, 0) * 2).permute(2, 1, 0)[0]
+    if kind == 12 and rows:
+        index = torch.tensor([r.randrange(rows) for _ in range(rows)])
+        return f(f(a)[index]) * b
+    if kind == 13 and rows and columns:
+        index = torch.tensor([r.randrange(columns) for _ in range(columns)])
+        return f(a[:, index]) * f(b)[torch.arange(rows)[:, None], index]
+    if kind == 14:
+        return f(torch.roll(a, 1, 0)) * torch.flip(b, (1,))
+    if kind == 15 and rows:
+        mask = torch.arange(rows) % 2 == 0
+        made = f(f(a)[mask]).sum(0)
+        return made * a
+    if kind == 16:
+        return f(f(a).view(rows, 1, columns).expand(rows, 3, columns) * b[:, None]).sum(1)
+    if kind == 17:
+        return f(f(a).as_strided((columns, rows), (1, columns))).t() if a.is_contiguous() else f(a)
+    if kind == 18 and rows and columns:
+        return f(f(a).gather(1, torch.zeros(rows, columns, dtype=torch.long))) * b
+    return f(f(a)[..., ::2]).sum(-1, keepdim=True) * b
+
+
+def between(r: random.Random, f: Any, g: Any, a: Tensor, b: Tensor) -> Tensor:
+    """Views between ops of which the first saves its input and the second does not."""
+    rows, columns = a.shape
+    made = f(a) if r.random() < 0.7 else a * b
+    kind = r.randrange(14)
+    if kind == 0:
+        return f(g(made.t())).t() + b
+    if kind == 1:
+        return f(g(made.transpose(0, 1))).t() + b
+    if kind == 2:
+        return f(g(made.reshape(-1))).reshape(rows, columns) * b
+    if kind == 3:
+        return f(g(made[None])).squeeze().view_as(a) * b
+    if kind == 4 and rows:
+        return f(g(made[:1].expand(rows, columns))) * b
+    if kind == 5:
+        return f(g(made[None].permute(2, 0, 1)))[:, 0].t() * b
+    if kind == 6 and rows:
+        return f(g(made[-1])) * b
+    if kind == 7 and columns > 1:
+        return f(g(made[:, 1::2])).sum(1, keepdim=True) * b
+    if kind == 8 and columns > 1:
+        return f(g(made.split(columns // 2, -1)[-1])).sum(1, keepdim=True) * b
+    if kind == 9 and rows:
+        return f(g(made.unbind(0)[-1])) * b
+    if kind == 10 and columns:
+        return f(g(made[:, :, None].squeeze(2))) + f(g(made[:, :1].squeeze(-1)))[:, None]
+    if kind == 11:
+        return f(g(made.t().reshape(rows, columns))) * b
+    if kind == 12:
+        return f(g(made[None].squeeze(0) if r.random() < 0.5 else made[None].squeeze().view_as(a))) * b
+    return f(g(functional.glu(torch.cat([made, b], 1), 1))) * a
+
+
+@CHEAP.op()
+def attention(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    if not a.numel() or state.rows > 64 or state.columns > MAX_SQUARE:
+        return a
+    shape = (1, 1, state.rows, state.columns)
+    q, k = (f.to(a.dtype).view(shape) for f in (a.contiguous(), b.contiguous()))
+    made = functional.scaled_dot_product_attention(q.sin(), k, k * q)
+    return functional.silu(made.view_as(a)) * a
+
+
+class Saves(Function):
+    """Saves its input, its output, or views of them."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, kind: int) -> Tensor:
+        made = a.sin()
+        views = [a, made, a.t(), a[:1], a.detach(), made.detach(), a.sin()]
+        ctx.save_for_backward(a, views[kind])
+        ctx.kind = kind
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        a, other = ctx.saved_tensors
+        return grads[0] * a.cos() + other.sum() * 0.01, None
+
+
+@CHEAP.op(4)
+def custom(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    made: Tensor = Saves.apply(UNARY[r.choice(list(UNARY))](a), r.randrange(7))
+    return made * b
+
+
+@CHEAP.op(3)
+def checkpointed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    names = [r.choice(list(UNARY)) for _ in range(3)]
+    calls, is_alone = state.calls, state.may_reenter  # not the state: that would close a cycle through the graph
+
+    def block(a: Tensor, b: Tensor) -> Tensor:
+        calls["block"] += 1
+        for name in names:
+            a = UNARY[name](a)
+            if is_alone:  # else threads may take random numbers meanwhile
+                a = functional.dropout(a, 0.1)
+        return a * b
+
+    made: Tensor = checkpoint(block, functional.silu(a), b, use_reentrant=state.may_reenter and r.random() < 0.5)
+    return made.sin()
+
+
+@CHEAP.op(3)
+def hooked(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    calls = state.calls
+
+    def pack(tensor: Tensor) -> Any:
+        calls["pack"] += 1
+        return tensor.detach().clone(), tensor.shape
+
+    def unpack(held: Any) -> Tensor:
+        calls["unpack"] += 1
+        found: Tensor = held[0]
+        return found
+
+    made = UNARY[r.choice(list(UNARY))](a)
+    with saved_tensors_hooks(pack, unpack):
+        made = UNARY[r.choice(list(UNARY))](made) * b
+    return made.sin() * made
+
+
+@CHEAP.op(3)
+def autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", r.choice([torch.bfloat16, torch.float16])):
+        made = functional.silu(a)
+        if state.columns <= MAX_SQUARE and state.rows:
+            made = functional.linear(made.float(), state.square.float()) * b
+        made = torch.softmax(made, -1) * functional.gelu(made)
+    return made.sin().to(a.dtype)
+
+
+@CHEAP.op()
+def detached(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        still = UNARY[r.choice(list(UNARY))](a) + 1
+    return (a * still).sin() + functional.silu(b).detach() * a
+
+
+@CHEAP.op(4)
+def in_place(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """Before what is changed is saved: nothing raises."""
+    kind = r.randrange(11)
+    if kind in (5, 6, 7) and a.numel() < FEW:
+        return a.sin()
+    made = functional.silu(a) if kind < 9 else a.neg()
+    if r.random() < 0.5:  # else the op would promote, if it were not in place
+        b = b.to(made.dtype)
+    if kind == 0:
+        return made.add_(b).sin()
+    if kind == 1:
+        return (functional.relu_(made) + b).sin()
+    if kind == 2:
+        return functional.silu(made, inplace=True).mul(b).sin()
+    if kind == 3:
+        return made.masked_fill_(b > 0, 0.5).sin() * b
+    if kind == 4:
+        made[:, : state.columns // 2].copy_(b[:, : state.columns // 2])
+        return made.sin()
+    if kind == 5:
+        with torch.no_grad():
+            made.mul_(0.5)
+        return made.sin() + (made + b).sin()
+    if kind == 6:
+        made.data.mul_(0.5)
+        return made.sin()
+    if kind == 7:
+        other = made + b
+        with torch.no_grad():
+            made.mul_(0.5)
+        return (made.sin() + other).cos()
+    if kind == 8:
+        functional.hardtanh_(made[:1])
+        return made * b
+    if kind == 9:
+        return functional.elu_(made).mul_(2).sin() * b
+    made.t().sigmoid_()
+    return (made * b).sin()
+
+
+@CHEAP.op()
+def complex_(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    z = torch.complex(a.float(), b.float())
+    made = [z * z.conj(), z.exp() * 0.1, (z * 2).sin() * z, torch.view_as_complex(torch.view_as_real(z * z)) + z]
+    which = made[r.randrange(4)]
+    return (which.real + which.imag.tanh()).to(a.dtype)
+
+
+@CHEAP.op()
+def single(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """Tensors without dimensions."""
+    one = a.mean()
+    return [
+        a * one.sin(),
+        a * functional.silu(functional.silu(one)),
+        functional.silu(a * state.scalar.sin() + one),
+        a * torch.tensor(0.5),
+    ][r.randrange(4)]
+
+
+@CHEAP.op(1)
+def empty(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    nothing = UNARY[r.choice(list(UNARY))](a[:0]).sin() * b[:0]
+    return a + nothing.sum()
+
+
+@CHEAP.op(3)
+def from_input(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    made = [
+        a * state.x,
+        (a + state.x).sin(),
+        (functional.silu(state.x) * a).sin(),
+        functional.silu(state.x.view(-1).view_as(a) * a),
+    ]
+    return made[r.randrange(4)]
+
+
+@CHEAP.op(1)
+def inferred(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    with torch.inference_mode():
+        constant = torch.ones(state.columns) * 0.5
+    return (a + constant).sin()
+
+
+@CHEAP.op(1)
+def collected(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    gc.collect()
+    return a
+
+
+@CHEAP.op(1)
+def observed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    made = functional.silu(a)
+    if made.requires_grad:
+        made.register_hook(lambda grad: grad * 2)
+    return made.sin()
+
+
+@CHEAP.op(2)
+def late_op(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    return UNARY[r.choice(list(UNARY))](a).sin() if state.is_late else functional.silu(a).sin()
+
+
+# ---- surprises of cheap programs: at most one each -------------------------------------------------------------------
+
+
+@SURPRISES.op()
+def change_saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """What an op has saved."""
+    made = functional.silu(a)
+    used, other = made.sin(), made + b
+    state.kept.append(used)
+    if state.is_late:
+        with torch.no_grad():
+            made.mul_(1.5)
+    return [used, other.sin(), used * other, (made + b).sin() + used][r.randrange(4)]
+
+
+@SURPRISES.op()
+def change_and_save(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """What is saved after the change only; another op has used it before."""
+    made = functional.silu(a)
+    other = made + b
+    if state.is_late:
+        with torch.no_grad():
+            made.mul_(1.5)
+    used = made.sin()
+    state.kept.append(used)
+    return other.sin() + used if r.random() < 0.5 else other.sin()
+
+
+@SURPRISES.op()
+def change_result(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """An op's output, before it is saved or after."""
+    made = a * b
+    before = made.sin() if r.random() < 0.5 else a
+    if state.is_late:
+        with torch.no_grad():
+            made[:1].mul_(1.5)
+    return made.sin() + before
+
+
+@SURPRISES.op()
+def change_parameter(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    made = a + state.full
+    if state.is_late:
+        with torch.no_grad():
+            state.full.mul_(1.5)
+    return made.sin()
+
+
+@SURPRISES.op()
+def change_mask(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    mask = a > 0
+    made = torch.where(mask, a, b)
+    if state.is_late:
+        mask.logical_not_()
+    return made.sin()
+
+
+@SURPRISES.op()
+def change_number(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """A tensor without dimensions."""
+    number = torch.tensor(0.5)
+    made = a * number
+    if state.is_late:
+        number.mul_(3)
+    return made.sin()
+
+
+@SURPRISES.op()
+def fail(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """The user's hook raises in backward."""
+    made = functional.silu(a)
+    if state.is_late and made.requires_grad:
+
+        def boom(grad: Tensor) -> None:
+            raise Boom
+
+        made.register_hook(boom)
+    return made.sin()
+
+
+# ---- ops of mixed programs -----------------------------------------------------------------------------------------
+
+KNOWN = {
+    "unary": 6, "saved": 4, "binary": 6, "weighted": 5, "norm": 3, "softmax": 1, "cast": 3, "viewed": 4, "autocast": 2,
+    "in_place": 2, "dropout": 1,
+}  # fmt: skip
+for _name, _weight in KNOWN.items():
+    MIXED.take(_name, CHEAP.ops[_name], _weight)
+UNRECORDED = {"late_change", "in_place"}
+"""Ops that may change a tensor without a record of autograd's."""
+AFTER: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "exp": lambda a: a.clamp(-2, 2).exp(),
+    "neg": lambda a: -a,
+    "wide": lambda a: a.float(),
+    "twice": lambda a: a + a,
+    "rsqrt": lambda a: torch.rsqrt(a.abs() + 0.5),
+    "softplus": functional.softplus,
+    "sin": torch.sin,
+}
+"""Most of them do not save what they take."""
+SAVING: list[Callable[[Tensor, Tensor], Tensor]] = [
+    lambda a, b: a.sin(),
+    lambda a, b: a * b,
+    lambda a, b: functional.silu(a),
+    lambda a, b: a * a,
+    lambda a, b: a,
+]
+
+
+def continued(r: random.Random, made: Tensor, other: Tensor) -> Tensor:
+    """What follows an op that is of interest: something that saves, now or two ops later."""
+    for _ in range(r.choice([0, 1, 1, 2])):
+        made = AFTER[r.choice(list(AFTER))](made)
+    return r.choice(SAVING)(made, other)
+
+
+def changed_in_place(r: random.Random, state: State, made: Tensor, other: Tensor) -> Tensor:
+    """Recorded by autograd. The second operands are of any dtype."""
+    kind = r.randrange(10)
+    if kind < 3:
+        made += r.choice([state.zeros, state.zero, state.zeros.double()])
+    elif kind < 5:
+        made.mul_(r.choice([state.ones, state.ones.double(), state.scalar]))
+    elif kind == 5:
+        made.sub_(state.zeros, alpha=2)
+    elif kind == 6:
+        made.div_(state.ones)
+    elif kind == 7:
+        made.add_(other, alpha=0.5)
+    elif kind == 8:
+        made.mul_(state.ones.detach()).add_(state.zeros)
+    else:
+        made[:, ::2] += state.zeros[::2]
+    return made
+
+
+@MIXED.op(12)
+def promoted(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """In place, where the second operand has a wider dtype."""
+    narrow = r.choice([torch.bfloat16, torch.bfloat16, torch.float16, a.dtype])
+    made = r.choice(
+        [
+            lambda: functional.silu(a.to(narrow)) * b.to(narrow),
+            lambda: a.to(narrow) * b.to(narrow),
+            lambda: a.to(narrow).sin(),
+            lambda: a.to(narrow) + b.to(narrow),
+        ]
+    )()
+    return continued(r, changed_in_place(r, state, made, b), b).to(a.dtype)
+
+
+@MIXED.op(6)
+def promoted_by_autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        gate, up = (functional.linear(one, state.square) for one in (a.sin(), b))
+        made = changed_in_place(r, state, functional.silu(gate) * up, b)
+        return functional.linear(continued(r, made, up), state.square).to(a.dtype)
+
+
+@MIXED.op(4)
+def outer(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """Sums and products of several dtypes, not in place."""
+    narrow = a.to(r.choice([torch.bfloat16, torch.float16]))
+    made = r.choice(
+        [lambda: narrow.sin() + state.zeros, lambda: narrow * state.ones, lambda: narrow * b + state.zero]
+    )()
+    return continued(r, made, b).to(a.dtype)
+
+
+Reorder = Callable[[Tensor], Tensor]
+LAST = torch.channels_last
+# An order of an image's elements, and the way back.
+ORDERS: list[tuple[Reorder, Reorder]] = [
+    (lambda h: h.contiguous(memory_format=LAST), lambda h: h),
+    (lambda h: h.to(memory_format=LAST), lambda h: h),
+    (lambda h: h.to(torch.float64, memory_format=LAST), lambda h: h),
+    (lambda h: h.clone(memory_format=LAST), lambda h: h),
+    (lambda h: h.permute(0, 2, 3, 1).clone(), lambda h: h.permute(0, 3, 1, 2)),
+    (lambda h: h.permute(0, 2, 3, 1).contiguous(), lambda h: h.permute(0, 3, 1, 2)),
+    (lambda h: h.permute(1, 3, 0, 2).clone(memory_format=torch.contiguous_format), lambda h: h.permute(2, 0, 3, 1)),
+    (lambda h: h.transpose(2, 3).double(), lambda h: h.transpose(2, 3)),
+    (lambda h: h.contiguous(memory_format=LAST).contiguous(), lambda h: h),
+    (lambda h: h.flip(3).contiguous(memory_format=LAST), lambda h: h.flip(3)),
+]
+# Of which a CPU computes the last elements, behind those that fill its vectors, in another way, or may.
+TAILED: list[Callable[[Tensor], Tensor]] = [
+    torch.sigmoid,
+    torch.sigmoid,
+    lambda h: torch.rsqrt(h.bfloat16().abs() + 0.5),
+    lambda h: torch.rsqrt(h.abs() + 0.5),
+    lambda h: (h.abs() + 0.5).reciprocal(),
+    torch.tanh,
+    lambda h: functional.softplus(h) + h.relu(),
+]
+
+
+@MIXED.op(12)
+def ordered(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """Another order of the same elements."""
+    there, back = r.choice(ORDERS)
+    rows, columns = a.shape
+    image = a.reshape(1, rows, 3, columns // 3) if r.random() < 0.5 else a.reshape(rows, 3, columns // 3, 1)
+    tailed = r.choice(TAILED)
+    image = r.choice([lambda: functional.silu(image) * image * 2, lambda: image.sin(), lambda: image * 3.0])()
+    made = tailed(there(image))
+    made = r.choice([lambda: made * made, lambda: made.sin() * made, lambda: made, lambda: functional.silu(made)])()
+    return back(made).to(a.dtype).reshape(rows, columns)
+
+
+@MIXED.op(5)
+def transposed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    there = r.choice([lambda h: h.t().contiguous(), lambda h: h.t().clone(), lambda h: h.t().bfloat16()])
+    tailed = r.choice(TAILED)
+    made = tailed(there(functional.silu(a) * a * 2))
+    return (made * made).t().to(a.dtype) * b
+
+
+@MIXED.op(8)
+def carried(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """The graph of this step is a part of the next one's."""
+    a_still = a.detach()
+    made = r.choice(
+        [
+            lambda: functional.silu(a_still * state.ones) + state.zeros,
+            lambda: (a_still + state.zeros).sigmoid() * state.ones,
+            lambda: UNARY[r.choice(list(UNARY))](a_still * state.ones) - state.zero,
+            lambda: a_still.bfloat16() + state.zeros.bfloat16(),
+            lambda: (a_still * state.scalar).sin() * state.ones,
+            lambda: functional.linear(a_still.float().sin(), state.square) + state.zero,
+        ]
+    )()
+    before = state.carried.get(state.place)
+    state.carried[state.place] = made
+    return a if before is None else continued(r, before, b).to(a.dtype) * b
+
+
+@MIXED.op(4)
+def casted_parameter(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """Copies of parameters, as autocast makes them."""
+    narrow = torch.bfloat16
+    weight = r.choice([state.zeros, state.ones, state.zero, state.full]).to(narrow)
+    made = r.choice([lambda: a.to(narrow).sin() * weight, lambda: functional.silu(weight) * a.to(narrow)])()
+    return continued(r, made, b).to(a.dtype)
+
+
+@MIXED.op(3)
+def logged(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """A statistic that is kept, and differentiated a step later."""
+    made = r.choice([lambda: functional.silu(a) * b, lambda: a + b + state.zeros, lambda: a.sin() * b.cos()])()
+    if made.requires_grad:
+        state.logged.append((r.choice([made * made, made.sin()]).mean(), made))
+    return continued(r, made, b)
+
+
+@MIXED.op(0)  # drawn once at most
+def late_change(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
+    """A change that autograd does not record, before anything has saved what is changed."""
+    made = r.choice(
+        [lambda: functional.silu(a) * b, lambda: a * b, lambda: a.sin(), lambda: a + b, lambda: a.float()]
+    )()
+    made = made.neg() if made is a else made
+    kind = r.randrange(8)
+    with torch.no_grad():
+        if kind == 0:  # in all steps, and of no effect at first
+            made.clamp_(max=0.05 if state.is_late else 1e4)
+        elif state.is_late and kind == 1:
+            made.clamp_(max=0.05)
+        elif state.is_late and kind == 2:
+            made[:, ::2].mul_(0.5)
+    if state.is_late:
+        if kind == 3:
+            made.data.masked_fill_(made.data > 0.05, 0.0)
+        elif kind == 4:
+            made.data.mul_(1.5)
+        elif kind == 5:
+            made.data[:1].zero_()
+        elif kind == 6:
+            made.data.copy_(made.data.flip(1) + 0.5)
+        elif kind == 7 and made.dtype == torch.float32:
+            made.detach().numpy()[...] += 1
+    return continued(r, made, b).to(a.dtype)
+
+
+FUNCTIONS = CHEAP.ops | SURPRISES.ops | MIXED.ops

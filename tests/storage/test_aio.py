@@ -1,0 +1,143 @@
+"""The aio backend: the contract, and what the kernel and the op refuse."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from contracts.backend import MIB, BackendContract
+from support.machines import run_python
+
+from ds_tba.config import AioConfig
+from ds_tba.device.memory import huge_page_memory
+from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.storage.backends import aio
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.swap_file import SwapFile
+
+
+@pytest.mark.aio
+class TestAio(BackendContract):
+    @pytest.fixture(params=[1, 2, 3])
+    def backend(self, request: pytest.FixtureRequest) -> IoBackend:
+        if not aio.is_built():
+            pytest.skip("DeepSpeed's aio op is not built: make aio")
+        return aio.AioBackend(AioConfig(intra_op_parallelism=request.param))
+
+    # Lengths must suit the alignment that the backend asks for; memory and offsets any page.
+    @pytest.mark.parametrize("units", [1, 85, 417])
+    @pytest.mark.parametrize("offset", [0, 4096, 32 * MIB])
+    def test_bytes_come_back(  # type: ignore[override]
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, units: int, offset: int
+    ) -> None:
+        super().test_bytes_come_back(backend, file, staging[4096:], units * backend.alignment_bytes, offset)
+
+    def test_neighbours_are_left_alone(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        handle, unit = backend.open_handle(file.fd), 64 * backend.alignment_bytes
+        staging[: 3 * unit].fill_(7)
+        handle.write(staging[: 3 * unit], 0)
+        staging[:unit].fill_(9)
+        handle.write(staging[:unit], unit)
+        handle.read(staging[: 3 * unit], 0)
+        assert [int(staging[at]) for at in (unit - 1, unit, 2 * unit - 1, 2 * unit)] == [7, 9, 9, 7]
+        handle.close()
+
+    def test_blocks_cover_a_transfer(self, backend: IoBackend) -> None:
+        nbytes = 417 * backend.alignment_bytes
+        blocks = backend.blocks(nbytes)
+        assert blocks[0][0] == 0 and blocks[-1][1] == nbytes
+        assert all(before[1] == after[0] and after[0] % 4096 == 0 for before, after in itertools.pairwise(blocks))
+
+    def test_the_op_locks_no_copy_of_memory_outside_staging(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It aborts where that would be more than the process may lock."""
+        handle = backend.open_handle(file.fd)
+        staging[:MIB].fill_(6)
+        handle.write(staging[:MIB], 0)
+        monkeypatch.setattr(handle, "_handle", None)
+        target = huge_page_memory(MIB)
+        handle.read(target, 0)
+        assert bool((target == 6).all())
+
+    def test_what_the_op_cannot_begin_plain_calls_do(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        handle = backend.open_handle(file.fd)
+        monkeypatch.setattr(handle, "_name", "/nowhere/file")  # the op opens by name; at the limit of files it cannot
+        staging[:MIB].fill_(4)
+        handle.write(staging[:MIB], MIB)
+        staging[:MIB].zero_()
+        handle.read(staging[:MIB], MIB)
+        assert bool((staging[:MIB] == 4).all())
+        with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
+            handle.read(staging[:8192], 64 * MIB - 4096)
+        handle.close()
+
+    @pytest.mark.parametrize("call", ["io_setup"])
+    def test_contexts_that_the_kernel_did_not_give_are_missed(self, call: str) -> None:
+        """As where other ranks took the last requests in the moment before: the op says nothing, and aborts later."""
+        program = f"""
+import torch
+from ds_tba.config import AioConfig
+from ds_tba.errors import BackendUnavailableError
+from ds_tba.storage.backends.aio import AioBackend
+from support.machines import forbid
+AioBackend(AioConfig(), 5)
+forbid({call!r}, code=11)
+try:
+    AioBackend(AioConfig(), 5)
+except BackendUnavailableError as error:
+    print(error)
+"""
+        done = run_python(program)
+        assert "the kernel gave 0 of 10 contexts" in done.stdout, done.stdout + done.stderr
+        assert "fs.aio-max-nr=1048576" in done.stdout
+
+    def test_a_first_write_that_cannot_begin_is_told(self, backend: IoBackend) -> None:
+        with pytest.raises(BackendUnavailableError, match=r"cannot open the swap file.*ulimit -n.*posix"):
+            backend.open_handle(1 << 20)
+
+
+@pytest.mark.aio
+def test_the_first_writes_of_two_lanes_do_not_deadlock(tmp_path: Path) -> None:
+    """DeepSpeed's op logs a warning under a once flag at the first write; see AioBackend._write_once."""
+    if not aio.is_built():
+        pytest.skip("DeepSpeed's aio op is not built: make aio")
+    code = f"""
+import logging, sys, threading, time
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from pathlib import Path
+import torch
+from deepspeed.utils import logger
+class Slow(logging.Handler):
+    def emit(self, record):
+        time.sleep(1.0)  # lets the GIL go, as every handler may
+logger.addHandler(Slow())
+from ds_tba.config import AioConfig
+from ds_tba.storage.backends.aio import AioBackend
+from ds_tba.storage.swap_file import SwapFile
+backend, file = AioBackend(AioConfig()), SwapFile(Path({str(tmp_path)!r}), 1 << 20)
+file.grow(1 << 20)
+staging = backend.allocate_staging(1 << 20)
+handles = [backend.open_handle(file.fd) for _ in range(2)]
+threads = [threading.Thread(target=one.write, args=(staging[:8192], 8192 * i)) for i, one in enumerate(handles)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("good")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.endswith("good\n"), done.stdout + done.stderr

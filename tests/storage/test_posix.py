@@ -1,0 +1,47 @@
+"""The posix backend: the contract, and its errors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from contracts.backend import MIB, BackendContract
+
+from ds_tba.errors import TransferError
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.swap_file import SwapFile
+
+
+class TestPosix(BackendContract):
+    @pytest.fixture
+    def backend(self) -> IoBackend:
+        return PosixBackend()
+
+    def test_the_kernels_error_is_told(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
+        read_only = os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY | os.O_DIRECT)
+        try:
+            with pytest.raises(TransferError, match="write of 4096 bytes at offset 8192 failed"):
+                backend.open_handle(read_only).write(staging[:4096], 8192)
+        finally:
+            os.close(read_only)
+
+    def test_a_short_read_is_an_error_with_both_counts(
+        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
+    ) -> None:
+        with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
+            backend.open_handle(file.fd).read(staging[:8192], 64 * MIB - 4096)
+
+    def test_without_o_direct_nothing_stays_in_the_page_cache(
+        self, backend: IoBackend, staging: torch.Tensor, tmp_path: Path
+    ) -> None:
+        fd = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT)
+        handle = backend.open_handle(fd)
+        staging[:MIB].fill_(3)
+        handle.write(staging[:MIB], 0)
+        staging[:MIB].zero_()
+        handle.read(staging[:MIB], 0)
+        assert bool((staging[:MIB] == 3).all())
+        os.close(fd)
