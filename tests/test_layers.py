@@ -47,7 +47,7 @@ TESTED_ELSEWHERE = {
 }
 CORE = {"core", "storage", "device", "stats", "wear", "holders", "report", "config", "errors"}
 LONGEST_CHAIN = 8
-FILES, LINES = 80, 22_400  # what the package has been cut to; it may grow by the air before somebody has to think
+FILES, LINES = 84, 22_400  # what the package has been cut to; it may grow by the air before somebody has to think
 AIR = 1.05
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
