@@ -304,3 +304,9 @@ def constant(value: Any) -> Any:
 def _signed(value: Any) -> Any:
     is_wrapped = isinstance(value, int) and not isinstance(value, bool) and value >= _SIGNED
     return value - 2 * _SIGNED if is_wrapped else value
+
+
+def is_supported() -> bool:
+    """Whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
+    saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
+    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")

@@ -37,7 +37,7 @@ from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 from ds_tba.remat.recipe import Comparison, Kernels, Makeable, Recipe, Site, as_in_forward, is_of_a_module
-from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved
+from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved, is_supported
 from ds_tba.remat.search import UNSAVED, Search, Searched, made_by
 from ds_tba.remat.where import position_in_code
 
@@ -302,12 +302,6 @@ def _remedy(recipe: Recipe) -> str:
     ops = sorted({step.rule.op for step in recipe.steps} & OPS)
     names = ", ".join(f'"{op}"' for op in ops)
     return f'set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or "rematerialize": false'
-
-
-def is_supported() -> bool:
-    """Whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
-    saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
-    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")
 
 
 def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator) -> Sites | None:

@@ -52,6 +52,7 @@ from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.recompute.blocks import Block, Blocks, find_blocks
 from ds_tba.remat import recipe as recipes
 from ds_tba.remat import sites
+from ds_tba.remat.rules import is_supported
 from ds_tba.remat.store import RematStore
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
@@ -82,7 +83,7 @@ def dry_run(
     runs_on = "meta" if training.autocast is None else "cpu"
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
     cache = TensorCache([], runs_on, offload.min_tensor_bytes)
-    if offload.rematerialize_enabled and sites.is_supported():
+    if offload.rematerialize_enabled and is_supported():
         cache.rematerialize(RematStore(cache, AssumedSites(cache, excluded, clock)))
     doing = "making the model"
     try:
@@ -116,7 +117,7 @@ def dry_run(
     notes = [*subject.notes]
     if training.autocast is not None:
         notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-    if offload.rematerialize_enabled and not sites.is_supported():
+    if offload.rematerialize_enabled and not is_supported():
         notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
     if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
