@@ -43,7 +43,9 @@ from ds_tba.plan.rates import Machine, Rates
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
 from ds_tba.recompute.blocks import find_blocks
-from ds_tba.remat.sites import RunningModule, open_sites
+from ds_tba.remat.sites import open_sites
+from ds_tba.remat.store import RematStore
+from ds_tba.remat.where import RunningModule
 from ds_tba.report import LittleMoved, OffloadReport, ReportFile
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.finalizers import Closer
@@ -188,7 +190,8 @@ class ActivationOffloader:
             released_bytes=config.io.ring_bytes,
         )
         self._sites = open_sites(config, self.cache, accelerator)
-        self.cache.rematerialize(self._sites)
+        if self._sites is not None:
+            self.cache.rematerialize(RematStore(self.cache, self._sites))
         store = self._tiers.nvme.stats if self._tiers.nvme is not None else StoreStats()
         self._samples = StepSamples(
             self.cache.stats,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_tba.config import BLOCK
 from ds_tba.core.tensors import has_plain_storage, held_bytes, is_owned, is_parameter, next_sequence_number
-from ds_tba.remat.sites import is_supported
+from ds_tba.remat.rules import is_supported
 from ds_tba.stats import CacheStats, readable
 
 LEAST_BYTES = 1 << 20  # less than that is no reason to change a config

@@ -33,7 +33,7 @@ from ds_tba.explain.outside import OutsideForward
 from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import Holder, merged
 from ds_tba.recompute.passes import RecomputedPass
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 from ds_tba.stats import CacheStats, PathMeter
 
 # Nodes that only look at a tensor in another shape.
@@ -280,7 +280,7 @@ def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[H
     for key, one in list(seen.items()):
         where = "resident"
         if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
-            where = "moved" if key.recipe is None else "again"
+            where = "moved" if key.ticket is None or key.ticket.store.keeps_bytes else "again"
         found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
     return sorted((one for one in found.values() if one.saved_bytes), key=attrgetter("saved_bytes"), reverse=True)
 

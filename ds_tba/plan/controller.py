@@ -34,7 +34,7 @@ from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Scopes, Trace
 from ds_tba.recompute.blocks import Blocks
 from ds_tba.recompute.passes import Block
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 from ds_tba.storage.base import Always, Policy
 
 logger = logging.getLogger(__name__)

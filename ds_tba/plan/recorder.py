@@ -33,11 +33,20 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_tba.core.saved import CountedMemory, Hooks, PassedThrough, SavedCounted, SavedView, StorageKey
+from ds_tba.core.saved import (
+    CountedMemory,
+    Hooks,
+    Origin,
+    PassedThrough,
+    RecordState,
+    SavedCounted,
+    SavedView,
+    StorageKey,
+)
 from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 RECORDINGS = 2
@@ -66,7 +75,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
-    site: Any = None  # that could make it again, from ``sources``
+    origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
@@ -196,10 +205,15 @@ class MicroStepRecord:
             used_s,
             max(used_s, freed_s),
             found.is_movable,
-            None if found.site is None else found.site.seconds,
+            None if found.origin is None else found.origin.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
         )
+
+
+def _leaves(view: SavedView) -> bool:
+    """Whether the bytes of a view have left device memory, or will once the operation that saves them is over."""
+    return view.is_offloaded or view.record.state is RecordState.LEAVING
 
 
 def _before(times: list[float], moment: int | None) -> float:
@@ -388,14 +402,14 @@ class Recorder:
         else:
             index = self._index_of(held.record.key, self._scene.saver.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
-            makeable = held.record.makeable
-            if makeable is not None and self.record.storages[index].site is None:
-                found = {self._by_key.get(key, _NOTHING) for key in makeable.sources} - {_NOTHING}
-                self.record.storages[index].site = makeable.site
+            origin = held.record.origin
+            if origin is not None and self.record.storages[index].origin is None:
+                found = {self._by_key.get(key, _NOTHING) for key in origin.sources} - {_NOTHING}
+                self.record.storages[index].origin = origin
                 self.record.storages[index].sources = tuple(sorted(found))
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
-        if self._scene.is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
+        if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
             storage.left = None
             setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
         if scope.pass_number not in storage.passes:

@@ -61,6 +61,7 @@ class Ticket:
 
     Attributes:
         passing_bytes: device memory that loading takes for a moment, in addition to that of the storage.
+        new_bytes: device memory that loading takes for the storage itself; none where the store still holds it there.
     """
 
     __slots__ = ("nbytes", "passing_bytes", "store")
@@ -69,6 +70,15 @@ class Ticket:
         self.nbytes = nbytes
         self.store = store
         self.passing_bytes = passing_bytes
+
+    @property
+    def new_bytes(self) -> int:
+        return self.nbytes
+
+    @property
+    def load_bytes(self) -> int:
+        """Return the bytes of device memory that reloading takes at most, also of what the storage is made of."""
+        return self.new_bytes + self.passing_bytes
 
 
 OwnTicket = TypeVar("OwnTicket", bound=Ticket)
@@ -94,7 +104,13 @@ class Loaded:
 
 
 class Store(ABC, Generic[OwnTicket]):
-    """Holds the bytes of storages between pack and unpack. A ticket goes back to the store that issued it."""
+    """Holds the bytes of storages between pack and unpack. A ticket goes back to the store that issued it.
+
+    Attributes:
+        keeps_bytes: it does; else it makes them anew.
+    """
+
+    keeps_bytes: ClassVar[bool] = True
 
     @abstractmethod
     def put(self, data: torch.Tensor, *, wait: bool) -> OwnTicket | Refusal:

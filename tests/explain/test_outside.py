@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.tensors import SHOWS_HOOKS
 from ds_tba.explain import outside
-from ds_tba.remat.sites import is_supported
+from ds_tba.remat.rules import is_supported
 
 WORDS, KIB = 512, 1 << 10
 LOGITS_KIB = 4 * 16 * WORDS * 4 // KIB

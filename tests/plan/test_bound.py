@@ -589,7 +589,7 @@ def test_an_interrupt_while_room_is_made_takes_off_nothing_that_was_not_counted(
         y = torch.randn(128, 128, requires_grad=True)
         for _ in range(9):
             y = y.sin()
-        monkeypatch.setattr(cache._stores[0], "put", interrupt)
+        monkeypatch.setattr(cache.stores[0], "put", interrupt)
         small = torch.randn(60, 256, requires_grad=True)
         for _ in range(20):
             small = small.sin()

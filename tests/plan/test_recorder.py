@@ -13,7 +13,7 @@ from torch.nn.modules import module as module_hooks
 from ds_tba.core.cache import TensorCache
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import OUTSIDE, StorageTrace, Trace
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     model = Stack(ticks)
     with recorded(cache, ticks, model) as recorder:
         loss = model(torch.randn(ROWS, WIDTH), recorder)
-    for store in cache._stores:
+    for store in cache.stores:
         wait_for_writes(store)  # what is handed over before is nowhere else, and stays
     ticks.now_s = 10.0
     loss.backward(retain_graph=True)
@@ -81,7 +81,7 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     recorder.end()
     trace = recorder.record.trace(MACHINE, optimizer_s=0.5)
     freed_s = {storage.freed_s for storage in movable(trace)}
-    assert freed_s == ({20.0} if not cache._stores else {10.0})  # what was kept lives as long as the graph
+    assert freed_s == ({20.0} if not cache.stores else {10.0})  # what was kept lives as long as the graph
 
 
 def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:

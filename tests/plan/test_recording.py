@@ -11,7 +11,7 @@ from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, re
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.plan.recorder import RECORDINGS, MicroStepRecord, Recording, Scene
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 
 
 @pytest.fixture

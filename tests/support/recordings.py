@@ -12,7 +12,7 @@ from torch import nn
 from ds_tba.core.cache import TensorCache
 from ds_tba.plan.recorder import MicroStepRecord, Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.where import RunningModule
 
 WIDTH, ROWS = 64, 32
 MIN_BYTES = 4096

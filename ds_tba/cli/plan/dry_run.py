@@ -51,8 +51,11 @@ from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.recompute.blocks import Blocks, find_blocks
 from ds_tba.recompute.passes import Block
+from ds_tba.remat import recipe as recipes
 from ds_tba.remat import sites
-from ds_tba.remat.sites import RunningModule
+from ds_tba.remat.rules import is_supported
+from ds_tba.remat.store import RematStore
+from ds_tba.remat.where import RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
 
@@ -82,8 +85,8 @@ def dry_run(
     runs_on = "meta" if training.autocast is None else "cpu"
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
     cache = TensorCache([], runs_on, offload.min_tensor_bytes)
-    if offload.rematerialize_enabled and sites.is_supported():
-        cache.rematerialize(AssumedSites(cache, excluded, clock))
+    if offload.rematerialize_enabled and is_supported():
+        cache.rematerialize(RematStore(cache, AssumedSites(cache, excluded, clock)))
     doing = "making the model"
     try:
         with torch.device(runs_on):
@@ -116,7 +119,7 @@ def dry_run(
     notes = [*subject.notes]
     if training.autocast is not None:
         notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-    if offload.rematerialize_enabled and not sites.is_supported():
+    if offload.rematerialize_enabled and not is_supported():
         notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
     if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
@@ -124,7 +127,7 @@ def dry_run(
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
-    used = [one.site for one in recorder.record.storages]
+    origins = [one.origin for one in recorder.record.storages]
     whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     passing_bytes = max(whole_bytes, default=0)
@@ -143,7 +146,7 @@ def dry_run(
         meter.peak_bytes + passing_bytes,
         meter.whole_peak_bytes + passing_bytes,
         sorted(attention),
-        tuple(site.op if isinstance(site, sites.Site) else "" for site in used),
+        tuple("" if one is None else one.op for one in origins),
         tuple(notes),
         sum(one.numel() * one.element_size() for one in parameters if one.requires_grad),
         largest,
@@ -222,13 +225,13 @@ class AssumedSites(sites.Sites):
         super().__init__(cache, CpuAccelerator(), exclude)
         self._clock = clock
 
-    def site_of(self, recipe: sites.Recipe) -> sites.Site:
+    def site_of(self, recipe: recipes.Recipe) -> recipes.Site:
         """Return a site with the time that the bytes of its ops take on the device."""
         moving_s = self._clock.moving_s(_moved_bytes(recipe))
-        return sites.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
+        return recipes.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
 
 
-def _moved_bytes(recipe: sites.Recipe) -> int:
+def _moved_bytes(recipe: recipes.Recipe) -> int:
     """Return the bytes that an op and the steps between read and write."""
 
     def nbytes(one: Any) -> int:
