@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
@@ -92,7 +93,7 @@ class Meter:
         tiers = [store] if kind.offloads else []
         self._cache = TensorCache(tiers, device.torch, ELEMENTS, accelerator=accelerator)
         if kind.rematerializes:
-            self._cache.rematerialize(Sites(self._cache, device.accelerator))
+            self._cache.rematerialize(RematStore(self._cache, Sites(self._cache, device.accelerator)))
         self._weight = torch.nn.Parameter(torch.randn(ELEMENTS, device=device.torch))
         self.measure(1)  # what is to be made again is proven
 

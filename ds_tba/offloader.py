@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +24,6 @@ from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.kept_hooks import KEPT
 from ds_tba.core.tensors import SHOWS_HOOKS, mark_inputs
-from ds_tba.core.where import RunningModule
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import IncompatibleError, PathError
@@ -33,21 +31,19 @@ from ds_tba.report import OffloadReport, ReportFile, Writer
 from ds_tba.reporting import Reporter, ReportFiles, start_line
 from ds_tba.resting import PROCESS, Resting
 from ds_tba.stats import StoreStats
-from ds_tba.storage.base import Always
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
-from ds_tba.wear import write_limit_bytes_per_step
 
 if TYPE_CHECKING:
     from ds_tba.explain.explainer import Explainer
     from ds_tba.explain.model_memory import ModelMeter
-    from ds_tba.plan.agreement import Agreement, Planning
+    from ds_tba.plan.agreement import Agreement
     from ds_tba.plan.controller import Controller
-    from ds_tba.plan.plan import Limits
-    from ds_tba.plan.rates import Rates
-    from ds_tba.plan.search import Planner
+    from ds_tba.plan.plan import Planner
+    from ds_tba.plan.rates import Machine, Rates
     from ds_tba.plan.trace import Trace
     from ds_tba.remat.sites import Sites
+    from ds_tba.remat.where import RunningModule
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +123,7 @@ class ActivationOffloader:
         waking_s = time.monotonic() - started_s
         self.cache = self._open_cache()
         self._reporter = Reporter(config, self._tiers, self.cache, accelerator, self._files.report)
-        self._running = RunningModule({})
+        self._running: RunningModule | None = None
         self._sites = self._open_sites()
         self._explainer: Explainer | None = None
         if config.report.timeline_path:
@@ -150,14 +146,23 @@ class ActivationOffloader:
             released_bytes=config.io.ring_bytes,
         )
 
+    def _where_it_runs(self) -> RunningModule:
+        """Return what names the module that runs, for whoever asks first."""
+        if self._running is None:
+            from ds_tba.remat.where import RunningModule
+
+            self._running = RunningModule({})
+        return self._running
+
     def _open_sites(self) -> Sites | None:
         if not self.config.rematerialize_enabled:
             return None
         from ds_tba.remat.sites import open_sites
+        from ds_tba.remat.store import RematStore
 
-        sites = open_sites(self.config, self.cache, self._accelerator, self._running)
-        self.cache.rematerialize(sites)
+        sites = open_sites(self.config, self.cache, self._accelerator, self._where_it_runs())
         if sites is not None:
+            self.cache.rematerialize(RematStore(self.cache, sites))
             self._reporter.add(sites)
         return sites
 
@@ -178,55 +183,35 @@ class ActivationOffloader:
             timelines = TimelineFile(self._files.timeline, self.config.activation_budget_bytes)
         store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
         counters = Counters(self.cache.stats, store, [path.meter for path in self._tiers.paths])
-        samples = StepSamples(counters, self._running, timelines, self._writer.steps + 1)
+        samples = StepSamples(counters, self._where_it_runs(), timelines, self._writer.steps + 1)
         return Explainer(self.config, self.cache, self._accelerator, samples)
 
     def _open_controller(
         self, model: nn.Module, agreement: Agreement, everyone: Agreement, planner: Planner | None
     ) -> Controller:
-        from ds_tba.plan.controller import Controller
-        from ds_tba.plan.rates import Rates
-        from ds_tba.recompute.blocks import Blocks, find_blocks
+        from ds_tba.plan.agreement import Planning
+        from ds_tba.plan.controller import Controller, Watched
+        from ds_tba.plan.search import adaptive
+        from ds_tba.recompute.blocks import find_blocks
 
-        config, tiers = self.config, self._tiers
-        rates = Rates(tiers.nvme, self._accelerator, config.io.ring_bytes)
+        config, plans = self.config, self.config.placement == "adaptive"
+        machine = self._open_machine(everyone)
+        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
+        watched = Watched(model, found if config.recompute else (), may_recompute=plans and config.recompute)
+        planning = Planning((planner or adaptive) if plans else None, machine, agreement)
+        return Controller(self.cache, machine, planning, watched, _TraceFile(self._files.trace))
+
+    def _open_machine(self, everyone: Agreement) -> Machine:
+        from ds_tba.plan.rates import Machine, Rates
+
+        accelerator = self._accelerator
+        rates = Rates(self._tiers.nvme, accelerator, self.config.io.ring_bytes)
         _measure_together(rates, everyone)
         self._reporter.note_measured()
-        memory = MemoryMeter(self._accelerator.memory, lambda: self.cache.stats.resident.now)
-        plans = config.placement == "adaptive"
-        return Controller(
-            self.cache,
-            tiers.by_placement,
-            Always(list(tiers.by_placement.values()), wait=True, rematerialize=True),
-            self._planning(planner, agreement, rates, memory) if plans else None,
-            rates,
-            agreement,
-            self._accelerator.clock,
-            partial(_write_trace, self._files.trace),
-            memory,
-            model,
-            partial(
-                Blocks,
-                find_blocks(model, config.blocks),
-                may_recompute=plans and config.recompute,
-                count=self.cache.count_again,
-            ),
-            config.activation_budget_bytes if plans else None,
-        )
-
-    def _planning(self, planner: Planner | None, agreement: Agreement, rates: Rates, memory: MemoryMeter) -> Planning:
-        from ds_tba.plan.agreement import Planning
-        from ds_tba.plan.search import adaptive
-
+        memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.
-        sharers = self._ranks_on_node if self._accelerator.is_synchronized_device() else 1
-        return Planning(
-            planner or adaptive,
-            partial(_limits, self.config, self._tiers),
-            rates.resources,
-            lambda: memory.room_bytes() / sharers,
-            agreement,
-        )
+        sharers = self._ranks_on_node if accelerator.is_synchronized_device() else 1
+        return Machine(self.config, self._tiers, rates, memory, accelerator.clock, sharers)
 
     def watch(
         self,
@@ -250,7 +235,7 @@ class ActivationOffloader:
             ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
         """
         with self._resting.using():
-            self._running.watch(model)
+            self._where_it_runs().watch(model)
             self._explaining().watch(meter)
             if self._controller is None and self.config.is_planned:
                 from ds_tba.plan.agreement import Alone
@@ -483,15 +468,12 @@ def _measure_together(rates: Rates, agreement: Agreement) -> None:
             raise PathError(f"rank {rank}: {found}")
 
 
-def _limits(config: OffloadConfig, tiers: Tiers, step_s: float) -> Limits:
-    from ds_tba.plan.plan import Limits
+class _TraceFile:
+    """Writes each trace to ``report.trace_path``; not the offloader, which would hold itself."""
 
-    left_tbw = tiers.left_tbw()
-    write_limit = write_limit_bytes_per_step(left_tbw, config.ssd.min_life_days, step_s)
-    host_bytes = tiers.host.capacity_bytes() if tiers.host is not None else 0
-    return replace(Limits.of(config, write_limit), endurance_tbw=left_tbw, host_budget_bytes=host_bytes)
+    def __init__(self, file: ReportFile) -> None:
+        self._file = file
 
-
-def _write_trace(file: ReportFile, trace: Trace) -> None:
-    if file.path is not None:
-        file.write_text(trace.to_json() + "\n")
+    def write(self, trace: Trace) -> None:
+        if self._file.path is not None:
+            self._file.write_text(trace.to_json() + "\n")

@@ -28,8 +28,8 @@ from ds_tba.core.tensors import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.bandwidth_probe import measure_drives
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 
@@ -81,7 +81,7 @@ def frozen_imports() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Of all workers of a run of the tests: what one has found the others need not find again."""
+    """Name a directory of all workers of a run: what one has found the others need not find again."""
     own = tmp_path_factory.getbasetemp()
     root = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     os.environ[SHARED] = str(root / "shared")
@@ -89,7 +89,7 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For tensors so small: several threads mostly wait for one another, and for a machine that others use too."""
+    """Compute in one thread: for small tensors several mostly wait for one another."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -228,14 +228,14 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Disk]:
-    """As ``disk``, of 64 MiB."""
+    """An ext4 of 64 MiB; otherwise as ``disk``."""
     with mounted(tmp_path / "loop", 64 * MIB) as disk:
         yield from left_as_found(disk)
 
 
 @pytest.fixture
 def fragile_disk(tmp_path: Path) -> Iterator[Disk]:
-    """As ``disk``, to be broken: without a journal, for want of which the file system would shut down for good.
+    """An ext4 to be broken: without a journal, whose loss would shut down the file system for good.
 
     In what state a broken drive is left is not checked.
     """

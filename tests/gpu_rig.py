@@ -18,7 +18,8 @@ from curves.device import Device
 from support import hazards
 from support.late_device import LateDevice
 
-from ds_tba.device.accelerator import Accelerator, Copies
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.copies import Copies
 from ds_tba.remat.sites import Sites
 
 # Read when CUDA's matrix library starts: without it equal products on several streams may differ in their last bits.

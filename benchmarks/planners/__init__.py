@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ds_tba.plan.plan import Limits, Plan, rank
+from ds_tba.plan.plan import Limits, Plan, Planner, rank
 from ds_tba.plan.replay import replay
-from ds_tba.plan.search import Planner, adaptive, plan_of
+from ds_tba.plan.search import adaptive, plan_of
 from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import Trace
 from planners.tba import tba_assignment

@@ -56,7 +56,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 
 class Result(NamedTuple):
-    """What a command has found: its exit status, the lines for people, and what ``--json`` prints instead."""
+    """The result of a command: its exit status, the lines for people, and the object that ``--json`` prints instead."""
 
     status: int
     lines: list[str]

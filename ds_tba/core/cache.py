@@ -2,7 +2,7 @@
 
 Answers what becomes of a tensor that autograd saves. Sees autograd, storages and a store's contract; cannot see files,
 staging or DeepSpeed, nor the reasons of a policy. ``saved.py`` has the objects that autograd holds, ``residency.py``
-moves their bytes and holds them within the budget, ``sites.py`` makes some of them again.
+moves their bytes and holds them within the budget. A ``TensorStore`` may rematerialize some of them.
 
 [Note: Records] Every saved tensor becomes a ``SavedView``, the object that autograd holds in its place. Views of one
 storage share a ``SavedStorage``, found by the stamps of storage and version counter and by the version: the storage is
@@ -16,22 +16,20 @@ that (``rrelu`` into its noise). So a storage that no finished operation has mad
 saves it is over: at the next save with another sequence number, which each node of the graph takes, or when forward
 is over. On a device the host has then also told the stream to wait for what a Function began on another one.
 
-[Note: Made again] What can be made again is compared before its bytes are let go of (``sites.py``). A device answers
-late; until then the record keeps its bytes, beside ``MAX_UNREAD_BYTES`` of others at most. What comes while there are
-more is saved, and compared another time: nobody waits for the device. An operand that a recipe brings back before
-backward wants it for itself stays for that, as long as the recipe lives, and as long as there are few. What a graph
-that outlives backward still needs, and no operand is wanted for anything else, is made once and kept, where that takes
-less than its operands do.
+[Note: Loads] No lock is held while a store loads bytes, or makes them from others, which are loaded in turn: the
+record is LOADING, and another thread that wants it waits for that. What is loaded for what a store makes, and wanted by
+backward later or not at all, stays for that, as long as there are few.
 
-[Note: Order of locks] The cache's lock is taken before a store's, never after: stores do not know the cache. But a
-finalizer may run inside a store's critical section, take the cache's lock if that is free, and give a ticket back. So
-``Store.release`` waits for no lock, and defers itself in turn.
+[Note: Order of locks] The cache's lock is taken before a store's, never after. But a finalizer may run inside a store's
+critical section, take the cache's lock if that is free, and give a ticket back. So ``Store.release`` waits for no lock,
+and defers itself in turn.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -52,15 +50,20 @@ from ds_tba.core.saved import (
     CountedMemory,
     Finalized,
     Hooks,
-    Keeper,
-    Makeable,
+    Lender,
+    Loading,
     MemoryGone,
+    Operation,
+    Origin,
     PassedThrough,
     RecordState,
+    Reloaded,
     SavedCounted,
     SavedStorage,
     SavedView,
     StorageKey,
+    TensorStore,
+    ViewGone,
     nbytes_of,
     unmodified,
 )
@@ -81,12 +84,10 @@ from ds_tba.core.tensors import (
 )
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers
 from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import ActivationModifiedError, StateError, StorageError
+from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Always, Choice, Policy, Store
+from ds_tba.storage.base import Always, Choice, Policy, Store, Ticket
 
-# Bytes of storages that are kept until a device has answered their comparison; one may be larger.
-MAX_UNREAD_BYTES = 256 << 20
 CHANGED = "saved again with other bytes"
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
@@ -114,30 +115,24 @@ class HooksObserver(Protocol):
         """Return hooks that call these."""
 
 
-class _Proof(NamedTuple):
-    """What is known of how a storage that is being saved can be made again.
+class _Taken(NamedTuple):
+    """What is known of a storage before it is entered: where it comes from, and the ticket if it was taken."""
 
-    Attributes:
-        recipe: with views of its own; None where the storage is to be saved.
-        comparison: that must be read before it need not be saved; None where that is certain.
-    """
-
-    makeable: Makeable
-    recipe: Any = None
-    comparison: Any = None
+    origin: Origin | None = None
+    ticket: Ticket | None = None
 
 
 class _InUse(NamedTuple):
     """A storage that leaves once the operation that saves it is over.
 
     Attributes:
-        operation: the thread, and the sequence number of its graph when the storage was saved.
+        operation: see :class:`SavedStorage`; of the thread alone.
         stream: that saved it; None where everything is done at once.
     """
 
     record: SavedStorage
     choice: Choice
-    operation: tuple[int, int]
+    operation: Operation
     stream: Any
 
 
@@ -154,7 +149,7 @@ class _Entered(NamedTuple):
     answer: Answer | None = None
 
 
-class TensorCache(Keeper):
+class TensorCache(Lender):
     """Moves saved tensors into a store during forward and back during backward.
 
     Args:
@@ -170,8 +165,7 @@ class TensorCache(Keeper):
 
     Attributes:
         learned_order: of first uses, in the last backward that used all.
-        sites: what can be made again, as ``sites.py`` has it, which imports this room's lower files; None where nothing
-            is to be.
+        rematerialization: the store that is asked before all others; None where nothing is rematerialized.
     """
 
     def __init__(
@@ -184,28 +178,29 @@ class TensorCache(Keeper):
         accelerator: Accelerator | None = None,
         released_bytes: int = 256 << 20,
     ) -> None:
-        super().__init__(self._load, self._count_kept, self._finalize)
+        super().__init__()
         self._stats = CacheStats()
-        self._stores = tuple(stores)
+        self.stores = tuple(stores)
         self._device = torch.device(device)
         self._accelerator = accelerator
         self._pid = os.getpid()
         self._min_tensor_bytes = min_tensor_bytes
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
-        self.residency = Residency(self._stats, self._stores, self._device, self, accelerator, released_bytes)
+        self.residency = Residency(self._stats, self.stores, self._device, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
         self.learned_order: list[int] = []
         self._live_records = 0
-        self.sites: Any = None
+        self.rematerialization: TensorStore[Any] | None = None
         self._observers: list[HooksObserver] = []
         self._originals = keep_originals()
-        # With the record that waits for the answer; without, where the site was proven before.
-        self._unread: deque[tuple[SavedStorage | None, Any, Any]] = deque()
         self._in_use: deque[_InUse] = deque()
         self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
         self._doubted: deque[tuple[weakref.ref[SavedView], Answer]] = deque()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
-        self._made: dict[SavedStorage, None] = {}  # not saved, but made again
+
+    @property
+    def limit_bytes(self) -> float:
+        return self.residency.limit_bytes
 
     @property
     def stats(self) -> CacheStats:
@@ -243,9 +238,8 @@ class TensorCache(Keeper):
         if not torch.is_grad_enabled():
             yield
             return
-        self._originals.forget_last()
-        if self.sites is not None:
-            self.sites.begin_forward()
+        if self.rematerialization is not None:
+            self.rematerialization.begin_forward()
         with self.finalizers, self.finalizers.lock:
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
@@ -270,8 +264,8 @@ class TensorCache(Keeper):
             if step.is_interleaved or not step.expects_forward:
                 return None
             self.forward = replace(self.forward, by_key={})
-        if self.sites is not None:
-            self.sites.begin_forward()
+        if self.rematerialization is not None:
+            self.rematerialization.begin_forward()
         return self._hooks(step, around)
 
     def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> saved_tensors_hooks:
@@ -301,13 +295,13 @@ class TensorCache(Keeper):
         """The micro-step is over, whatever is still saved: the next forward begins another.
 
         Raises:
-            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+            RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep()
-        self._originals.forget_last()
-        self.read_comparisons(wait=True)
-        self._keep_cheaper()
+        self._read_doubts(wait=True)
+        if self.rematerialization is not None:
+            self.rematerialization.end_micro_step()
 
     # ---- pack ---------------------------------------------------------------------------------------------------
 
@@ -315,11 +309,11 @@ class TensorCache(Keeper):
         """Autograd's pack hook: the object to hold in place of ``tensor``.
 
         Raises:
-            RematerializationError: what was made again in earlier steps is no longer what forward makes.
+            RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
         self._stats.packed_tensors += 1
         if self._in_use and not self._is_capturing:
-            self._end_operations(_operation())
+            self._end_operations(self._operation())
         why = self.eligibility_of(tensor)
         if why is Eligibility.ELIGIBLE:
             return self._save(tensor)
@@ -332,13 +326,13 @@ class TensorCache(Keeper):
         small = why is Eligibility.SMALL
         nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
         counted = SavedCounted(self, tensor, nbytes, why.value)
-        if self.sites is not None and why is not Eligibility.OF_GRAPH:
-            self.sites.note(tensor, counted)
+        if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:
+            self.rematerialization.note(tensor, counted)
         return counted
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Whether a tensor may leave device memory."""
-        acts = self._stores or self.sites is not None
+        acts = self.stores or self.rematerialization is not None
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
         why, accelerator = eligibility(tensor, self._device, self._min_tensor_bytes), self._accelerator
@@ -354,22 +348,23 @@ class TensorCache(Keeper):
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
-        forward, sites = self.forward, self.sites
+        forward, first = self.forward, self.rematerialization
         if self._doubted:
             self._read_doubts()
         entered: _Entered | None = None
         with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
-            if key in forward.by_key or (sites is None and not self.residency.may_wait):
-                entered = self._enter(forward, tensor, key, choice, None)
+            if key in forward.by_key or (first is None and not self.residency.may_wait):
+                entered = self._enter(forward, tensor, key, choice, _Taken())
         if entered is None:  # something may have to be proven or waited for first
-            proof = None
-            if sites is not None:
-                self.read_comparisons()
-                proof = self._prove(tensor, key, choice)  # without the lock: operands load on their own
+            taken = _Taken()
+            if first is not None:
+                first.settle()
+                if choice.rematerialize or forward.is_recorded:
+                    taken = _Taken(*first.take(tensor, is_wanted=choice.rematerialize))
             self.wait_for_room(key.nbytes)
             with self.finalizers, self.finalizers.lock:
-                entered = self._enter(forward, tensor, key, choice, proof)
+                entered = self._enter(forward, tensor, key, choice, taken)
         record, offloaded, answer = entered
         view = SavedView(self, record, tensor, offloaded=offloaded)
         if answer is not None:
@@ -380,62 +375,66 @@ class TensorCache(Keeper):
         if self._accelerator is not None:
             # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
             self._accelerator.share(tensor, self._accelerator.current_stream())
-        if sites is not None:
-            sites.note(tensor, view)
+        if first is not None:
+            first.note(tensor, view)
         return view
 
     def _enter(
-        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
     ) -> _Entered:
         """Enter one more view of a storage, which is new unless it has a record with the same bytes."""
-        record, answer, operation = forward.by_key.get(key), None, _operation()
-        is_away = record is not None and record.state is not RecordState.KEPT
+        record, answer, operation = forward.by_key.get(key), None, self._operation()
+        is_away = record is not None and not record.is_kept
         # What one operation saves has the same bytes: nothing runs in between.
         if record is not None and is_away and record.fingerprint is not None and record.operation != operation:
             answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
             if answer.is_done:
                 record, answer = record if answer.read() else None, None
         if record is None:
-            record = self._add(forward, tensor, key, choice, proof)
-        elif record.state is not RecordState.KEPT and answer is None:
-            self._stats.deduplicated_bytes += nbytes_of(tensor)
+            record = self._add(forward, tensor, key, choice, taken)
+        else:
+            if taken.ticket is not None:  # another thread has saved it meanwhile
+                taken.ticket.store.release(taken.ticket)
+            self._stats.deduplicated_bytes += 0 if record.is_kept or answer is not None else nbytes_of(tensor)
         if record.views == record.lent:
             self._stats.saved.add(record.memory.save(key.nbytes))
-        offloaded = record.state is not RecordState.KEPT and answer is None
+        offloaded = not record.is_kept and answer is None
         record.operation = operation
         record.views += 1
         record.pending += offloaded
         return _Entered(record, offloaded, answer)
 
     def _add(
-        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, proof: _Proof | None
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
     ) -> SavedStorage:
-        """The record of a storage at its present version, which goes where it was proven and chosen to go."""
+        """The record of a storage at its present version, which goes where it was chosen to go, unless it was taken."""
         self.residency.make_room(key.nbytes)
         record = SavedStorage(key, forward.micro_step)
-        record.is_complete = is_complete(tensor)
-        if proof is not None:
-            record.makeable = proof.makeable
-        if proof is not None and proof.comparison is not None:
-            self._unread.append((record, proof.recipe, proof.comparison))
-        elif proof is not None and proof.recipe is not None:
-            self._leave_out(record, proof.recipe, tensor)
+        record.is_complete, record.origin = is_complete(tensor), taken.origin
+        is_movable = False
+        if taken.ticket is not None:
+            self.residency.give(record, taken.ticket, tensor)
         elif not self._is_over(record, tensor) and (choice.stores or self.residency.is_limited):
             stream = None if self._accelerator is None else self._accelerator.current_stream()
-            self._in_use.append(_InUse(record, choice, _operation(), stream))
-            record.is_in_use, record.is_leaving = True, bool(choice.stores)
-        elif isinstance(taken := self.residency.offload(tensor, choice), str):
-            self._stats.kept_bytes[taken] += record.nbytes
+            self._in_use.append(_InUse(record, choice, self._operation(), stream))
+            if choice.stores:
+                record.move(RecordState.LEAVING)
+        elif reason := self.residency.offload(record, tensor, choice):
+            self._stats.kept_bytes[reason] += record.nbytes
+            is_movable = True
         else:
-            record.ticket = taken
-            record.left(tensor, self._accelerator)
-            record.move(RecordState.AWAY)
             record.index = record.micro_step.add(record)
         self.residency.add(record, tensor)
+        if is_movable:
+            self.residency.add_kept(record)
         forward.by_key[key] = record
         self._live_records += 1
         record.micro_step.saved += 1
         return record
+
+    def _operation(self) -> Operation:
+        """Return what tells the operation that saves now from later ones."""
+        return Operation(threading.get_ident(), next_sequence_number(), self._originals.checkpoints)
 
     @property
     def _is_capturing(self) -> bool:
@@ -446,7 +445,7 @@ class TensorCache(Keeper):
         """Whether whatever fills the storage that is being saved has filled it."""
         return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
 
-    def _end_operations(self, present: tuple[int, int] | None = None) -> None:
+    def _end_operations(self, present: Operation | None = None) -> None:
         """Have leave what operations of this thread have saved that are over; see [Note: Operations under way].
 
         Args:
@@ -454,32 +453,29 @@ class TensorCache(Keeper):
         """
         thread = threading.get_ident()
         with self.finalizers, self.finalizers.lock:
-            for one in [one for one in self._in_use if one.operation[0] == thread and one.operation != present]:
+            for one in [one for one in self._in_use if one.operation.thread == thread and one.operation != present]:
                 self._in_use.remove(one)
                 self._end_use(one)
 
     def _end_use(self, one: _InUse) -> None:
         record = one.record
-        record.is_in_use = record.is_leaving = False
-        if record.state is not RecordState.KEPT:  # nobody wants it any more
+        if not record.is_kept:  # nobody wants it any more
             return
+        if one.choice.stores:
+            record.move(RecordState.KEPT)
         if self._accelerator is not None and one.stream != self._accelerator.current_stream():
             event = self._accelerator.new_event()
             event.record(one.stream)  # else the copy may begin before that stream has filled it
             self._accelerator.current_stream().wait_event(event)
-        reason = self.residency.move_out(record, one.choice)
-        if record.is_in_memory:
+        held = next((view.held for view in record.holders), None)
+        reason = one.choice.reason if held is None else self.residency.offload(record, held, one.choice)
+        if record.state is RecordState.KEPT:
             self._stats.kept_bytes[reason] += record.nbytes
             self.residency.add_kept(record)
         else:
             record.index = record.micro_step.add(record)
 
-    def _count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
-        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
-
-        Args:
-            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
-        """
+    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         self.wait_for_room(nbytes)
         with self.finalizers, self.finalizers.lock:
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
@@ -507,7 +503,7 @@ class TensorCache(Keeper):
                 return self.unpack(micro_step, held)
         if self._in_use and not self._is_capturing:
             self._end_operations()
-        self._originals.forget_last(threading.get_ident())
+        self._originals.forget_last()
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
         if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
@@ -523,10 +519,11 @@ class TensorCache(Keeper):
     def _hand_out(self, held: SavedCounted | SavedView) -> torch.Tensor:
         """Return a saved tensor to a Function of the user's, which may write into it without a version.
 
-        It has one memory for all its reads, as without hooks, and shares it with no recipe. A write with a version
-        counts for the tensor that was saved, so that whoever else has saved it raises, as without hooks.
+        It has one memory for all its reads, as without hooks, and shares it with no recipe, nor with bytes that others
+        will read: what it returns may become ``.grad``, and be written into. A write with a version counts for the
+        tensor that was saved, so that whoever else has saved it raises, as without hooks.
         """
-        owner = held.record if isinstance(held, SavedView) else held
+        owner = held.record if isinstance(held, SavedView) else held.memory
         if held.held is not None and not owner.is_operand:
             tensor = held.restore()
             if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
@@ -540,10 +537,11 @@ class TensorCache(Keeper):
                     self._note_unpacked(held)
             return tensor
         tensor = held.restore()
-        if tensor.is_conj() or tensor.is_neg():  # a mark of the tensor, that its bytes do not have
+        # A mark of the tensor, that its bytes do not have; or it has no storage of its own.
+        if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor.clone()
         storage = tensor.untyped_storage()
-        if owner.is_operand:
+        if owner.is_operand or (isinstance(owner, SavedStorage) and owner.reloaded is not None):
             storage = self._copied(storage)
         owner.handed_out = weakref.ref(storage)
         return held.over(storage)
@@ -563,7 +561,9 @@ class TensorCache(Keeper):
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
         self._evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
 
-    def _load(self, view: SavedView) -> torch.Tensor:
+    def load(self, view: SavedView) -> torch.Tensor:
+        if os.getpid() != self._pid:
+            raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
         try:
             return self._load_once(view)
         except RuntimeError as error:
@@ -585,48 +585,89 @@ class TensorCache(Keeper):
                 release = self.residency.releases.oldest
 
     def _load_once(self, view: SavedView) -> torch.Tensor:
-        if os.getpid() != self._pid:
-            raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
         record = view.record
+        reloaded = self._reloaded(record)
+        with self.finalizers, self.finalizers.lock:
+            data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
+            unmodified(data, reloaded.version)
+            if view.is_lent:
+                self.residency.add_early(record)
+            self._note_unpacked(view)
+            record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
+        return data
+
+    def _reloaded(self, record: SavedStorage) -> Reloaded:
+        """Load a record, if it is not there; see [Note: Loads]."""
         while True:
-            # Without the lock: operands are loaded on their own, and streams are waited for.
-            recipe, made = record.recipe, None
-            if recipe is None:
-                self.wait_for_room(self.residency.reloading_bytes(record))
-            elif record.reloaded is None:
-                made = self._make(record, recipe)
+            self.wait_for_room(self.residency.loading_bytes(record))
             with self.finalizers, self.finalizers.lock:
-                reloaded = record.reloaded
-                if reloaded is None and record.recipe is not None:
-                    if made is None:
-                        continue  # evicted meanwhile
-                    reloaded = self.residency.add_made(record, made)
-                elif reloaded is None:
-                    if record.index != NO_INDEX:
-                        record.micro_step.use(record.index)
-                    reloaded = self.residency.reload(record)
-                data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
-                unmodified(data, reloaded.version)
-                if view.is_lent:
-                    self.residency.add_early(record)
-                self._note_unpacked(view)
-                record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
-            return data
+                if record.reloaded is not None:
+                    return record.reloaded
+                loading = record.loading or self._begin_load(record)
+            if loading.thread == threading.get_ident():
+                return self._fetch(record, loading)
+            with loading.done:  # another thread loads it
+                pass
+
+    def _begin_load(self, record: SavedStorage) -> Loading:
+        if record.index != NO_INDEX:
+            record.micro_step.use(record.index)
+        return self.residency.begin_load(record)
+
+    def _fetch(self, record: SavedStorage, loading: Loading) -> Reloaded:
+        store, started_s = loading.ticket.store, time.perf_counter()
+        try:
+            loaded = store.get(loading.ticket, self._device)
+        except BaseException:  # another thread would wait for it for ever
+            with self.finalizers, self.finalizers.lock:
+                self.residency.end_load(record, loading, None)
+            raise
+        with self.finalizers, self.finalizers.lock:
+            if store.keeps_bytes:
+                self._stats.moving_s += time.perf_counter() - started_s
+            self.residency.end_load(record, loading, loaded)
+            return self.residency.add_back(record, loaded)
 
     def _evict_if_unpacked(self, record: SavedStorage) -> None:
-        """A second backward reads or makes it again instead of holding the memory until then."""
+        """A second backward loads it again instead of holding the memory until then."""
         if record.pending == 0 and record.is_backed:
             self.residency.evict(record)
 
-    # ---- made again ---------------------------------------------------------------------------------------------
+    # ---- for what is rematerialized -----------------------------------------------------------------------------
 
-    def rematerialize(self, sites: Any) -> None:
-        """Make storages again from others in backward instead of saving them, where that is proven; None: never."""
-        self.sites = sites
+    def rematerialize(self, store: TensorStore[Any] | None) -> None:
+        """Ask a store that knows what storages are made of before those that keep their bytes; None: none."""
+        self.rematerialization = store
+        self.residency.watched = self.stores if store is None else (store, *self.stores)
+
+    def lend(self, view: SavedView) -> SavedView:
+        twin, record = view.twin(), view.record
+        record.memory.is_operand = True
+        record.views += 1
+        record.lent += 1
+        if not twin.is_offloaded:
+            record.kept_views.append(weakref.ref(twin))
+        return twin
+
+    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
+        with self.finalizers, self.finalizers.lock:
+            if record.state is RecordState.DROPPED:
+                return False
+            record.views, record.lent = record.views + 1, record.lent + 1  # or it might be dropped meanwhile
+        try:
+            self._reloaded(record)
+        finally:
+            with self.finalizers, self.finalizers.lock:
+                is_back = record.reloaded is not None
+                if record.reloaded is not None:
+                    record.reloaded = record.reloaded._replace(is_only=True)
+                self.finalize(ViewGone(record, is_away=True, is_lent=True))
+                if is_back and leaves and record.state is RecordState.BACK:
+                    self.residency.evict(record)
+        return is_back
 
     @contextmanager
-    def _scratch(self, nbytes: int) -> Iterator[None]:
-        """Room for what making takes and nobody saves; it counts where there is a budget, which holds for it, too."""
+    def scratch(self, nbytes: int) -> Iterator[None]:
         self.wait_for_room(nbytes)
         with self.finalizers, self.finalizers.lock:
             self.residency.make_room(nbytes)
@@ -638,119 +679,9 @@ class TensorCache(Keeper):
             with self.finalizers, self.finalizers.lock:
                 self._stats.resident.add(-counted_bytes)
 
-    def _make(self, record: SavedStorage, recipe: Any) -> torch.Tensor:
-        with self._scratch(record.nbytes + recipe.scratch_bytes):
-            return self.sites.make(recipe)
-
-    def _prove(self, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> _Proof | None:
-        """Whether the storage of a tensor can be made again, by a comparison where one is due."""
-        sites = self.sites
-        recipe = sites.recipe(tensor) if choice.rematerialize or self.forward.is_recorded else None
-        if recipe is None:
-            return None
-        site, to_be_saved = recipe.site, _Proof(Makeable(recipe.site, recipe.depth, recipe.sources))
-        was_proven, owes = site.is_proven, site.unseen_since is not None
-        if not choice.rematerialize or 2 * recipe.work_bytes > self.residency.limit_bytes:
-            return to_be_saved
-        if not was_proven and self._unread_bytes + key.nbytes > MAX_UNREAD_BYTES and self._unread_bytes:
-            return to_be_saved
-        # Operands that were moved are brought back only for a site that comes again: lengths may not.
-        if not (was_proven or owes or site.visits > 1 or all(one.is_in_memory for one in _leaves(recipe))):
-            return to_be_saved
-        try:
-            recipe = recipe.copied(self)  # of parameters: their owner may change them at any time
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            return to_be_saved
-        # Views of its own: the graph may go, or be used up by another backward.
+    def end_early(self) -> None:
         with self.finalizers, self.finalizers.lock:
-            recipe = recipe.bound(self._share)
-            for one in recipe.held():
-                if isinstance(one, SavedCounted):
-                    one.memory.is_operand = True
-        if not site.is_due:
-            sites.left_out(recipe)
-            return to_be_saved._replace(recipe=recipe)
-        comparison = self._compare(recipe, tensor, key.nbytes)
-        if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
-            return to_be_saved
-        if comparison.is_done:
-            if not sites.read(comparison):
-                return to_be_saved
-            comparison = None
-        elif was_proven or owes:  # nothing of this forward waits for the answer
-            self._unread.append((None, recipe, comparison))
-            comparison = None
-            if was_proven:
-                sites.left_out(recipe)
-        if owes and not was_proven:  # its kind was given up
-            return to_be_saved
-        return to_be_saved._replace(recipe=recipe, comparison=comparison)
-
-    @property
-    def _unread_bytes(self) -> int:
-        """Bytes of the storages that are kept until the device has answered."""
-        return sum(one.nbytes for one, _, _ in list(self._unread) if one and one.state is RecordState.KEPT)
-
-    def _compare(self, recipe: Any, tensor: torch.Tensor, nbytes: int) -> Any:
-        needed_bytes, operands = 2 * nbytes + recipe.scratch_bytes, set(recipe.records())
-        if not self.wait_for_room(needed_bytes + sum(map(_absent_bytes, operands)), operands):
-            return None
-        try:
-            with self._scratch(needed_bytes):
-                return self.sites.compare(recipe, tensor)
-        finally:
-            with self.finalizers, self.finalizers.lock:
-                self.residency.end_early()
-
-    def _share(self, view: SavedView) -> SavedView:
-        """One more view of the same bytes, for a recipe."""
-        twin, record = view.twin(), view.record
-        record.memory.is_operand = True
-        record.views += 1
-        record.lent += 1
-        if not twin.is_offloaded:
-            record.kept_views.append(weakref.ref(twin))
-        return twin
-
-    def _leave_out(self, record: SavedStorage, recipe: Any, tensor: torch.Tensor) -> None:
-        """The bytes of a record are not saved."""
-        record.left(tensor, self._accelerator)
-        record.recipe = recipe
-        record.move(RecordState.AWAY)
-        self._made[record] = None
-        self._stats.rematerialized_bytes += record.nbytes
-        self.residency.let_go(record)
-
-    def read_comparisons(self, *, wait: bool = False) -> None:
-        """Let go of the bytes of what a device has found equal by now.
-
-        Args:
-            wait: for all of them.
-
-        Raises:
-            RematerializationError: what was made again in earlier steps is no longer what forward makes.
-        """
-        self._read_doubts(wait=wait)
-        while self._unread:
-            with self.finalizers, self.finalizers.lock:
-                if not self._unread:  # another thread has read it
-                    return
-                is_urgent = wait or self.residency.is_exceeded_by(self._unread_bytes)
-                if not (is_urgent or self._unread[0][2].is_done):
-                    return
-                record, recipe, comparison = self._unread.popleft()
-            is_equal = self.sites.read(comparison)  # without the lock: it may wait for the device
-            with self.finalizers, self.finalizers.lock:
-                if record is None or record.state is not RecordState.KEPT:
-                    continue  # nobody waits for it, or wants it any more, or the budget had it moved
-                held = next((view.held for view in record.holders), None)
-                if is_equal and held is not None:
-                    self._leave_out(record, recipe, held)
-                    record.let_go()
-                else:
-                    self.residency.evict(record)
+            self.residency.end_early()
 
     def _read_doubts(self, *, wait: bool = False) -> None:
         """Act on what a device has answered of storages that were saved again."""
@@ -767,39 +698,18 @@ class TensorCache(Keeper):
         if view is None:
             return
         with self.finalizers, self.finalizers.lock:
-            record = view.record
-            if not is_equal or record.state in (RecordState.KEPT, RecordState.DROPPED) or view.held is None:
+            record, held = view.record, view.held
+            is_elsewhere = not record.is_kept and record.state is not RecordState.DROPPED
+            if held is None or not (is_equal and is_elsewhere and view.holds(record.key)):
                 self._stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
                 return
-            self._stats.deduplicated_bytes += nbytes_of(view.held)
+            self._stats.deduplicated_bytes += nbytes_of(held)
             record.pending += not view.is_unpacked
             view.let_go()
-
-    def _keep_cheaper(self) -> None:
-        """Make what takes less than operands that nobody else wants any more, and keep it; see [Note: Made again]."""
-        with self.finalizers, self.finalizers.lock:
-            found = [(one, one.recipe) for one in self._made if _takes_more(one)]
-        for record, recipe in found:
-            try:
-                data = self._make(record, recipe) if record.reloaded is None else None
-            # Raised again where backward wants it; or there will be room another time.
-            except (ActivationModifiedError, StorageError, RuntimeError):
-                continue
-            with self.finalizers, self.finalizers.lock:
-                if data is not None and record.state is RecordState.AWAY:
-                    self.residency.add_made(record, data)
-                if record.reloaded is not None:
-                    record.reloaded, record.recipe = record.reloaded._replace(is_only=True), None
-                    del self._made[record]
 
     # ---- room, for forwards that run again and for ourselves ----------------------------------------------------
 
     def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Before so many bytes more are counted: move and wait for what makes room for them; whether they fit now.
-
-        Args:
-            pinned: storages that stay where they are.
-        """
         if self._doubted and self.residency.is_exceeded_by(nbytes):
             self._read_doubts(wait=True)  # they keep bytes that the budget cannot move
         while self.residency.may_wait:
@@ -837,10 +747,9 @@ class TensorCache(Keeper):
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
-        self._originals.forget_last()
         with self.finalizers, self.finalizers.lock:
             self.residency.releases.settle()
-        for store in self._stores:  # under their own locks
+        for store in self.stores:  # under their own locks
             store.settle()
         self.finalizers.act_if_free()
 
@@ -851,7 +760,7 @@ class TensorCache(Keeper):
 
     # ---- the ends of records ------------------------------------------------------------------------------------
 
-    def _finalize(self, gone: Finalized) -> None:
+    def finalize(self, gone: Finalized) -> None:
         if isinstance(gone, MemoryGone):
             if gone.is_free:
                 self.residency.free(gone.memory)
@@ -873,8 +782,7 @@ class TensorCache(Keeper):
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.reloaded = record.recipe = record.makeable = None
-        self._made.pop(record, None)
+        record.reloaded = record.origin = None
         self._live_records -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]
@@ -883,29 +791,3 @@ class TensorCache(Keeper):
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
-
-
-def _operation() -> tuple[int, int]:
-    """Return what tells the operation that saves now from later ones: the thread, and the next sequence number."""
-    return threading.get_ident(), next_sequence_number()
-
-
-def _leaves(recipe: Any) -> Iterator[SavedStorage]:
-    """The storages with bytes of their own that a storage is made of, however often it takes them."""
-    for one in recipe.records():
-        yield from (one,) if one.recipe is None or one.reloaded is not None else _leaves(one.recipe)
-
-
-def _absent_bytes(operand: SavedStorage) -> int:
-    """That come into memory where an operand is wanted."""
-    if operand.is_in_memory:
-        return 0
-    if operand.recipe is not None:
-        return operand.recipe.work_bytes
-    return operand.nbytes + (0 if operand.ticket is None else operand.ticket.passing_bytes)
-
-
-def _takes_more(record: SavedStorage) -> bool:
-    """Whether what only recipes hold for a record takes more than the record would, beside what is there already."""
-    only_lent = {one for one in _leaves(record.recipe) if one.views == one.lent and one.is_in_memory}
-    return sum(one.nbytes for one in only_lent) > (record.nbytes if record.reloaded is None else 0)

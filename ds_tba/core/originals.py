@@ -14,7 +14,9 @@ which PyTorch 2.13 no longer saves in a Function.
 [Note: Memory of gradients] ``AccumulateGrad`` takes the memory of a gradient that nobody else refers to. Without hooks
 autograd itself refers to what a Function has saved, so that a backward that returns it has a copy made. With hooks the
 tensor around it is new. So a saved view refers to what a Function of the user's has read for as long as it lives, and
-the thread to what was read last until its next unpack: the view of a graph that is used up is gone by then.
+the backward that runs to what was read last in its thread until the next unpack there: the view of a graph that is used
+up is gone by then. A callback of the backward's holds it, which autograd drops with the backward, also where that
+raises.
 
 [Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
 it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So each storage
@@ -25,7 +27,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,6 +43,7 @@ from ds_tba.core.tensors import (
 )
 
 _SAVED_TENSORS = "saved_tensors"
+_COMPILED_SAVE = "_ds_tba_compiled_save"
 
 
 class Holder(Protocol):
@@ -68,19 +72,39 @@ class Unpacked(NamedTuple):
     holder: Holder | None
 
 
-class _Unpacked(threading.local):
-    """Reads of saved tensors by Python code in this thread.
+class _LastRead:
+    """The tensors that a Function of the user's has read last in a thread; see [Note: Memory of gradients].
+
+    Attributes:
+        backward: autograd's number of the backward that holds this.
+    """
+
+    __slots__ = ("__weakref__", "backward", "tensors")
+
+    def __init__(self, backward: int) -> None:
+        self.backward = backward
+        self.tensors: Sequence[Any] = ()
+
+    def __call__(self) -> None:
+        """Do nothing at the end of the backward, whose callback this is."""
+
+
+class _OfThread(threading.local):
+    """Reads and saves of tensors by Python code in this thread.
 
     Attributes:
         tensors: those that unpack hooks have returned for the context that is being read; None while none is.
         is_for_users_function: that context is one of [Note: Functions of the user].
-        compiled: storages, by ``id``, that the compiled graph saves which has run last.
+        last: what was read last; None where that was forgotten.
+        compiled: marks the storages that the compiled graph saves which has run last.
+        checkpoints: how many have saved their arguments, which makes no node.
     """
-
-    compiled: Collection[int] = ()
 
     tensors: list[Unpacked] | None = None
     is_for_users_function = False
+    last: weakref.ref[_LastRead] | None = None
+    compiled: object = None
+    checkpoints = 0
 
 
 class SavedTensors:
@@ -92,8 +116,7 @@ class SavedTensors:
 
     def __init__(self, builtin: Any) -> None:
         self._builtin = builtin
-        self._unpacked = _Unpacked()
-        self._last: dict[int, Sequence[Any]] = {}  # by thread
+        self._of_thread = _OfThread()
 
     def __get__(self, ctx: Any, owner: type | None = None) -> Any:
         if ctx is None:
@@ -107,7 +130,7 @@ class SavedTensors:
         Args:
             ctx: the context of one of [Note: Functions of the user]; else None.
         """
-        state = self._unpacked
+        state = self._of_thread
         outer = state.tensors, state.is_for_users_function
         unpacked: list[Unpacked] = []
         state.tensors, state.is_for_users_function = unpacked, ctx is not None
@@ -119,30 +142,50 @@ class SavedTensors:
             return found
         originals = with_originals(found, unpacked, ctx)
         if ctx is not None:
-            # Not one with a graph of its own, which it would hold beyond a backward that raises.
-            leaves = [one for one in originals if isinstance(one, torch.Tensor) and one.grad_fn is None]
-            self._last[threading.get_ident()] = leaves
+            self._hold(originals)
         return originals
 
-    def forget_last(self, thread: int | None = None) -> None:
-        """Refer no longer to what was read last, by a thread or by all; see [Note: Memory of gradients]."""
-        if thread is None:
-            self._last.clear()
-        elif self._last:
-            self._last.pop(thread, None)
+    def _hold(self, tensors: Sequence[Any]) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward < 0:  # outside of a backward nobody takes the memory of gradients
+            return
+        last = None if self._of_thread.last is None else self._of_thread.last()
+        if last is None or last.backward != backward:
+            last = _LastRead(backward)
+            torch.autograd.Variable._execution_engine.queue_callback(last)
+            self._of_thread.last = weakref.ref(last)
+        last.tensors = tensors
 
-    def note_compiled(self, storages: Collection[int]) -> None:
-        """Note the storages (by ``id``) that a compiled graph of this thread saves now."""
-        self._unpacked.compiled = storages
+    def forget_last(self) -> None:
+        """Refer no longer to what this thread has read last; see [Note: Memory of gradients]."""
+        last = None if self._of_thread.last is None else self._of_thread.last()
+        if last is not None:
+            last.tensors = ()
+
+    def note_compiled(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        """Note the storages that a compiled graph of this thread saves now; none where another Function saves."""
+        self._of_thread.compiled = mark = object()
+        for storage in storages:  # a mark: to refer to them would hold them until another graph runs
+            setattr(storage, _COMPILED_SAVE, mark)
 
     def is_of_compiled(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the compiled graph of this thread that has run last saves a storage: it was filled by then."""
-        return id(storage) in self._unpacked.compiled
+        """Return whether the compiled graph of this thread that has run last saves a storage: it was filled by then."""
+        mark = getattr(storage, _COMPILED_SAVE, None)
+        return mark is not None and mark is self._of_thread.compiled
 
     @property
     def is_for_users_function(self) -> bool:
         """Whether this thread unpacks for one of [Note: Functions of the user]."""
-        return self._unpacked.is_for_users_function
+        return self._of_thread.is_for_users_function
+
+    @property
+    def checkpoints(self) -> int:
+        """The number of checkpoints that have saved their arguments in this thread."""
+        return self._of_thread.checkpoints
+
+    def note_checkpoint(self) -> None:
+        """Note that a checkpoint of this thread saves its arguments."""
+        self._of_thread.checkpoints += 1
 
     def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
         """An unpack hook returns a tensor.
@@ -150,7 +193,7 @@ class SavedTensors:
         Args:
             holder: what autograd holds in its place; None where that is the tensor itself.
         """
-        unpacked = self._unpacked.tensors
+        unpacked = self._of_thread.tensors
         if unpacked is not None:
             unpacked.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
 
@@ -176,7 +219,7 @@ def _count_saves(saved_tensors: SavedTensors) -> None:
         if is_compiled or is_users:
             plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
             storages = {id(one.untyped_storage()): one.untyped_storage() for one in plain}
-            saved_tensors.note_compiled(storages if is_compiled else ())
+            saved_tensors.note_compiled(list(storages.values()) if is_compiled else ())
             for storage in storages.values() if is_users else ():
                 note_save_by_function(storage)
         builtin(self, *tensors)
@@ -186,9 +229,16 @@ def _count_saves(saved_tensors: SavedTensors) -> None:
 
 def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
     frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
-    get_inputs = getattr(frame, "get_inputs", None)
+    get_inputs, save_inputs = getattr(frame, "get_inputs", None), getattr(frame, "save_inputs", None)
     if get_inputs is not None:
         frame.get_inputs = lambda self: saved_tensors.read(lambda: get_inputs(self))
+    if save_inputs is not None:
+
+        def noted(self: Any, *args: Any) -> None:
+            saved_tensors.note_checkpoint()
+            save_inputs(self, *args)
+
+        frame.save_inputs = noted
 
 
 def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any = None) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 Sees records, stores and streams; cannot see autograd, nor which storages a plan keeps.
 
 [Note: The budget] Counted is the device memory of saved tensors: what is kept, what was moved and is still used by
-forward, what was reloaded or made again, what recomputations save, and what is being read ahead onto a device. With a
+forward, what was loaded or rematerialized, what recomputations save, and what is being read ahead onto a device. With a
 budget, nothing is added before there is room. Room is made by waiting for copies, then by moving what was kept, the
 oldest first, because backward wants that last, then by giving up what was read ahead. So a plan that keeps too much
 costs time and no memory. Tensors that forward itself holds, or that are too small to move, may exceed the budget: a
@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from ds_tba.core.saved import CountedMemory, Keeper, RecordState, Reloaded, ResidencyGuard, SavedStorage
+from ds_tba.core.saved import CountedMemory, Keeper, Loading, RecordState, Reloaded, ResidencyGuard, SavedStorage
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, Arrival, PendingCopy, Release, Releases, moment
+from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.copies import PendingCopy, Release, Releases
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Choice, Store, Ticket
+from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Residency:
 
     Attributes:
         limit_bytes: the budget; infinite without one.
+        watched: all stores whose pending copies hold device memory.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Residency:
         self._released_limit_bytes = released_bytes
         self._stats = stats
         self._stores = stores
+        self.watched = stores
         self._device = device
         self._cache = cache
         self._accelerator = accelerator
@@ -156,22 +160,27 @@ class Residency:
 
     def _copies_out(self) -> list[PendingCopy]:
         """Copies that hold device memory on its way out, oldest first of each store."""
-        found = [copy for store in self._stores for copy in store.copies_out()]
+        found = [copy for store in self.watched for copy in store.copies_out()]
         self._cache.finalizers.act()  # of the memory that finished copies have let go of
         return found
 
     # ---- what is counted ----------------------------------------------------------------------------------------
+
+    def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
+        """Return the account of the memory of a storage, if it has one."""
+        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
+        return next((one.memory for one in guards if one.is_of(self._cache)), None)
 
     def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> CountedMemory:
         """Count the memory of a storage for one user (more), until it is free or no user wants it counted.
 
         Without a storage, until no user wants it counted.
         """
-        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
-        memory = next((one.memory for one in guards if one.is_of(self._cache)), None)
+        memory = self.memory_of(storage)
         if memory is None:
             memory = CountedMemory()
             if storage is not None:
+                guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
                 setattr(storage, _GUARDS, (*guards, ResidencyGuard(self._cache, memory)))
         if nbytes > memory.nbytes:
             if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
@@ -197,34 +206,13 @@ class Residency:
             self._gauge.add(-nbytes)
 
     def add(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """A storage is saved; its memory counts until its last user lets go of it, also where the bytes are away."""
+        """Count the memory of a storage that is saved until its last user releases it, wherever the bytes are."""
         record.memory = self.count(tensor.untyped_storage(), record.nbytes)
-        if record.state is not RecordState.KEPT:
-            self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        elif not record.is_in_use:
-            self.add_kept(record)
 
     def add_kept(self, record: SavedStorage) -> None:
         """The bytes of a record stay in device memory, until the budget wants the room."""
         if self.is_limited:
             self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
-
-    def move_out(self, record: SavedStorage, choice: Choice) -> str:
-        """Have a store take the bytes of a kept record; return the reason why none did, in the report's words."""
-        held = next((view.held for view in record.holders), None)
-        if held is None:
-            return choice.reason
-        taken = self.offload(held, choice)
-        if isinstance(taken, str):
-            return taken
-        self._has_taken(record, taken, held)
-        record.let_go()
-        return ""
-
-    def let_go(self, record: SavedStorage) -> None:
-        """The bytes of a storage need not be held, since they can be made again."""
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
-        self._movable.pop(record, None)
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
@@ -235,47 +223,55 @@ class Residency:
 
     # ---- back into device memory --------------------------------------------------------------------------------
 
-    def reloading_bytes(self, record: SavedStorage) -> int:
-        """That a reload adds to what is counted."""
+    def loading_bytes(self, record: SavedStorage) -> int:
+        """Return the bytes that a load adds to what is counted."""
         if record.ticket is None or record.reloaded is not None:
             return 0
-        return record.ticket.passing_bytes + (0 if record.state is RecordState.AHEAD else record.nbytes)
+        return self._passing_bytes(record.ticket) + (
+            0 if record.state is RecordState.AHEAD else record.ticket.new_bytes
+        )
 
-    def reload(self, record: SavedStorage) -> Reloaded:
-        """Bring a record back, when there is room for its bytes and for what they pass through."""
-        ticket, accelerator = record.ticket, self._accelerator
+    def _passing_bytes(self, ticket: Ticket) -> int:
+        return 0 if self._accelerator is None else ticket.passing_bytes
+
+    def begin_load(self, record: SavedStorage) -> Loading:
+        """Have the calling thread load a record, once there is room for its bytes and for what they pass through."""
+        ticket = record.ticket
         if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
         self.end_prefetch(record)
-        passing_bytes = 0 if accelerator is None else ticket.passing_bytes
-        self.make_room(record.nbytes + passing_bytes)
-        self._gauge.add(passing_bytes)
-        started_s = time.perf_counter()
-        try:
-            loaded = ticket.store.get(ticket, self._device)
-            data = loaded.data
-        finally:
-            if accelerator is not None and passing_bytes:  # the current stream reads it from there
-                self.releases.add(passing_bytes, (accelerator.current_stream(),))
-        self._stats.moving_s += time.perf_counter() - started_s
-        return self._add_back(record, loaded.arrival, data, is_only=not loaded.stored)
+        loading = Loading(
+            threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes, self._passing_bytes(ticket)
+        )
+        counted_bytes = loading.new_bytes + loading.passing_bytes
+        self.make_room(counted_bytes)
+        record.move(RecordState.LOADING)
+        loading.done.acquire()
+        record.loading = loading
+        self._gauge.add(counted_bytes)  # or another thread would take the room meanwhile
+        return loading
 
-    def add_made(self, record: SavedStorage, data: torch.Tensor) -> Reloaded:
-        """The bytes of a record were made again on the calling thread's current stream."""
-        device = self._accelerator
-        if device is None:
-            arrival = Arrival.done(data)
-        else:  # the next consumer may be on another stream, and must wait for what makes the bytes
-            arrival = Arrival(device, data, moment(device), device.current_stream())
-        return self._add_back(record, arrival, data, is_only=False)
+    def end_load(self, record: SavedStorage, loading: Loading, loaded: Loaded | None) -> None:
+        """End the load of a record, which has failed without ``loaded``."""
+        record.loading = None
+        self._gauge.add(-loading.new_bytes)
+        if self._accelerator is not None and loading.passing_bytes:  # the current stream reads it from there
+            self.releases.add(loading.passing_bytes, (self._accelerator.current_stream(),))
+        record.move(RecordState.AWAY if loaded is None else RecordState.BACK)
+        loading.done.release()
 
-    def _add_back(self, record: SavedStorage, arrival: Arrival, data: torch.Tensor, *, is_only: bool) -> Reloaded:
-        record.move(RecordState.BACK)
-        record.reloaded = Reloaded(arrival, data._version, is_only)
-        # The same list that join() adds to: when the host lets go, it tells which streams may still use the memory.
-        self.count(data.untyped_storage(), record.nbytes).consumers = arrival.consumers
+    def add_back(self, record: SavedStorage, loaded: Loaded) -> Reloaded:
+        """Hold the bytes of a record that were loaded."""
+        data, arrival = loaded.data, loaded.arrival
+        storage = data.untyped_storage()
+        memory = self.memory_of(storage)
+        if memory is None or memory is not record.memory:
+            memory = self.count(storage, record.nbytes)
+        # The same list that join() adds to: when the host releases it, it tells which streams may still use the memory.
+        memory.consumers = arrival.consumers
         if self.is_limited:
             self._movable[record] = None
+        record.reloaded = Reloaded(arrival, data._version, not loaded.stored)
         return record.reloaded
 
     def prefetch(self, record: SavedStorage) -> bool:
@@ -337,14 +333,13 @@ class Residency:
         self._early.pop(record, None)
         kept_at = self._movable.pop(record, None)
         reloaded = record.reloaded
+        everywhere = Choice(self._stores, wait=True)
         if record.state is RecordState.KEPT:
             held = next((view.held for view in record.holders), None)
             # A store copies after the calling thread's current stream, and the bytes may be made in another one.
             if held is not None and self._accelerator is not None and kept_at is not None:
                 self._accelerator.current_stream().wait_event(kept_at)
-            if held is not None and self._move_out(record, held):
-                record.let_go()
-            elif self.is_limited:
+            if (held is None or self.offload(record, held, everywhere)) and self.is_limited:
                 self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
         elif record.is_backed:
             record.move(RecordState.AWAY)
@@ -352,35 +347,35 @@ class Residency:
         elif reloaded is not None:
             data = reloaded.arrival.join()  # the copy out must not begin before the copy in is done
             # What was changed stays: the next unpack raises.
-            if data._version == reloaded.version and self._move_out(record, data):
-                record.reloaded = None
-            elif self.is_limited:
+            is_changed = data._version != reloaded.version
+            if (is_changed or self.offload(record, data, everywhere)) and self.is_limited:
                 self._movable[record] = kept_at
 
-    def _move_out(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
-        """Have a store take bytes that are nowhere else."""
-        taken = self.offload(tensor, Choice(self._stores, wait=True))
-        if isinstance(taken, str):
-            return False
-        self._has_taken(record, taken, tensor)
-        return True
+    def offload(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> str:
+        """Have the first store that can take the bytes of a record, which are those of a tensor's storage.
 
-    def _has_taken(self, record: SavedStorage, taken: Ticket, tensor: torch.Tensor) -> None:
-        if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
-            record.ticket.store.release(record.ticket)
-        record.ticket = taken
-        record.left(tensor, self._accelerator)
-        record.move(RecordState.AWAY)
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
-
-    def offload(self, tensor: torch.Tensor, choice: Choice) -> Ticket | str:
-        """Have the first store that can take a tensor's storage; the reason why none did, in the report's words."""
+        Returns:
+            The reason why none did, in the report's words; empty where one did.
+        """
         reason = choice.reason
         for store in choice.stores:
             started_s = time.perf_counter()
             taken = store.put(storage_bytes(tensor), wait=choice.wait)
             self._stats.moving_s += time.perf_counter() - started_s
             if isinstance(taken, Ticket):
-                return taken
+                self.give(record, taken, tensor)
+                return ""
             reason = taken.value
         return reason
+
+    def give(self, record: SavedStorage, ticket: Ticket, tensor: torch.Tensor) -> None:
+        """Leave the bytes of a record, which are those of a tensor's storage, to the store that issued a ticket."""
+        if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
+            record.ticket.store.release(record.ticket)
+        is_kept, record.ticket = record.is_kept, ticket
+        record.left(tensor, self._accelerator)
+        record.move(RecordState.AWAY)
+        record.reloaded = None
+        self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        if is_kept:
+            record.let_go()

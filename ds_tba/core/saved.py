@@ -6,10 +6,11 @@ Sees tensors, tickets and versions; cannot see where storages go, nor why: the c
 kept or moved. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its
 own graph node.
 
-[Note: Lifetimes] A graph holds views, a view its record, a record its recipe, and a recipe views of its own (lent) of
-other records. That is no circle: a recipe never holds a graph. The cache lists records, and gives them up with their
-last view, and with them ticket, recipe and bytes. On a storage that is counted lies a guard. Record and guard share the
-account of its memory: the one tells of the end of a user, the other of the end of the memory, in any order.
+[Note: Lifetimes] A graph holds views, a view its record, a record its ticket, and the ticket of what is rematerialized
+holds views of its own (lent) of other records. That is no circle: a ticket never holds a graph. The cache lists
+records, and gives them up with their last view, and with them ticket and bytes. On a storage that is counted lies a
+guard. Record and guard share the account of its memory: the one tells of the end of a user, the other of the end of the
+memory, in any order.
 
 [Note: Finalizers] A view may go anywhere: in any thread, and also while its own thread holds the lock, because every
 allocation inside a critical section may start the garbage collector; and a signal handler may raise there. So nothing
@@ -23,10 +24,12 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 
@@ -43,9 +46,11 @@ from ds_tba.core.tensors import (
     stamp_of,
     with_counter_of,
 )
-from ds_tba.device.accelerator import Accelerator, Arrival
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationModifiedError
-from ds_tba.storage.base import StateMachine, Ticket
+from ds_tba.stats import CacheStats
+from ds_tba.storage.base import OwnTicket, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -54,51 +59,65 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
-class Keeper:
+class Keeper(ABC):
     """What the objects below hold of the cache that made them.
 
-    Args:
-        load: brings back the bytes of a view's storage (uint8, 1-D), for the calling thread's current stream, and notes
-            at the view that it was unpacked.
-        count_kept: counts the memory of a tensor without a record, as so many bytes and for a reason.
-        finalize: acts on one deferred finalizer.
-
     Attributes:
-        lock: of everything that the cache changes. Not reentrant on purpose: a finalizer that found it free in the
-            middle of a critical section of its own thread would change what that section is changing.
+        lock: guards everything that the cache changes. It is not reentrant on purpose: a finalizer that found it free
+            in the middle of a critical section of its own thread would change what that section is changing.
         finalizers: deferred until somebody has the lock; see [Note: Finalizers].
     """
 
-    def __init__(
-        self,
-        load: Callable[[SavedView], torch.Tensor],
-        count_kept: Callable[[torch.Tensor, int, str], CountedMemory],
-        finalize: Callable[[Finalized], None],
-    ) -> None:
+    def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, finalize)
-        self.load = load
-        self.count_kept = count_kept
+        self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, self.finalize)
+
+    @abstractmethod
+    def load(self, view: SavedView) -> torch.Tensor:
+        """Load the bytes of a view's storage (uint8, 1-D), for the calling thread's current stream.
+
+        Notes at the view that it was unpacked.
+        """
+
+    @abstractmethod
+    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
+        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
+
+        Args:
+            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
+        """
+
+    @abstractmethod
+    def lend(self, view: SavedView) -> SavedView:
+        """Return one more view of the same bytes, to make another storage from. Call it under the lock."""
+
+    @abstractmethod
+    def finalize(self, gone: Finalized) -> None:
+        """Act on one deferred finalizer. Called under the lock."""
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
 class RecordState(Enum):
-    """Where the bytes of a saved storage are. Those that are away are in a store, or a recipe makes them again."""
+    """Where the bytes of a saved storage are."""
 
     KEPT = "kept in device memory"
-    AWAY = "in a store, or to be made again"
-    AHEAD = "in the store, and asked for ahead of backward"
+    LEAVING = "kept until the operation that saves them is over"
+    AWAY = "in a store"
+    AHEAD = "in a store, and asked for ahead of backward"
+    LOADING = "on their way into device memory"
     BACK = "in device memory again"
     DROPPED = "given up"
 
 
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
-    _R.KEPT: (_R.AWAY, _R.DROPPED),
-    _R.AWAY: (_R.AHEAD, _R.BACK, _R.DROPPED),
+    _R.KEPT: (_R.LEAVING, _R.AWAY, _R.DROPPED),
+    _R.LEAVING: (_R.KEPT, _R.AWAY, _R.DROPPED),
+    _R.AWAY: (_R.AHEAD, _R.LOADING, _R.DROPPED),
     _R.AHEAD: (_R.AWAY, _R.DROPPED),
+    _R.LOADING: (_R.AWAY, _R.BACK),
     _R.BACK: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
 }
@@ -132,9 +151,8 @@ class Reloaded(NamedTuple):
     """The bytes of a record in device memory again.
 
     Attributes:
-        arrival: the memory, and the copy into it.
-        version: of its tensor when it came.
-        is_only: whether neither a store nor a recipe has these bytes any more.
+        version: of the tensor when it came.
+        is_only: no store has these bytes any more.
     """
 
     arrival: Arrival
@@ -142,18 +160,53 @@ class Reloaded(NamedTuple):
     is_only: bool
 
 
-class Makeable(NamedTuple):
-    """How a storage could be made again; holds nothing that it is made of.
+class Loading(NamedTuple):
+    """The bytes of a record on their way into device memory.
 
     Attributes:
-        site: of ``sites.py``, which imports this file.
-        depth: how many storages lie behind each other that can be made one from the other.
+        thread: the one that loads them.
+        done: taken until they are there, or have failed to come.
+        new_bytes: device memory that is counted for them until then.
+        passing_bytes: device memory that they pass through.
+    """
+
+    thread: int
+    ticket: Ticket
+    done: threading.Lock
+    new_bytes: int
+    passing_bytes: int
+
+
+class Operation(NamedTuple):
+    """An operation that saves tensors; see [Note: Operations under way] in ``cache.py``.
+
+    Attributes:
+        node: the number that the next node of the thread's graph takes.
+        checkpoints: the number of checkpoints that have saved their arguments in the thread: they make no node.
+    """
+
+    thread: int
+    node: int
+    checkpoints: int
+
+
+class Origin(Protocol):
+    """How a storage could be rematerialized. Holds nothing that it is made of.
+
+    Attributes:
+        op: the one that makes it.
         sources: the storages that it is made of.
     """
 
-    site: Any
-    depth: int
-    sources: tuple[StorageKey, ...]
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def sources(self) -> tuple[StorageKey, ...]: ...
+
+    @property
+    def seconds(self) -> float | None:
+        """The seconds that making it took when that was measured; None unless it was found equal."""
 
 
 class SavedStorage(StateMachine):
@@ -162,17 +215,15 @@ class SavedStorage(StateMachine):
     Attributes:
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
             taken away, because it is read without the lock, too.
-        recipe: that makes the bytes again, where they are not saved: of ``sites.py``, which imports this file.
-        makeable: how they could be made again, if they can.
+        origin: how it could be rematerialized; None where that is not known.
+        loading: the load under way.
         reloaded: the bytes, while they are back.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
-        is_in_use: the operation that saves the storage may not be over, so that the bytes do not leave.
-        is_leaving: they leave once it is over, if a store takes them.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
-        operation: that saved it last; see [Note: Operations under way] in ``cache.py``.
+        operation: the one that saved it last.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -183,23 +234,22 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "handed_out", "index", "is_complete", "is_in_use", "is_leaving", "kept_views", "key", "lent",
-        "makeable", "memory", "micro_step", "operation", "pending", "recipe", "reloaded", "state", "ticket", "views",
+        "fingerprint", "handed_out", "index", "is_complete", "kept_views", "key", "lent", "loading", "memory",
+        "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
         self.key = key
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
-        self.recipe: Any = None
-        self.makeable: Makeable | None = None
+        self.origin: Origin | None = None
+        self.loading: Loading | None = None
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
         self.is_complete = True
-        self.is_in_use = self.is_leaving = False
         self.fingerprint: Fingerprint | None = None
         self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
-        self.operation: tuple[int, int] | None = None
+        self.operation: Operation | None = None
         self.memory = CountedMemory()  # until it is counted
         self.micro_step = micro_step
         self.index = NO_INDEX
@@ -210,13 +260,20 @@ class SavedStorage(StateMachine):
         return self.key.nbytes
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether nothing must be brought back before the bytes are used."""
-        return self.state in (RecordState.KEPT, RecordState.BACK)
+    def is_kept(self) -> bool:
+        """Whether the bytes have never left device memory."""
+        return self.state in (RecordState.KEPT, RecordState.LEAVING)
+
+    @property
+    def load_bytes(self) -> int:
+        """Return the bytes that come into memory where the storage is wanted, all that it passes through included."""
+        if self.is_kept or self.reloaded is not None or self.ticket is None:
+            return 0
+        return self.ticket.load_bytes
 
     @property
     def is_backed(self) -> bool:
-        """Whether the bytes are back, and can be brought back once more."""
+        """Whether the bytes are back, and can be loaded once more."""
         return self.reloaded is not None and not self.reloaded.is_only
 
     @property
@@ -262,6 +319,10 @@ class _Kept:
         """The tensor, if it was not modified since."""
         return self.held if self._version < 0 else unmodified(self.held, self._version)
 
+    def signature(self) -> tuple[object, ...]:
+        """Return the layout of the tensor."""
+        return self.held.dtype, self.held.shape, self.held.stride(), type(self).__name__
+
     @property
     def is_unmodified(self) -> bool:
         return self._version < 0 or self.held._version == self._version
@@ -287,24 +348,17 @@ class SavedCounted(_Kept):
         nbytes: as many of its bytes as are counted.
         memory: the account that they are counted in.
         eps: of the norm of which it is a statistic, in a tuple; else None.
-        handed_out: see :class:`SavedStorage`.
     """
 
-    __slots__ = ("__weakref__", "_cache", "eps", "handed_out", "memory", "nbytes")
+    __slots__ = ("__weakref__", "_cache", "eps", "memory", "nbytes")
 
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         super().__init__(tensor)
         self._cache = cache
         self.eps: tuple[Any] | None = None
-        self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(tensor, nbytes, reason)
         cache.finalizers.watch(self, MemoryGone(self.memory, is_free=False))
-
-    @property
-    def is_operand(self) -> bool:
-        """Whether a recipe makes a storage from this tensor; see :class:`SavedStorage`."""
-        return self.memory.is_operand
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor with these bytes, and with the version counter of the one that was saved."""
@@ -392,6 +446,11 @@ class SavedView:
         held = self.held
         return with_counter_of(self._witness.alias if held is None else held, self.spec, storage)
 
+    def signature(self) -> tuple[object, ...]:
+        """Return the layout of the tensor."""
+        spec = self.spec
+        return spec.dtype, spec.shape, spec.stride, spec.storage_offset
+
     @property
     def spec(self) -> ViewSpec:
         """Its place in its storage."""
@@ -423,6 +482,93 @@ class SavedView:
             self.held = None
 
 
+Held = SavedView | SavedCounted | PassedThrough
+"""What autograd holds in place of a saved tensor."""
+
+
+# ---- a store that sees tensors --------------------------------------------------------------------------------------
+
+
+class Lender(Keeper):
+    """The cache, as a store sees it that makes storages from others."""
+
+    @property
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Return its counters."""
+
+    @property
+    @abstractmethod
+    def limit_bytes(self) -> float:
+        """Return the budget; infinite without one."""
+
+    @abstractmethod
+    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
+
+        Args:
+            pinned: storages that stay where they are.
+        """
+
+    @abstractmethod
+    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
+        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
+
+    @abstractmethod
+    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
+        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
+
+        Args:
+            leaves: the next store may have them.
+
+        Returns:
+            Whether they are held: else nobody wants them any more.
+        """
+
+    @abstractmethod
+    def end_early(self) -> None:
+        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
+
+
+class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
+    """A store that may do without the bytes of a storage, as it knows what the storage is made of.
+
+    It sees each tensor as autograd saves it, and comes before the stores of bytes.
+    """
+
+    keeps_bytes = False
+
+    @abstractmethod
+    def begin_forward(self) -> None:
+        """Begin a forward: nothing that earlier ones saved is what later storages are made of."""
+
+    @abstractmethod
+    def take(self, tensor: torch.Tensor, *, is_wanted: bool) -> tuple[Origin | None, OwnTicket | None]:
+        """Find what the storage of a tensor that is being saved is made of. Called without the cache's lock.
+
+        Args:
+            is_wanted: take the storage, if that is proven to give its bytes.
+
+        Returns:
+            The origin, if there is one, and the ticket, if the storage was taken.
+
+        Raises:
+            RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
+        """
+
+    @abstractmethod
+    def note(self, tensor: torch.Tensor, held: SavedCounted | SavedView) -> None:
+        """Note that autograd has saved a tensor, and what it holds in place of that."""
+
+    @abstractmethod
+    def end_micro_step(self) -> None:
+        """End a micro-step: read every answer of the device that is due.
+
+        Raises:
+            RematerializationError: as :meth:`take`.
+        """
+
+
 # ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
 
 
@@ -438,6 +584,8 @@ class CountedMemory:
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
         is_operand: a recipe makes another storage from a tensor in this memory.
+        handed_out: the memory that the last read by a Function of the user's got of tensors without a record, while
+            anybody holds it.
     """
 
     users: int = 0
@@ -446,6 +594,7 @@ class CountedMemory:
     saved_bytes: int = 0
     consumers: Sequence[Any] = ()
     is_operand: bool = False
+    handed_out: weakref.ref[torch.UntypedStorage] | None = None
 
     def save(self, nbytes: int) -> int:
         """One saver more; returns the bytes that this adds."""

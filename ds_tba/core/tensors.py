@@ -140,12 +140,6 @@ def next_sequence_number() -> int:
     return 0 if tell is None else int(tell())
 
 
-def shows_graph() -> bool:
-    """Return whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
-    saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
-    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")
-
-
 def is_of_a_compiled_graph(context: type) -> bool:
     """Whether the class of a context belongs to a graph that ``torch.compile`` has made."""
     return getattr(context, "_forward_cls", context).__module__.startswith(_COMPILED)

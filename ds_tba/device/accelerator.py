@@ -1,18 +1,6 @@
-"""What a device does when: memory, streams, events, and the copies between it and the host, in streams of their own.
+"""The device of one rank: its streams and events, its memory, and threads on it.
 
-Knows one device of one rank. Cannot see what is saved, nor who else takes the device's memory.
-
-[Note: Ordering] A copy out waits, on the device, for what its tensor's stream was given so far, and the tensor is
-held until the copy is done: freed earlier, its memory could go to the next tensor of that stream while it is read. A
-copy in waits for the point at which its memory was allocated, because kernels that were queued before may use it for
-its former tenant; the stream that consumes the bytes waits for the copy. The host waits for neither.
-
-[Note: Pools] A caching allocator keeps a pool for each stream, and a block of one pool is no use to another. Therefore
-the thread that asks for bytes allocates their memory, on its own current stream (:meth:`Copies.room`): what comes back
-takes the blocks that training itself has freed. On the stream of the copies it would take as much memory again, and a
-device that is sized by its budget would give back and take blocks all the time. The allocator is told of any other
-stream that reads the bytes (``record_stream``); memory that nobody wants before its copy is done is held until then
-(:meth:`Copies.drop`).
+Cannot see what is saved, nor who else takes the device's memory.
 
 [Note: Room] Saved tensors may take what is left of a device beside the peak of everything else in a step: gradients,
 logits, buckets, optimizer states. Free memory after the optimizer step says too little: gradients and logits are gone
@@ -30,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -39,64 +27,107 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+ANSWERS_BYTES = 4096  # pinned at a time for answers of the device: a page, which is the least that can be
+CUDA_DRIVER = "libcuda.so.1"
+RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Of each version of control groups: where they are mounted, who rules memory, and the files of a group.
+# For each version of control groups: where they are mounted, who rules memory, and the files of a group.
 _VERSIONS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 # Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
-# Pinned at a time for answers of the device: a page, which is the least that can be.
-ANSWERS_BYTES = 4096
-CUDA_DRIVER = "libcuda.so.1"
-RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
-class Clock(Protocol):
-    """Time as the stream of kernels sees it: marks, and the seconds between two."""
-
-    def mark(self) -> Any: ...
-    def elapsed_s(self, earlier: Any, later: Any) -> float: ...
+# ---- streams --------------------------------------------------------------------------------------------------------
 
 
-class HostClock:
-    """Time of the host, whose calls wait for their kernels."""
+class Event(Protocol):
+    """A point in the work of a stream."""
 
-    def mark(self) -> float:
-        return time.perf_counter()
+    def record(self, stream: Stream) -> None:
+        """Stand for what the stream was given so far."""
 
-    def elapsed_s(self, earlier: float, later: float) -> float:
-        return later - earlier
+    def query(self) -> bool:
+        """Return whether the device has come so far. Never blocks."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling host thread until the device has come so far."""
 
 
-class StreamClock:
-    """Events with timing on the calling thread's current stream of the device of that index."""
+class Stream(Protocol):
+    """Work that a device does in order."""
 
-    def __init__(self, api: Any, index: int) -> None:
-        self._api = api
-        self._index = index
+    def wait_event(self, event: Event) -> None:
+        """Have what the stream is given from here on wait for the event. Never blocks the host."""
 
-    def mark(self) -> Any:
-        event = self._api.Event(enable_timing=True)
-        event.record(self._api.current_stream(self._index))
-        return event
+    def synchronize(self) -> None:
+        """Block the calling host thread until the device has done what the stream was given so far."""
 
-    def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Blocks the host until the device has passed both."""
-        later.synchronize()
-        earlier.synchronize()
-        return earlier.elapsed_time(later) / 1000.0
+
+class AtOnce:
+    """The stream, and every event, of a device whose calls are done when they return."""
+
+    def record(self, stream: Stream) -> None:
+        """There is nothing to wait for."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait_event(self, event: Event) -> None:
+        """There is nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+
+AT_ONCE = AtOnce()
+
+
+class TimedEvent(Event, Protocol):
+    """An event that knows when it came."""
+
+    def elapsed_time(self, end_event: TimedEvent) -> float:
+        """Return the milliseconds from this event to a later one."""
+        ...
+
+
+_Stream = Stream  # a method below has that name
+
+
+class DeviceApi(Protocol):
+    """The calls of ``deepspeed.accelerator.get_accelerator()`` that offloading makes."""
+
+    def device_name(self) -> str: ...
+    def is_synchronized_device(self) -> bool: ...
+    def current_device(self) -> int: ...
+    def set_device(self, device_index: int) -> None: ...
+    def is_current_stream_capturing(self) -> bool: ...
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def Stream(self, device: int) -> _Stream: ...  # noqa: N802 - its names
+    def stream(self, stream: _Stream) -> AbstractContextManager[object]: ...
+    def current_stream(self, device_index: int) -> _Stream: ...
+    def Event(self, **options: bool) -> TimedEvent: ...  # noqa: N802
+    def available_memory(self, device_index: int) -> int: ...
+    def total_memory(self, device_index: int) -> int: ...
+    def memory_stats(self, device_index: int) -> dict[str, int] | None: ...
+    def memory_allocated(self, device_index: int) -> int: ...
+    def max_memory_allocated(self, device_index: int) -> int: ...
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 class MemoryLevels(NamedTuple):
     """A device's memory at one time.
 
     Attributes:
-        in_use_bytes: that nothing new can have: of tensors, and of what was dropped while another stream uses it.
-        peak_in_use_bytes: the most of that since the peak was last reset.
-        reserved_bytes: that the allocator has taken from the device.
-        allocation_retries: how often the allocator gave everything unused back, because the device was full.
+        in_use_bytes: bytes that nothing new can have: of tensors, and of what was freed while another stream uses it.
+        peak_in_use_bytes: the most of them since the peak was last reset.
+        reserved_bytes: bytes that the allocator has taken from the device.
+        allocation_retries: the number of times that the device was full, and the allocator gave all unused bytes back.
     """
 
     in_use_bytes: int
@@ -106,9 +137,9 @@ class MemoryLevels(NamedTuple):
 
 
 def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
-    """Memory that can be taken without swapping, by all processes together that share it.
+    """Return the memory that can be taken without swapping, by all processes together that share it.
 
-    That is ``MemAvailable`` of proc(5), or what is left to a control group (cgroups(7)) that this process is in, as
+    It is ``MemAvailable`` of proc(5), or what is left to a control group (cgroups(7)) that this process is in, as
     containers and batch systems have them; 0 where a limit is exceeded.
     """
     meminfo = (proc / "meminfo").read_text(encoding="ascii")
@@ -117,7 +148,7 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 
 def _left_bytes(proc: Path, groups: Path) -> list[int]:
-    """Bytes left to each limited group, from this process's own up. Its cached pages count as free."""
+    """Return the bytes left to each limited group, from this process's own up. Its cached pages count as free."""
     memberships: list[list[str]] = []  # hierarchy, controllers, path
     with _if_present():
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -150,14 +181,14 @@ class HostMemoryUse:
     """Memory of the machine and of this process."""
 
     def free_bytes(self) -> float:
-        """Memory that can be taken without swapping, less a part as on a device; all processes share it."""
+        """Return the memory that can be taken without swapping, less a part as on a device; all processes share it."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps much of what was freed
         if trim is not None:
             trim(0)
         return (1 - TEMPORARY_FRACTION) * available_bytes()
 
     def levels(self) -> MemoryLevels:
-        """Resident memory of this process, and the most that ever was (``VmRSS`` and ``VmHWM`` of proc(5))."""
+        """Return the resident memory of this process, and its peak (``VmRSS`` and ``VmHWM`` of proc(5))."""
         status = (PROC / "self/status").read_text(encoding="ascii", errors="replace")
         now, peak = (int(status.partition(key)[2].split()[0]) * 1024 for key in ("VmRSS:", "VmHWM:"))
         return MemoryLevels(now, peak, now, 0)
@@ -166,14 +197,15 @@ class HostMemoryUse:
 class DeviceMemoryUse:
     """Memory of the device of that index, as its driver and its allocator count it."""
 
-    def __init__(self, api: Any, index: int) -> None:
+    def __init__(self, api: DeviceApi, index: int) -> None:
         self._api = api
         self._index = index
 
     def free_bytes(self) -> float:
-        """Bytes left to the device and the allocator, less a part for what is made and dropped between activations.
+        """Return the bytes left to the device and the allocator, less a part for temporaries between activations.
 
-        Of the device's own, whatever holds the rest: other pools and processes, other libraries, contexts.
+        Blocks that the allocator keeps count as free: saved tensors take theirs from the pools of training's own
+        streams, whatever brings them back (``copies.py``, [Note: Pools]).
         """
         # Without nvidia-ml-py, DeepSpeed's available_memory() is the total less what this process has allocated.
         ask = getattr(getattr(torch, self._api.device_name(), None), "mem_get_info", None)
@@ -208,8 +240,8 @@ class MemoryMeter:
     """The most device memory that everything but saved tensors held at once; see [Note: Room].
 
     Args:
-        memory: of the device.
-        resident_bytes: the part of that which saved tensors hold.
+        memory: the device's memory.
+        resident_bytes: tells how much of it saved tensors hold.
     """
 
     def __init__(self, memory: MemoryUse, resident_bytes: Callable[[], int]) -> None:
@@ -221,7 +253,7 @@ class MemoryMeter:
         self._most_bytes = 0
 
     def sample(self) -> float:
-        """Take the level of now, and the peak since the last sample; by how much everything else has been above it."""
+        """Take the level of now, and the peak since the last sample; return by how much others have been above it."""
         resident_bytes = self._now_resident_bytes()
         try:
             levels = self._memory.levels()
@@ -249,38 +281,77 @@ class MemoryMeter:
         return max(0, self._most_bytes - (levels.in_use_bytes - resident_bytes))
 
     def room_bytes(self) -> float:
-        """The bytes that saved tensors may hold; see [Note: Room]."""
+        """Return the bytes that saved tensors may hold; see [Note: Room]."""
         free_bytes = self._memory.free_bytes()
         others_bytes = self._memory.levels().in_use_bytes - self._now_resident_bytes()
         return max(0.0, free_bytes - max(0, self._most_bytes - others_bytes))
 
 
+# ---- the device -----------------------------------------------------------------------------------------------------
+
+
+class Clock(Protocol):
+    """Time as the stream of kernels sees it: marks, and the seconds between two."""
+
+    def mark(self) -> Any: ...
+    def elapsed_s(self, earlier: Any, later: Any) -> float: ...
+
+
+class HostClock:
+    """The host's time, where calls wait for their kernels."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class StreamClock:
+    """Events with timing on the calling thread's current stream of the device of that index."""
+
+    def __init__(self, api: DeviceApi, index: int) -> None:
+        self._api = api
+        self._index = index
+
+    def mark(self) -> TimedEvent:
+        event = self._api.Event(enable_timing=True)
+        event.record(self._api.current_stream(self._index))
+        return event
+
+    def elapsed_s(self, earlier: TimedEvent, later: TimedEvent) -> float:
+        """Return the seconds between two marks. Blocks the host until the device has passed both."""
+        later.synchronize()
+        earlier.synchronize()
+        return earlier.elapsed_time(later) / 1000.0
+
+
 class Accelerator:
     """The operations of a device that offloading needs, as they are where nothing is asynchronous.
 
-    Streams and events are those of torch; None where the device has none. Memory is uint8, 1-D.
+    Streams and events are those of torch, or :class:`AtOnce`. Memory is uint8, 1-D.
     """
 
     clock: Clock = HostClock()
     memory: MemoryUse = HostMemoryUse()
 
     def device(self) -> torch.device:
-        """This rank's device, with its index where it has one."""
+        """Return this rank's device, with its index where it has one."""
         return torch.device("cpu")
 
     def enter_thread(self) -> None:
         """Make it the current device of the calling thread, which is one of ours."""
 
     def is_synchronized_device(self) -> bool:
-        """Whether every call is done when it returns: there are neither streams nor events, and nothing to pin."""
+        """Return whether every call is done when it returns: there is nothing to wait for, and nothing to pin."""
         return True
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+        """Return whether the current stream is being captured into a graph."""
         return False
 
     def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
-        """Whether device memory belongs to a graph, which uses it again whoever lets go of it."""
+        """Return whether device memory belongs to a graph, which uses it again whoever frees it."""
         return False
 
     def pinned(self, nbytes: int) -> torch.Tensor:
@@ -290,24 +361,24 @@ class Accelerator:
     def give_pinned_back(self) -> None:
         """Give pinned memory that nobody uses back to the system, where its allocator would keep it."""
 
-    def new_stream(self) -> Any:
-        """A stream of the device."""
-        return None
+    def new_stream(self) -> Stream:
+        """Return a new stream of the device."""
+        return AT_ONCE
 
-    def current_stream(self) -> Any:
-        """The calling thread's stream."""
-        return None
+    def current_stream(self) -> Stream:
+        """Return the calling thread's stream."""
+        return AT_ONCE
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """The context in which ``stream`` is current, and with it its device."""
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Return the context in which ``stream`` is current, and with it its device."""
         return nullcontext()
 
-    def new_event(self) -> Any:
-        """An event without timing."""
-        return None
+    def new_event(self) -> Event:
+        """Return an event without timing."""
+        return AT_ONCE
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory of the current stream's pool."""
+        """Return memory of the current stream's pool."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -318,7 +389,7 @@ class Accelerator:
         """Queue ops on tensors on the current stream."""
         kernel(*tensors)
 
-    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
 
 
@@ -349,7 +420,7 @@ class DeviceAccelerator(Accelerator):
         api: what ``deepspeed.accelerator.get_accelerator()`` returns.
     """
 
-    def __init__(self, api: Any) -> None:
+    def __init__(self, api: DeviceApi) -> None:
         self._api = api
         self._index = api.current_device()
         self.clock = StreamClock(api, self._index)
@@ -370,27 +441,27 @@ class DeviceAccelerator(Accelerator):
     def pinned(self, nbytes: int) -> torch.Tensor:
         return self._api.pin_memory(super().pinned(nbytes))
 
-    def new_stream(self) -> Any:
+    def new_stream(self) -> Stream:
         return self._api.Stream(device=self._index)
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> Stream:
         return self._api.current_stream(self._index)
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
         return self._api.stream(stream)
 
-    def new_event(self) -> Any:
+    def new_event(self) -> Event:
         return self._api.Event()
 
-    def share(self, tensor: torch.Tensor, stream: Any) -> None:
-        tensor.record_stream(stream)
+    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)  # type: ignore[arg-type]  # it is one of torch's here
 
 
 class CudaAccelerator(DeviceAccelerator):
     """A CUDA device (or one of ROCm, which torch gives the same name)."""
 
     def enter_thread(self) -> None:
-        """Likewise. What the thread asks of events spoils no capture of another thread.
+        """Make it the current device of the calling thread, whose questions to events then spoil no other's capture.
 
         While any thread captures a graph in the global mode, which is torch's, ``cudaEventQuery`` and others fail in
         all threads of that mode, and the capture with them (CUDA driver API, cuThreadExchangeStreamCaptureMode).
@@ -413,7 +484,7 @@ class CudaAccelerator(DeviceAccelerator):
         return False
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """By torch: with ``DS_PIN_MEMORY_BACKEND=native`` DeepSpeed locks pages, CUDA does not know, copies block."""
+        """Pin by torch: under ``DS_PIN_MEMORY_BACKEND=native`` CUDA does not know the pages, and copies block."""
         # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it.
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
@@ -425,19 +496,20 @@ class CudaAccelerator(DeviceAccelerator):
         with suppress(AttributeError):  # without this name, too, it stays pinned to the end of the process
             torch._C._host_emptyCache()
 
-    def new_event(self) -> Any:
-        """Whoever waits for it sleeps, and leaves the core to others."""
+    def new_event(self) -> Event:
+        """Return an event whose waiters sleep, and leave the core to others."""
         return self._api.Event(blocking=True)
 
 
-def adapted(api: Any) -> Accelerator:
+def adapted(api: DeviceApi) -> Accelerator:
+    """Return the accelerator behind DeepSpeed's."""
     if api.is_synchronized_device():
         return CpuAccelerator()
     return CudaAccelerator(api) if api.device_name() == "cuda" else DeviceAccelerator(api)
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:
-    """A thread of ours, not yet started; left on the first device, it would open a context there (half a GiB)."""
+    """Make a thread of ours, not yet started; left on the first device, it would open a context there (half a GiB)."""
 
     def on_device() -> None:
         accelerator.enter_thread()
@@ -446,15 +518,6 @@ def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> 
     # Not a subclass: what Python itself keeps in a Thread differs from version to version.
     # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
     return threading.Thread(target=on_device, name=name, daemon=True)
-
-
-def moment(accelerator: Accelerator) -> Any:
-    """An event of the calling thread's current stream; None where everything is done at once."""
-    if accelerator.is_synchronized_device():
-        return None
-    event = accelerator.new_event()
-    event.record(accelerator.current_stream())
-    return event
 
 
 class PinnedAnswers:
@@ -471,7 +534,7 @@ class PinnedAnswers:
         self._left: deque[torch.Tensor] = deque()
 
     def take(self) -> torch.Tensor:
-        """Return one that nobody else has."""
+        """Return a tensor that nobody else has."""
         while True:
             with suppress(IndexError):  # another thread may have taken the last one
                 return self._left.pop()
@@ -480,252 +543,8 @@ class PinnedAnswers:
             self._left.extend(block[at : at + self._elements] for at in range(0, last + 1, self._elements))
 
 
-# ---- copies ---------------------------------------------------------------------------------------------------------
-
-
-class PendingCopy:
-    """A copy out of device memory under way. Holds that memory until the copy is done: see [Note: Ordering]."""
-
-    __slots__ = ("_source", "event", "nbytes")
-
-    def __init__(self, event: Any, source: torch.Tensor) -> None:
-        self.event = event
-        self.nbytes = source.numel()
-        self._source: torch.Tensor | None = source
-
-    def is_done(self) -> bool:
-        """If so, lets the memory go. Never blocks."""
-        if self._source is not None and self.event.query():
-            self._source = None
-        return self._source is None
-
-    def wait(self) -> None:
-        """Block the calling host thread until the copy is done."""
-        if self._source is not None:
-            self.event.synchronize()
-            self._source = None
-
-
-class Release(NamedTuple):
-    """Device memory that the host has let go of, and events of the streams that may still use it."""
-
-    nbytes: int
-    events: list[Any]
-
-    def is_passed(self) -> bool:
-        return all(event.query() for event in self.events)
-
-    def wait(self) -> None:
-        """Block the calling host thread until the streams have come so far."""
-        for event in self.events:
-            event.synchronize()
-
-
-class Releases:
-    """Device memory that the host has let go of, oldest first, until the allocator can hand it out again.
-
-    The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
-    when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
-    one lock. ``passed`` is told how many bytes are free.
-    """
-
-    def __init__(self, accelerator: Accelerator | None, passed: Callable[[int], None]) -> None:
-        self.nbytes = 0
-        self._accelerator = accelerator
-        self._passed = passed
-        self._pending: deque[Release] = deque()
-
-    @property
-    def oldest(self) -> Release | None:
-        return self._pending[0] if self._pending else None
-
-    def add(self, nbytes: int, streams: Iterable[Any]) -> None:
-        """The host has let go of memory that these streams use."""
-        accelerator = self._accelerator
-        if accelerator is None or accelerator.is_capturing():  # an event of a capture says nothing of the device
-            self._passed(nbytes)
-            return
-        events = []
-        for stream in streams:
-            events.append(accelerator.new_event())
-            events[-1].record(stream)
-        self._pending.append(Release(nbytes, events))
-        self.nbytes += nbytes
-
-    def settle(self) -> None:
-        """Report what is free by now. Never blocks."""
-        while self._pending and self._pending[0].is_passed():
-            nbytes = self._pending.popleft().nbytes
-            self.nbytes -= nbytes
-            self._passed(nbytes)
-
-
-class Arrival:
-    """Device memory into which a copy is under way.
-
-    Args:
-        event: done with the copy; None where that was done at once.
-        owner: the stream that the memory was allocated on.
-
-    Attributes:
-        consumers: streams that use the memory beside that one.
-    """
-
-    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event")
-
-    def __init__(self, accelerator: Accelerator | None, data: torch.Tensor, event: Any, owner: Any = None) -> None:
-        self._accelerator = accelerator
-        self._data = data
-        self._owner = owner
-        self.event = event
-        self.consumers: list[Any] = []
-
-    @classmethod
-    def done(cls, data: torch.Tensor) -> Arrival:
-        """Memory that holds its bytes already."""
-        return cls(None, data, None)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the device has made the copy. Never blocks."""
-        return self.event is None or bool(self.event.query())
-
-    def join(self) -> torch.Tensor:
-        """The memory (uint8, 1-D), for the calling thread's current stream, which waits for the copy."""
-        if self.event is not None and self._accelerator is not None:
-            consumer = self._accelerator.current_stream()
-            consumer.wait_event(self.event)
-            # Else the allocator would give the memory away while the consumer still reads it.
-            if consumer not in (self._owner, *self.consumers):  # not "!=": no stream of torch is unequal to None
-                self._accelerator.share(self._data, consumer)
-                self.consumers.append(consumer)
-        return self._data
-
-    def wait(self) -> None:
-        """Block the calling host thread until the copy is done."""
-        if self.event is not None:
-            self.event.synchronize()
-
-
-class Destination(NamedTuple):
-    """New device memory for bytes that come back. See [Note: Pools].
-
-    Attributes:
-        data: the memory (uint8, 1-D).
-        allocated: event right after the allocation; None where everything is done at once.
-        stream: the stream that it was allocated on.
-    """
-
-    data: torch.Tensor
-    allocated: Any
-    stream: Any
-
-
-class Copies:
-    """The copies between one store and the device. See [Note: Ordering]."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._out_stream = accelerator.new_stream()
-        self._in_stream = accelerator.new_stream()
-        self._pending: deque[PendingCopy] = deque()
-        self._dropped: list[Arrival] = []
-        self.is_full = False  # no device memory, so that none is asked for ahead of need until somebody has got some
-
-    def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy | None:
-        """Copy device bytes to the beginning of ``target``; None where that is done at return."""
-        accelerator = self._accelerator
-        target = target[: data.numel()]
-        if accelerator.is_synchronized_device():
-            accelerator.copy(data, target)
-            return None
-        produced = moment(accelerator)
-        with accelerator.on(self._out_stream):
-            # Else it would read what kernels that are queued have not made yet.
-            self._out_stream.wait_event(produced)
-            accelerator.copy(data, target)
-            copied = moment(accelerator)
-        pending = PendingCopy(copied, data)
-        self._pending.append(pending)
-        return pending
-
-    def room(self, nbytes: int, device: torch.device) -> Destination:
-        """Allocate memory for bytes that come back, on the calling thread's current stream; see [Note: Pools].
-
-        Raises:
-            RuntimeError, MemoryError: the device has none now.
-        """
-        accelerator = self._accelerator
-        try:
-            data = accelerator.allocate(nbytes, device)
-        except (RuntimeError, MemoryError):
-            self.is_full = True  # the allocator has given back all that it kept, which is not to come each time
-            raise
-        self.is_full = False
-        # Here and not where the copy is queued: the event would stand behind whatever the stream was given since.
-        return Destination(data, moment(accelerator), accelerator.current_stream())
-
-    def into(self, source: torch.Tensor, destination: Destination, after: Iterable[PendingCopy] = ()) -> Arrival:
-        """Copy as many bytes of ``source`` as the destination has room for.
-
-        Args:
-            after: copies that fill ``source``.
-        """
-        accelerator, data = self._accelerator, destination.data
-        source = source[: data.numel()]
-        if accelerator.is_synchronized_device():
-            accelerator.copy(source, data)
-            return Arrival.done(data)
-        with accelerator.on(self._in_stream):
-            # Else kernels that are queued for the former tenant of the memory would write over the bytes.
-            self._in_stream.wait_event(destination.allocated)
-            for copy in after:  # else it would read a slot that is not filled yet
-                self._in_stream.wait_event(copy.event)
-            try:
-                accelerator.copy(source, data)
-                event = moment(accelerator)
-            except BaseException:
-                self._in_stream.synchronize()  # a copy that nobody knows of may be under way into memory about to go
-                raise
-        return Arrival(accelerator, data, event, destination.stream)
-
-    def drop(self, arrival: Arrival) -> None:
-        """Hold memory that nobody wants any more until the copy into it is done, or it would hit the next tenant.
-
-        Call it under the store's lock.
-        """
-        # A finalizer may run while its thread captures a graph, which a question to an event would spoil.
-        if self._accelerator.is_capturing() or not arrival.is_done:
-            self._dropped.append(arrival)
-
-    def arrived(self, destination: Destination) -> Arrival:
-        """Device memory for any stream, which this thread's current stream has filled."""
-        return Arrival(self._accelerator, destination.data, moment(self._accelerator), destination.stream)
-
-    def settle(self) -> None:
-        """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
-        while self._pending and self._pending[0].is_done():
-            self._pending.popleft()
-        self._dropped = [arrival for arrival in self._dropped if not arrival.is_done]
-
-    def finish(self) -> None:
-        """Block until nothing of a store that is closed is copied any more. Call it under the store's lock."""
-        self.hold_at_most(0)
-        while self._dropped:
-            self._dropped.pop().wait()
-
-    def hold_at_most(self, nbytes: int) -> None:
-        """Block until copies out hold no more device bytes than that. Call it under the store's lock."""
-        self.settle()
-        while sum(copy.nbytes for copy in self.under_way) > nbytes:
-            self._pending.popleft().wait()
-
-    def drain(self) -> None:
-        """Block until every copy out is done, also one that failed after it was queued."""
-        if self._out_stream is not None:
-            self._out_stream.synchronize()
-
-    @property
-    def under_way(self) -> list[PendingCopy]:
-        """Copies out, oldest first, as far as :meth:`settle` knows."""
-        return list(self._pending)
+def moment(accelerator: Accelerator) -> Event:
+    """Record an event on the calling thread's current stream."""
+    event = accelerator.new_event()
+    event.record(accelerator.current_stream())
+    return event

@@ -9,59 +9,49 @@ import torch
 
 
 class TorchCuda:
-    """Answers what :class:`ds_tba.device.accelerator.DeviceAccelerator` asks of DeepSpeed's accelerator."""
+    """Answers :class:`ds_tba.device.accelerator.DeviceApi` without DeepSpeed."""
 
-    Stream = torch.cuda.Stream
-    Event = torch.cuda.Event
-
-    @staticmethod
-    def device_name() -> str:
+    def device_name(self) -> str:
         return "cuda"
 
-    @staticmethod
-    def current_device() -> int:
-        return torch.cuda.current_device()
-
-    @staticmethod
-    def set_device(index: int) -> None:
-        torch.cuda.set_device(index)
-
-    @staticmethod
-    def is_synchronized_device() -> bool:
+    def is_synchronized_device(self) -> bool:
         return False
 
-    @staticmethod
-    def is_current_stream_capturing() -> bool:
+    def current_device(self) -> int:
+        return torch.cuda.current_device()
+
+    def set_device(self, device_index: int) -> None:
+        torch.cuda.set_device(device_index)
+
+    def is_current_stream_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    @staticmethod
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory()
 
-    @staticmethod
-    def current_stream(index: int | None = None) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(index)
+    def Stream(self, device: int) -> Any:  # noqa: N802 - DeepSpeed's names
+        return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    def stream(self, stream: Any) -> AbstractContextManager[object]:
         return torch.cuda.stream(stream)
 
-    @staticmethod
-    def total_memory(index: int | None = None) -> int:
-        return torch.cuda.get_device_properties(index).total_memory
+    def current_stream(self, device_index: int) -> Any:
+        return torch.cuda.current_stream(device_index)
 
-    @staticmethod
-    def available_memory(index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(index)[0]
+    def Event(self, **options: bool) -> Any:  # noqa: N802
+        return torch.cuda.Event(**options)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def memory_stats(index: int | None = None) -> dict[str, int]:
-        return torch.cuda.memory_stats(index)
+    def available_memory(self, device_index: int) -> int:
+        return torch.cuda.mem_get_info(device_index)[0]
 
-    @staticmethod
-    def memory_allocated(index: int | None = None) -> int:
-        return torch.cuda.memory_allocated(index)
+    def total_memory(self, device_index: int) -> int:
+        return torch.cuda.get_device_properties(device_index).total_memory
 
-    @staticmethod
-    def max_memory_allocated(index: int | None = None) -> int:
-        return torch.cuda.max_memory_allocated(index)
+    def memory_stats(self, device_index: int) -> dict[str, int] | None:
+        return torch.cuda.memory_stats(device_index)
+
+    def memory_allocated(self, device_index: int) -> int:
+        return torch.cuda.memory_allocated(device_index)
+
+    def max_memory_allocated(self, device_index: int) -> int:
+        return torch.cuda.max_memory_allocated(device_index)

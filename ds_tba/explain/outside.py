@@ -14,7 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.config import BLOCK
-from ds_tba.core.tensors import held_bytes, is_owned, is_parameter, next_sequence_number, shows_graph
+from ds_tba.core.tensors import has_plain_storage, held_bytes, is_owned, is_parameter, next_sequence_number
+from ds_tba.remat.rules import is_supported
 from ds_tba.stats import CacheStats, readable
 
 LEAST_BYTES = 1 << 20  # less than that is no reason to change a config
@@ -31,7 +32,7 @@ class OutsideForward:
     def __init__(self, stats: CacheStats) -> None:
         self._stats = stats
         self._forward_end = 0  # the first sequence number of nodes that forward did not make; 0 before a forward
-        self._is_done = not shows_graph()
+        self._is_done = not is_supported()
 
     def end_forward(self) -> None:
         """Remember that nodes from here on are not of forward."""
@@ -83,5 +84,5 @@ def _saved_without_hooks(node: torch.autograd.graph.Node) -> Iterator[torch.Tens
         except RuntimeError:  # an earlier backward has freed it
             return
         for one in saved if isinstance(saved, (list, tuple)) else (saved,):
-            if one.unpack_hook is None and type(one.data) is torch.Tensor and one.data.layout is torch.strided:
+            if one.unpack_hook is None and one.data is not None and has_plain_storage(one.data):
                 yield one.data

@@ -28,11 +28,11 @@ from torch.autograd.profiler import record_function
 
 from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, held_bytes, is_parameter
-from ds_tba.core.where import RunningModule
 from ds_tba.explain.out_of_memory import Failure
 from ds_tba.explain.outside import OutsideForward
 from ds_tba.explain.timeline import StepTimeline, TimelineFile
 from ds_tba.holders import Holder, merged
+from ds_tba.remat.where import RunningModule
 from ds_tba.stats import CacheStats, PathMeter, StoreStats
 
 # Nodes that only look at a tensor in another shape.
@@ -291,7 +291,7 @@ def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[H
     for key, one in list(seen.items()):
         where = "resident"
         if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
-            where = "moved" if key.recipe is None else "again"
+            where = "moved" if key.ticket is None or key.ticket.store.keeps_bytes else "again"
         found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
     return sorted((one for one in found.values() if one.saved_bytes), key=attrgetter("saved_bytes"), reverse=True)
 

@@ -13,14 +13,14 @@ Knows torch.distributed and the planner; does not know the cache. It cannot see 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
 
-from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.plan import Limits, Planner
 from ds_tba.plan.policy import PlanInForce
 from ds_tba.plan.trace import Resources, Scopes, Trace, slowest
 from ds_tba.wear import TERABYTE
@@ -43,15 +43,15 @@ class Alone:
     where: str = ""
 
     def all_reduce_max(self, value: int) -> int:
-        """The highest value that any rank has."""
+        """Return the highest value that any rank has."""
         return value
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """Return the values of all ranks."""
         return [value]
 
     def broadcast(self, value: Any, leader: int) -> Any:
-        """The value that ``leader`` has."""
+        """Return the value that ``leader`` has."""
         return value
 
 
@@ -73,7 +73,7 @@ class Ranks(Alone):
 
     @classmethod
     def of_part(cls, parts: Sequence[Sequence[int]], noun: str) -> Ranks:
-        """The ranks of the part of the run that has this rank. A collective of all ranks of the run.
+        """Return the ranks of this rank's part of the run. A collective of all ranks of the run.
 
         Args:
             parts: the ranks of each; together all ranks, each in one part.
@@ -105,19 +105,17 @@ Agreement = Alone | Ranks
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a rank brings to a new plan.
+    """The part of a rank in a new plan.
 
     Attributes:
-        trace, scopes: as recorded.
-        kept_s: of one of its steps with everything kept.
-        movable_share: that this rank asks for.
+        trace, scopes: as recorded; as long as one of its steps with everything kept.
+        share: fraction of the movable bytes that may be offloaded; the same on all ranks.
         non_recomputable: paths of the blocks that it cannot recompute.
     """
 
     trace: Trace
     scopes: Scopes
-    kept_s: float
-    movable_share: float = 1.0
+    share: float = 1.0
     non_recomputable: frozenset[str] = frozenset()
 
 
@@ -130,14 +128,13 @@ class Offer:
         room_bytes: for activations, on its device.
         write_limit_bytes: of one of its steps, so that its drives last.
         resources: its machine.
-        movable_share, non_recomputable: see :class:`Wish`.
+        non_recomputable: see :class:`Wish`.
     """
 
     saved_bytes: int
     room_bytes: float
     write_limit_bytes: float
     resources: Resources
-    movable_share: float
     non_recomputable: frozenset[str]
 
 
@@ -153,45 +150,53 @@ class NoPlan:
     is_final: bool
 
 
+class Bounds(Protocol):
+    """The limits of a rank's plans, and the rates and the memory of its machine as they are now."""
+
+    def limits(self, step_s: float) -> Limits:
+        """Return the limits of the cost of a plan for a step that takes so many seconds."""
+        ...
+
+    def resources(self) -> Resources:
+        """Return the rates of the machine."""
+        ...
+
+    def room_bytes(self) -> float:
+        """Return the device memory that is free for activations at the beginning of a step."""
+        ...
+
+
 class Planning:
     """The making of plans.
 
     Args:
-        planner: chooses the placements.
-        limits: of the cost of a plan, given the seconds of a step.
-        resources: the rates of this rank's machine as they are now.
-        room_bytes: device memory that is free for activations at the beginning of a step.
-        agreement: the ranks.
+        planner: chooses the placements; None where a trace is wanted, and no plan.
+        bounds: of this rank.
+        agreement: the ranks; an attribute.
     """
 
-    def __init__(
-        self,
-        planner: Callable[[Trace, Limits], Plan],
-        limits: Callable[[float], Limits],
-        resources: Callable[[], Resources],
-        room_bytes: Callable[[], float],
-        agreement: Agreement,
-    ) -> None:
+    def __init__(self, planner: Planner | None, bounds: Bounds, agreement: Agreement) -> None:
         self._planner = planner
-        self._limits = limits
-        self._resources = resources
-        self._room_bytes = room_bytes
-        self._agreement = agreement
-        self._share_in_force = 1.0  # ``Limits.movable_share`` of the last plan, as on every rank
-        self._warned = self._warned_before = set[
-            str
-        ]()  # kinds of warnings, as the last plan was made and the one before
+        self._bounds = bounds
+        self.agreement = agreement
+        self._warned = set[str]()  # kinds of warnings
+
+    @property
+    def makes_plans(self) -> bool:
+        """True if plans are wanted at all."""
+        return self._planner is not None
 
     def make(self, wish: Wish | None) -> PlanInForce | NoPlan:
-        """The plan that all ranks follow, or why there is none, which is said in the log. A collective.
+        """Return the plan that all ranks follow, or why there is none, which is said in the log. A collective.
 
         Args:
             wish: of this rank; without one there is no plan for any rank.
         """
-        self._warned_before, self._warned = self._warned, set()
-        found = self._agreed(wish)
+        if self._planner is None:  # over once there is a trace, for all ranks at once: they go on talking else
+            is_missing = self.agreement.all_reduce_max(int(wish is None))
+            return NoPlan("none is wanted", is_final=not is_missing)
+        found = self._agreed(self._planner, wish)
         if isinstance(found, PlanInForce):
-            self._share_in_force = found.limits.movable_share
             self._warn_of_budget(found)
         elif found.is_final:
             logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
@@ -199,52 +204,49 @@ class Planning:
             self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
         return found
 
-    def _agreed(self, wish: Wish | None) -> PlanInForce | NoPlan:
-        """The plan, or why there is none: the same for every rank."""
-        where = self._agreement.where
-        answers: list[Offer | str] = self._agreement.all_gather(self._offer(wish))
+    def _agreed(self, planner: Planner, wish: Wish | None) -> PlanInForce | NoPlan:
+        """Return the plan, or why there is none: the same for every rank."""
+        where = self.agreement.where
+        answers: list[Offer | str] = self.agreement.all_gather(self._offer(wish))
         offers = [answer for answer in answers if isinstance(answer, Offer)]
         for number, answer in enumerate(answers):
             if isinstance(answer, str):
                 return NoPlan(f"rank {number}{where} {answer}", is_final=False)
-        leader = max(range(len(offers)), key=lambda rank: offers[rank].saved_bytes)
+        leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
         found: PlanInForce | str = ""
-        if leader == self._agreement.rank and wish is not None:
-            found = self._planned(wish, offers)
-        found = self._agreement.broadcast(found, leader)
+        if leader == self.agreement.rank and wish is not None:
+            found = self._planned(planner, wish, offers)
+        found = self.agreement.broadcast(found, leader)
         if isinstance(found, str):
             return NoPlan(f"rank {leader}{where} could not plan ({found})", is_final=True)
         return found
 
     def _offer(self, wish: Wish | None) -> Offer | str:
-        """The offer of this rank, or why it has none."""
+        """Return the offer of this rank, or why it has none."""
         if wish is None:
             return "has no trace"
+        trace = wish.trace
         try:
-            resources, room_bytes = self._resources(), self._room_bytes()
-            write_limit_bytes = self._limits(wish.kept_s).write_limit_bytes_per_step
+            resources, room_bytes = self._bounds.resources(), self._bounds.room_bytes()
+            write_limit_bytes = self._bounds.limits(trace.step_s).write_limit_bytes_per_step
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]
             return f"failed ({type(error).__name__}: {error})"
-        return Offer(
-            wish.trace.saved_bytes, room_bytes, write_limit_bytes, resources, wish.movable_share, wish.non_recomputable
-        )
+        return Offer(trace.saved_bytes, room_bytes, write_limit_bytes, resources, wish.non_recomputable)
 
-    def _planned(self, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
-        """A plan within the limits, and within the device's memory whatever they are; or why there is none."""
+    def _planned(self, planner: Planner, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
+        """Return a plan within the limits, and within the device's memory whatever they are; or why there is none."""
         try:
             trace = _for_all(wish, offers)
             room_bytes = min(offer.room_bytes for offer in offers)
-            # Who wants less has seen steps that are too long; else some have yet to see that there is room for more.
-            shares = [offer.movable_share for offer in offers]
-            share = min(shares) if min(shares) < self._share_in_force else max(shares)
-            write_limit_bytes = min(offer.write_limit_bytes for offer in offers)
             limits = replace(
-                self._limits(trace.step_s), movable_share=share, write_limit_bytes_per_step=write_limit_bytes
+                self._bounds.limits(trace.step_s),
+                movable_share=wish.share,
+                write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers),
             )
-            plan = self._planner(trace, limits)
+            plan = planner(trace, limits)
             if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
                 limits = replace(limits, activation_budget_bytes=int(room_bytes))
-                plan = self._planner(trace, limits)
+                plan = planner(trace, limits)
             return PlanInForce.of(plan, trace, wish.scopes, limits)
         except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
             return f"{type(error).__name__}: {error}"
@@ -253,7 +255,7 @@ class Planning:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
         if budget_bytes is None:
             return
-        asked = self._limits(found.trace.step_s).activation_budget_bytes is not None
+        asked = self._bounds.limits(found.trace.step_s).activation_budget_bytes is not None
         bound = "activation_budget_bytes" if asked else "the free memory of the device"
         if peak_bytes > budget_bytes:
             self._warn_once(
@@ -278,8 +280,8 @@ class Planning:
             )
 
     def _warn_once(self, kind: str, text: str) -> None:
-        """Rank 0 says it, unless it said one of this kind the last time that a plan was made."""
-        if kind not in self._warned_before and self._agreement.rank == 0:
+        """Log it on rank 0, unless one of this kind was logged before."""
+        if kind not in self._warned and self.agreement.rank == 0:
             logger.warning("%s", text)
         self._warned.add(kind)
 
@@ -293,16 +295,10 @@ def _recompute_advice(found: PlanInForce) -> str:
 
 
 def _for_all(wish: Wish, offers: Sequence[Offer]) -> Trace:
-    """The leader's trace as long as its steps are now, on the slowest machine, with what every rank can recompute."""
+    """Return the leader's trace on the slowest machine, with what every rank can recompute."""
     non_recomputable = frozenset[str]().union(*(offer.non_recomputable for offer in offers))
-    found = stretched(wish.trace, wish.kept_s)
     blocks = tuple(
         replace(block, is_recomputable=block.is_recomputable and block.module not in non_recomputable)
-        for block in found.blocks
+        for block in wish.trace.blocks
     )
-    return replace(found, resources=slowest([offer.resources for offer in offers]), blocks=blocks)
-
-
-def stretched(trace: Trace, kept_s: float) -> Trace:
-    """The same trace, of a step that takes ``kept_s``."""
-    return trace.scaled(kept_s / trace.step_s) if trace.step_s and kept_s else trace
+    return replace(wish.trace, resources=slowest([offer.resources for offer in offers]), blocks=blocks)

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,38 +25,53 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.errors import IncompatibleError
-from ds_tba.plan.agreement import Agreement, NoPlan, Planning, Wish
-from ds_tba.plan.feedback import Action, Feedback, Step
-from ds_tba.plan.policy import ByPlan, PlanInForce
-from ds_tba.plan.rates import Rates
-from ds_tba.plan.recorder import Recorder, Recording
+from ds_tba.plan.agreement import Planning, Wish
+from ds_tba.plan.feedback import MAX_DRIFT, Action, Feedback, Step
+from ds_tba.plan.policy import ByPlan, Patience, PlanInForce
+from ds_tba.plan.rates import Machine
+from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Scopes, Trace
-from ds_tba.recompute.blocks import Block, Blocks, PassListener
-from ds_tba.storage.base import Always, Policy, Store
+from ds_tba.recompute.blocks import Blocks
+from ds_tba.recompute.passes import Block
+from ds_tba.remat.where import RunningModule
+from ds_tba.storage.base import Always, Policy
 
 logger = logging.getLogger(__name__)
 
 REVIEW_STEPS = 8  # from one talk of the ranks to the next, while a plan is followed
 
 
+class TraceWriter(Protocol):
+    """Takes each trace that was recorded."""
+
+    def write(self, trace: Trace) -> None:
+        """Keep it for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The model whose forwards run in :meth:`Controller.saving`.
+
+    Attributes:
+        blocks: those of its modules that may run again; none where ``recompute`` is off.
+        may_recompute: whether plans may choose to.
+    """
+
+    model: nn.Module
+    blocks: Sequence[Block] = ()
+    may_recompute: bool = False
+
+
 class Controller:
     """The policy of each micro-step.
 
     Args:
-        cache: does the moving.
-        tiers: the store of each tier there is.
-        safe: the policy while there is no plan.
-        planning: makes the plans; None records a trace, and nothing more.
-        machine: its rates, measured already.
-        agreement: the ranks.
-        clock: of the training device.
-        on_trace: called with each trace.
-        memory: measures the device memory of everything but saved tensors.
-        model: whose forwards run in :meth:`saving`.
-        make_blocks: its blocks, which tell a listener of their passes.
-        budget_bytes: bound of the saved tensors in device memory, as the user set it.
+        cache: does the offloading.
+        machine: what plans are made for; its rates are measured already.
+        planning: makes the plans, with the other ranks.
+        watched: the model.
+        writer: takes each trace.
 
     Attributes:
         in_force: the plan that is followed.
@@ -64,43 +79,35 @@ class Controller:
     """
 
     def __init__(
-        self,
-        cache: TensorCache,
-        tiers: Mapping[Placement, Store[Any]],
-        safe: Policy,
-        planning: Planning | None,
-        machine: Rates,
-        agreement: Agreement,
-        clock: Clock,
-        on_trace: Callable[[Trace], None],
-        memory: MemoryMeter,
-        model: nn.Module,
-        make_blocks: Callable[[PassListener], Blocks],
-        budget_bytes: int | None = None,
+        self, cache: TensorCache, machine: Machine, planning: Planning, watched: Watched, writer: TraceWriter
     ) -> None:
         self._cache = cache
-        self._tiers = dict(tiers)
-        self._policy = self._safe = safe
-        self._planning = planning
         self._machine = machine
-        self._memory = memory
-        self._budget_bytes = budget_bytes
+        self._planning = planning
+        self._writer = writer
+        self._tiers = dict(machine.tiers.by_placement)
+        self._policy: Policy
+        self._policy = self._safe = Always(list(self._tiers.values()), wait=True, rematerialize=True)
+        self._budget_bytes = machine.config.activation_budget_bytes if planning.makes_plans else None
         self._needed_bytes = 0  # see PlanInForce.held_bytes
-        self._agreement = agreement
-        self._clock = clock
-        self._on_trace = on_trace
-        self._paths = {id(module): path for path, module in model.named_modules()}
-        self._blocks = make_blocks(self)
+        self._agreement = planning.agreement
+        self._clock = machine.clock
+        running = RunningModule({id(module): path for path, module in watched.model.named_modules()})
+        is_synchronous = machine.rates.is_synchronous
+        self._scene = Scene(cache, machine.clock, running, self, is_synchronous)
+        self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute)
         # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
         # gathers parameters, which takes all ranks.
-        self._is_strict = agreement.size > 1 and any(hasattr(one, "ds_id") for one in model.parameters())
+        is_sharded = any(hasattr(one, "ds_id") for one in watched.model.parameters())
+        self._is_strict = self._agreement.size > 1 and is_sharded
         self._recording: Recording | None = None
         self._recorded: tuple[Trace, Scopes] | None = None
+        self._growth = 0.0  # fraction by which storages were larger than those of the plan in force
         self._steps = 0
         self._step: Step | None = None  # that runs
         # The first of them is judged. A device is behind the host: of the step before the last, marks can be read
         # without waiting for it.
-        self._ended: deque[Step] = deque(maxlen=1 if machine.is_synchronous else 2)
+        self._ended: deque[Step] = deque(maxlen=1 if is_synchronous else 2)
         self._problem = ""  # the last that was said
         self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
@@ -108,7 +115,7 @@ class Controller:
         self.in_force: PlanInForce | None = None
         self.plans = 0
         self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
-        cache.limit_resident(budget_bytes, "activation_budget_bytes")
+        cache.limit_resident(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
         self._is_over, self._recording = True, None
@@ -117,7 +124,7 @@ class Controller:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """A forward: of a micro-step of its own, or one more before the backward of the last one."""
+        """Open a forward: of a micro-step of its own, or one more before the backward of the last one."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -131,9 +138,17 @@ class Controller:
         is_recorded = recorder is not None
         with (
             self._cache.saving(self._policy, around, lead, continues=continues, is_recorded=is_recorded),
-            self._blocks.listening(),
+            self._passes(recorder is not None),
         ):
             yield
+
+    def _passes(self, is_recorded: bool) -> AbstractContextManager[None]:
+        """Watch all blocks where a micro-step is recorded, else have those run that a plan recomputes."""
+        if is_recorded:
+            return self._blocks.watching()
+        if isinstance(self._policy, ByPlan) and self.in_force is not None and self.in_force.watched:
+            return self._blocks.recomputing(self.in_force.watched)
+        return nullcontext()
 
     def after_forward(self) -> saved_tensors_hooks | None:
         """See :meth:`TensorCache.after_forward`: to a plan it is a part of the forward, behind its last block."""
@@ -141,7 +156,7 @@ class Controller:
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
-        """The forwards and backwards of one whole step, which alternate: one micro-step to a plan."""
+        """Open a whole step whose forwards and backwards alternate: one micro-step to a plan."""
         self._begin()
         try:
             with self._cache.interleaving():
@@ -155,14 +170,14 @@ class Controller:
             self.end_micro_step()
 
     def end_micro_step(self) -> None:
-        """Backward is over."""
+        """Note that backward is over."""
         if self._recording is not None:
             self._recording.end_micro_step()
         self._cache.end_recomputations()
         self._cache.end_micro_step()
 
     def end_step(self) -> None:
-        """The optimizer has stepped. A collective in some steps, the same ones on all ranks."""
+        """Note that the optimizer has stepped. A collective in some steps, the same ones on all ranks."""
         self._end_policy()
         self._policy = self._safe
         step, self._step = self._step, None
@@ -172,7 +187,7 @@ class Controller:
             if self._recording is not None:
                 self._recording.end_step(step.ended, has_compiled=step.has_compiled)
             if self.in_force is None:
-                self._memory.sample()
+                self._machine.memory.sample()
         if self._is_over:
             return
         self._steps += 1
@@ -188,17 +203,17 @@ class Controller:
         self._end_policy()
         if self._step is None:
             if self.in_force is None:
-                self._memory.sample()
+                self._machine.memory.sample()
             number = 0 if self._recording is not None else self.plans
             self._step = Step(self._clock.mark(), number, self._cache.stats.moving_s)
         self._step.mismatch.micro_steps += 1
         self._policy = self._safe
         is_recorded = self._recording is not None and self._recording.begin() is not None
         plan = self.in_force
-        # What recomputed blocks save in a recording would be kept, and may not fit: then everything is moved.
+        # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
         if plan is not None and not (is_recorded and plan.recomputes):
-            stats, until_s = self._cache.stats, self._step.moving_before_s + plan.patience_s
-            self._policy = ByPlan(plan, self._tiers, self._step.mismatch, lambda: stats.moving_s <= until_s)
+            patience = Patience(self._cache.stats, self._step.moving_before_s + plan.patience_s)
+            self._policy = ByPlan(plan, self._tiers, self._step.mismatch, patience)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -210,16 +225,16 @@ class Controller:
     # ---- passes through blocks ----------------------------------------------------------------------------------
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
-        """A pass through a block begins; the bytes that it will not save, if it is to be recomputed."""
+        """Note that a pass through a block begins; return the bytes that it will not save if it is to be recomputed."""
         is_recomputable = self._blocks.is_recomputable(block)
         if self._recorder is not None:
             self._recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
+            return None
         if not isinstance(self._policy, ByPlan):
             return None
         unknown_saves = self._policy.mismatch.unknown_saves
         saved_bytes = self._policy.enter(block.path, is_recomputable=is_recomputable)
-        is_unforeseen = self._policy.mismatch.unknown_saves > unknown_saves
-        if is_unforeseen and self._is_strict and self.in_force is not None and self.in_force.recomputes:
+        if self._is_strict and self._policy.mismatch.unknown_saves > unknown_saves:
             why = self._blocks.left_out().get(block.path, "it comes at another place")
             raise IncompatibleError(
                 f"the block {block.path!r} does not do here what the plan of all ranks says ({why}), and the others "
@@ -228,24 +243,36 @@ class Controller:
         return saved_bytes
 
     def leave(self, block: Block) -> None:
-        """The pass is over."""
+        """Note that the pass is over."""
         if self._recorder is not None:
             has_saved = self._recorder.leave(is_recomputable=self._blocks.is_recomputable(block))
             self._blocks.note_saves(block, has_saved=has_saved)
-        if isinstance(self._policy, ByPlan):
+        elif isinstance(self._policy, ByPlan):
             self._policy.leave()
 
-    def recompute(self, token: int) -> None:
-        """Backward begins to run a pass again, which saves so many bytes."""
-        self._cache.stats.recomputed_bytes += token
-        self._cache.wait_for_room(token)  # at once: what it saves then finds the room
+    def recompute(self, saved_bytes: int) -> None:
+        """Make room for a pass that backward runs again, and count it."""
+        self._cache.stats.recomputed_bytes += saved_bytes
+        self._cache.wait_for_room(saved_bytes)  # at once: what it saves then finds the room
+
+    def save_again(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that a pass saves which runs again."""
+        self._cache.count_again(tensor)
+
+    def paused(self) -> None:
+        """Look at the memory, while a recorder's clock stands still."""
+        self._machine.memory.sample()
+
+    def read_twice(self, path: str) -> None:
+        """Leave out a block of which backward reads a tensor twice: a checkpoint would have it only once."""
+        self._blocks.note_read_twice(path)
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 
     @property
     def _recorder(self) -> Recorder | None:
-        """The recorder of the running micro-step, if that is recorded."""
-        return None if self._recording is None else self._recording.running
+        """Return the recorder of the running micro-step, if that is recorded."""
+        return None if self._recording is None else self._recording.current
 
     @contextmanager
     def _answering(self, consequence: str) -> Iterator[None]:
@@ -259,7 +286,7 @@ class Controller:
             self._problem = problem
 
     def _decide(self) -> Action:
-        """The action that this rank asks for."""
+        """Return the action that this rank asks for."""
         if self._recording is not None:
             return Action.PLAN if self._recording.is_over else Action.RECORD
         if self.in_force is None:
@@ -267,10 +294,12 @@ class Controller:
         step = self._ended[0]
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
+        if step.mismatch.growth > MAX_DRIFT:
+            self._growth = max(self._growth, step.mismatch.growth)
         time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
         action = self.feedback.decide(self._steps, time_s, rates, step.mismatch)
         is_blind = action is Action.PLAN and not self.in_force.moved_share  # nothing shows what the drives can do
-        return Action.MEASURE if is_blind and self._machine.may_measure() else action
+        return Action.MEASURE if is_blind and self._machine.rates.may_measure() else action
 
     def _do(self, action: Action) -> None:
         if action is Action.GO_ON:
@@ -284,15 +313,12 @@ class Controller:
             self._take(recording)
         elif action is Action.MEASURE:  # all together: they share drives, which may have become faster
             with self._answering("what was measured before counts"):
-                self._machine.measure()
+                self._machine.rates.measure()
+        self.feedback.change(action, self._steps)
         self._make_plan()
 
     def _record(self) -> None:
-        is_synchronous, look = self._machine.is_synchronous, self._memory.sample
-        asked = self._cache.eligibility_of, self._clock, self._paths
-        twice = self._blocks.note_read_twice
-        make = partial(Recorder, *asked, is_synchronous=is_synchronous, look=look, read_twice=twice)
-        self._recording = Recording(self._clock, make)
+        self._recording = Recording(self._scene)
 
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
@@ -305,54 +331,46 @@ class Controller:
             return
         with self._answering("discarding an inconsistent trace"):
             trace, scopes = recording.recorded(self._machine.resources(), self._ended[-1].mismatch.micro_steps)
-            self._recorded, plan = (trace, scopes), self.in_force
+            self._recorded, self._growth, plan = (trace, scopes), 0.0, self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputes else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
             self.feedback.recorded(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
             with self._answering("the trace is not written"):
-                self._on_trace(trace)
+                self._writer.write(trace)
 
     # ---- a plan -------------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> None:
-        found: PlanInForce | NoPlan
-        if self._planning is None:  # over once there is a trace, for all ranks at once: they go on talking else
-            is_missing = self._agreement.all_reduce_max(int(self._recorded is None))
-            found = NoPlan("none is wanted", is_final=not is_missing)
-        else:
-            wish = None
-            with self._answering("this rank has no part in a plan now"):
-                wish = self._wish()
-            found = self._planning.make(wish)
+        wish = None
+        with self._answering("this rank has no part in a plan now"):
+            wish = self._wish()
+        found = self._planning.make(wish)
         if isinstance(found, PlanInForce):
             self._follow(found)
             return
         self._is_over = found.is_final  # the last one stays in force
         self.feedback.rest(self._steps)
-        if self._planning is not None and self.in_force is None:
+        if self._planning.makes_plans and self.in_force is None:
             self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
 
     def _wish(self) -> Wish | None:
-        """This rank's part in the next plan: of a trace of larger storages, where steps under the last one had such."""
+        """Return this rank's part in the next plan: a trace of larger storages, where steps under the last had such."""
         if self._recorded is None:
             return None
         if self._agreement.rank == 0:
             self._blocks.warn_left_out()
-        (trace, scopes), followed, larger = self._recorded, self.in_force, 1 + self.feedback.growth
-        if followed is not None and larger > 1:
+        (trace, scopes), followed, larger = self._recorded, self.in_force, 1 + self._growth
+        if followed is not None and self._growth:
             trace, scopes = followed.trace.scaled(1.0, larger), followed.scopes
-        return Wish(
-            trace,
-            scopes,
-            self.feedback.kept_s * larger,
-            self.feedback.movable_share,
-            frozenset(self._blocks.left_out()),
-        )
+        kept_s = self.feedback.kept_s * larger
+        if trace.step_s and kept_s:
+            trace = trace.scaled(kept_s / trace.step_s)
+        return Wish(trace, scopes, self.feedback.share, frozenset(self._blocks.left_out()))
 
     def _follow(self, found: PlanInForce) -> None:
-        if self.feedback.growth:
-            self._recorded = found.trace, found.scopes
+        if self._growth:
+            self._recorded, self._growth = (found.trace, found.scopes), 0.0
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
         # A room that the user has not set was told with the plan.
         if self.in_force is None or self._budget_bytes is not None:  # what had to leave did
@@ -371,7 +389,7 @@ class Controller:
             logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self._reason))
 
     def summary(self) -> dict[str, Any]:
-        """The fields of the report that are about plans."""
+        """Return the fields of the report that are about plans."""
         plan = self.in_force
         measured_s = self.feedback.measured_step_s
         return {

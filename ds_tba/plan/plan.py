@@ -1,12 +1,14 @@
-"""What may be asked of a plan, what a plan is, and which of two predictions is better."""
+"""The limits of a plan, the plan itself, and the order of two predictions."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.errors import ConfigError
+from ds_tba.plan.trace import Trace
 
 # Shorter differences are the rounding of sums, not time.
 SAME_TIME_S = 1e-9
@@ -43,7 +45,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:
-        """Those that a config sets; the bound of wear depends on the drives and the step, too.
+        """Return the limits that a config sets; the bound of wear depends on the drives and the step, too.
 
         A host tier that takes what is free counts as none: how much that is the machine knows.
         """
@@ -114,11 +116,19 @@ class Plan:
     prediction: Prediction
 
 
+class Planner(Protocol):
+    """Chooses the placements for a trace."""
+
+    def __call__(self, trace: Trace, limits: Limits, /) -> Plan:
+        """Return the plan."""
+        ...
+
+
 Rank = tuple[bool, bool, float, float, int]
 
 
 def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
-    """The lower the better: within the bounds of host memory and wear, then what ``limits`` ask for.
+    """Rank a prediction, the lower the better: within host memory and wear, then by what ``limits`` ask for.
 
     Without a budget the lowest peak of those within ``max_step_overhead``, with one the least time of those that fit;
     of equal ones the better other figure, then fewer bytes written. Where none is within, the nearest.
@@ -138,10 +148,10 @@ def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
 
 
 def is_outside(found: Rank) -> bool:
-    """Whether a rank is that of a plan outside of the limits."""
+    """Return whether a rank is that of a plan outside of the limits."""
     return found[0] or found[1]
 
 
 def longest_step_s(limits: Limits, kept_step_s: float) -> float:
-    """The step that ``max_step_overhead`` allows."""
+    """Return the seconds of the step that ``max_step_overhead`` allows."""
     return kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S

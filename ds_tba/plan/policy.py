@@ -7,13 +7,14 @@ planned one: it counts how they differ, and ``feedback.py`` judges.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.trace import Scopes, Trace
+from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Choice, Store
 from ds_tba.wear import DAY_S, TERABYTE, life_days
 
@@ -30,30 +31,41 @@ class PlanInForce:
 
     Attributes:
         scopes: of the trace; see [Note: Scopes] in ``ds_tba/plan/trace.py``.
+        watched: paths of the blocks of which any pass is recomputed.
+        passes: numbers of the passes through these, in order.
+        expected: storages that are saved, in order: before the first of these passes, in it, before the next, ...
         dropped_bytes: for each pass through a block the bytes that are not saved if the pass is recomputed.
-        moved_share: of the movable bytes, the part that goes to NVMe or to the host.
+        moved_share: fraction of the movable bytes that goes to NVMe or to the host.
     """
 
     plan: Plan
     trace: Trace
     scopes: Scopes
     limits: Limits
+    watched: frozenset[str]
+    passes: tuple[int, ...]
+    expected: Scopes
     dropped_bytes: tuple[int, ...]
     moved_share: float
 
     @classmethod
     def of(cls, plan: Plan, trace: Trace, scopes: Scopes, limits: Limits) -> PlanInForce:
-        """A plan for ``trace``."""
+        """Return a plan for ``trace``."""
+        recomputed = [block for block, again in zip(trace.blocks, plan.recomputed_blocks, strict=True) if again]
+        watched = frozenset(block.module for block in recomputed)
+        passes = tuple(number for number, block in enumerate(trace.blocks) if block.module in watched)
         dropped, moved_bytes = [0] * len(trace.blocks), 0
         for storage, placement in zip(trace.storages, plan.placements, strict=True):
             if placement is Placement.RECOMPUTE:
                 dropped[storage.blocks[0]] += storage.nbytes
             elif placement in (Placement.NVME, Placement.HOST):
                 moved_bytes += storage.nbytes
-        return cls(plan, trace, scopes, limits, tuple(dropped), moved_bytes / max(1, trace.movable_bytes))
+        moved_share = moved_bytes / max(1, trace.movable_bytes)
+        expected = _expected(plan, trace, scopes, passes)
+        return cls(plan, trace, scopes, limits, watched, passes, expected, tuple(dropped), moved_share)
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
-        """Whether both place every storage alike, and recompute the same blocks."""
+        """Return whether both place every storage alike, and recompute the same blocks."""
         one, two = (
             (plan.scopes, plan.trace.saved_bytes, plan.plan.placements, plan.plan.recomputed_blocks) if plan else None
             for plan in (self, other)
@@ -62,7 +74,7 @@ class PlanInForce:
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
-        """Bytes of the trace's storages, for each placement that any has."""
+        """Return the bytes of the trace's storages, for each placement that any has."""
         sizes = dict.fromkeys(Placement, 0)
         for storage, placement in zip(self.trace.storages, self.plan.placements, strict=True):
             sizes[placement] += storage.nbytes
@@ -70,17 +82,17 @@ class PlanInForce:
 
     @property
     def recomputes(self) -> bool:
-        """Whether any block is recomputed."""
+        """True if any block is recomputed."""
         return any(self.plan.recomputed_blocks)
 
     @property
     def computed_s(self) -> float:
-        """Predicted seconds of a step in which blocks are recomputed and storages are made again."""
+        """Return the seconds of a step in which blocks are recomputed and storages rematerialized, as predicted."""
         return self.plan.prediction.recomputed_s + self.plan.prediction.rematerialized_s
 
     @property
     def patience_s(self) -> float:
-        """How long the host may wait for room in staging in one step: on a device as long as it would be ahead."""
+        """Return the seconds of a step that the host may wait for staging: on a device as far as it is ahead."""
         limits, trace = self.limits, self.trace
         if limits.activation_budget_bytes is not None:
             return math.inf
@@ -105,7 +117,7 @@ class PlanInForce:
 
     @property
     def wears_in_days(self) -> float | None:
-        """The days that the drives last at the plan's rate, where it writes more than the limit of wear."""
+        """Return the days that the drives last at the plan's rate, where it writes more than the limit of wear."""
         limit_bytes, written_bytes = self.limits.write_limit_bytes_per_step, self.plan.prediction.written_bytes
         if written_bytes <= WEAR_TOLERANCE * limit_bytes:
             return None
@@ -113,18 +125,18 @@ class PlanInForce:
 
     @property
     def asked_life_days(self) -> float:
-        """The days that the limit of wear stands for: ``ssd.min_life_days``, for the most worn drives of any rank."""
+        """Return ``ssd.min_life_days``, by the limit of wear of the most worn drives of any rank."""
         daily_bytes = self.limits.write_limit_bytes_per_step * DAY_S / self.trace.step_s
         return life_days(self.limits.endurance_tbw, daily_bytes) or 0.0
 
     @property
     def daily_bytes(self) -> float:
-        """The bytes written in a day of such steps."""
+        """Return the bytes written in a day of such steps."""
         cost = self.plan.prediction
         return cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
 
     def describe(self, reason: str) -> str:
-        """In one line.
+        """Describe the plan in one line.
 
         Args:
             reason: why it was made; empty for the first.
@@ -142,7 +154,7 @@ class PlanInForce:
         )
 
     def summary(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the fields of the report."""
         return {
             "planner": self.plan.planner,
             "bytes": {place.word: nbytes for place, nbytes in self.bytes_by_placement},
@@ -154,9 +166,24 @@ class PlanInForce:
         }
 
 
+def _expected(plan: Plan, trace: Trace, scopes: Scopes, passes: Sequence[int]) -> Scopes:
+    """Return what is saved before, in and behind each of these passes, where the plan is followed."""
+    found: list[tuple[int, ...]] = []
+    before: dict[int, None] = {}
+    of_pass = {2 * number + 1: number for number in passes}
+    for number, members in enumerate(scopes):
+        if number not in of_pass:
+            before |= dict.fromkeys(members)
+            continue
+        is_recomputed = plan.recomputed_blocks[of_pass[number]]
+        found += [tuple(before), trace.blocks[of_pass[number]].inputs if is_recomputed else members]
+        before = {}
+    return (*found, tuple(before))
+
+
 @dataclass(slots=True)
 class PlanMismatch:
-    """How the saves of a step differ from those of the plan's trace.
+    """The differences of a step's saves from those of the plan's trace.
 
     Attributes:
         micro_steps: how many there were.
@@ -173,17 +200,35 @@ class PlanMismatch:
     growth: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """The time that a step may still spend on waiting for room in staging.
+
+    Attributes:
+        stats: of the cache, with the seconds that the host has spent on offloading.
+        until_s: the number of these at which the time is over.
+    """
+
+    stats: CacheStats
+    until_s: float
+
+    @property
+    def is_left(self) -> bool:
+        """True if there is any."""
+        return self.stats.moving_s <= self.until_s
+
+
 class ByPlan:
     """Follows a plan for one micro-step.
 
-    Storages that the plan does not know are made again where that can be, as it takes no room; else they go where there
-    is room without waiting. The saves are matched scope by scope; see [Note: Scopes] in ``ds_tba/plan/trace.py``.
+    Storages that the plan does not know are rematerialized where that can be, as it takes no room; else they go where
+    there is room without waiting. The saves are matched in order, from one recomputed pass to the next.
 
     Args:
         in_force: the plan.
         stores: the store of each tier.
         mismatch: of the step; this micro-step's is added to it.
-        may_wait: whether there is time left to wait for room in staging.
+        patience: of the step.
     """
 
     def __init__(
@@ -191,13 +236,13 @@ class ByPlan:
         in_force: PlanInForce,
         stores: Mapping[Placement, Store[Any]],
         mismatch: PlanMismatch,
-        may_wait: Callable[[], bool],
+        patience: Patience,
     ) -> None:
         self.mismatch = mismatch
         self.prefetch_distance = in_force.plan.prefetch_distance
         self._plan = in_force
         self._storages = in_force.trace.storages
-        self._may_wait = may_wait
+        self._patience = patience
         # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
         self._stores = {place: tuple({one: stores[one] for one in (place, *stores)}.values()) for place in stores}
         self._all_stores = tuple(stores.values())
@@ -205,56 +250,55 @@ class ByPlan:
         self._kept = Choice((), False, "plan")
         self._depth = 0
         self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
-        self._begin_scope(0)
+        self._begin_part(0)
 
-    def _begin_scope(self, number: int) -> None:
-        self._scope = number
-        plan, scopes = self._plan, self._plan.scopes
-        self._expected = scopes[number] if number < len(scopes) else ()
-        if number % 2 and number < len(scopes) and plan.plan.recomputed_blocks[number // 2]:
-            self._expected = plan.trace.blocks[number // 2].inputs
+    def _begin_part(self, number: int) -> None:
+        self._part, expected = number, self._plan.expected
+        self._expected = expected[number] if number < len(expected) else ()
         self._position = 0  # how many of the expected were saved
         self._seen: set[Hashable] = set()
 
-    def _end_scope(self) -> None:
+    def _end_part(self) -> None:
         missed = [self._storages[index] for index in self._expected[self._position :]]
-        # Of those that may not be moved, not every save is asked about here.
+        # Not every save of a storage that may not be offloaded is asked about here.
         missed_bytes = sum(one.nbytes for one in missed if one.is_movable)
         self.mismatch.missed_bytes += missed_bytes
         self.mismatch.drift_bytes += missed_bytes
-        self._begin_scope(self._scope + 1)
+        self._begin_part(self._part + 1)
 
     def enter(self, module: str, *, is_recomputable: bool = True) -> int | None:
-        """A pass through a block begins: the bytes that are not saved if the pass is to be recomputed, else None."""
+        """Begin a pass through a watched block; return the bytes that it will not save if it is to be recomputed."""
         self._depth += 1
         if self._depth > 1:
             return None
-        self._end_scope()
-        number, blocks = self._scope // 2, self._plan.trace.blocks
-        if number >= len(blocks) or blocks[number].module != module:
+        self._end_part()
+        at, plan = self._part // 2, self._plan
+        number = plan.passes[at] if at < len(plan.passes) else None
+        if number is None or plan.trace.blocks[number].module != module:
             self.mismatch.unknown_saves += 1
             return None
-        if not self._plan.plan.recomputed_blocks[number]:
+        if not plan.plan.recomputed_blocks[number]:
             return None
         if not is_recomputable:  # an obstacle that came up since
             self.mismatch.unknown_saves += 1
             return None
-        return self._plan.dropped_bytes[number]
+        return plan.dropped_bytes[number]
 
     def leave(self) -> None:
+        """End the pass."""
         self._depth -= 1
         if self._depth == 0:
-            self._end_scope()
+            self._end_part()
 
     def end(self) -> None:
-        """The micro-step is over."""
-        while self._scope < len(self._plan.scopes):
-            self._end_scope()
+        """End the micro-step."""
+        while self._part < len(self._plan.expected):
+            self._end_part()
         growth = self._saved_bytes / max(1, self._planned_bytes) - 1
         self.mismatch.growth = max(self.mismatch.growth, growth)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """The plan's choice for the storage that is next in this scope."""
+        """Return the plan's choice for the storage that comes next."""
         if key in self._seen:
             return self._kept  # it has its place
         self._seen.add(key)
@@ -270,9 +314,9 @@ class ByPlan:
         if placement is Placement.KEEP:
             return self._kept
         if placement is Placement.REMATERIALIZE:
-            return Choice(self._all_stores, self._may_wait(), "plan", rematerialize=True)
+            return Choice(self._all_stores, self._patience.is_left, "plan", rematerialize=True)
         stores = self._stores.get(placement)
         if stores is None:  # it was to be recomputed with a block that is not
             self.mismatch.unknown_saves += 1
             return self._unknown
-        return Choice(stores, self._may_wait())
+        return Choice(stores, self._patience.is_left)

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Copies
+from ds_tba.config import OffloadConfig, Placement
+from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
+from ds_tba.device.copies import Copies
+from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.storage.bandwidth_probe import measure_drives
-from ds_tba.storage.host import host_memory
+from ds_tba.storage.base import Store
+from ds_tba.storage.host import HostStore, host_memory
 from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
+from ds_tba.wear import write_limit_bytes_per_step
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
 # fraction of the device memory's bandwidth.
 LINK_FRACTION = 0.02
-# Of a run: the most that may be spent on measuring drives to which nothing is moved.
+# Fraction of a run that may be spent on measuring drives to which nothing is offloaded.
 MEASURING_FRACTION = 0.01
 
 
@@ -51,7 +58,7 @@ class Rates:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether the device is the host."""
+        """True if the device is the host."""
         return self._accelerator.is_synchronized_device()
 
     def measure(self) -> None:
@@ -74,11 +81,11 @@ class Rates:
         self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
 
     def may_measure(self) -> bool:
-        """Whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
+        """Return whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
         return self._store is not None and time.monotonic() >= self._again_at_s
 
     def resources(self) -> Resources:
-        """The rates of now; a path that failed is left out.
+        """Return the rates of now; a path that failed is left out.
 
         Raises:
             StateError: a path was never measured and has moved nothing.
@@ -99,7 +106,7 @@ class Rates:
             return tuple(PathRates(*path.rates()) for path in self._store.paths if path.failure is None)
 
     def _moved_bytes(self) -> int:
-        """By the lanes, either way, since the beginning."""
+        """Return the bytes that the lanes have written and read since the beginning."""
         if self._store is None:
             return 0
         with self._store.space.lock:
@@ -107,7 +114,7 @@ class Rates:
 
     @contextmanager
     def _staged(self) -> Iterator[torch.Tensor]:
-        """Memory that copies go through: of the ring where that has room, else as the host tier's."""
+        """Lend memory that copies go through: of the ring where that has room, else as the host tier's."""
         nbytes, store, slot = min(COPY_BYTES, self._staging_bytes), self._store, None
         if store is not None:
             with store.space.lock:
@@ -122,3 +129,55 @@ class Rates:
             with store.space.lock:
                 store.ring.slots.free(slot)
                 store.space.changed.notify_all()
+
+
+class Places(Protocol):
+    """The tiers, as plans see them."""
+
+    @property
+    def by_placement(self) -> Mapping[Placement, Store[Any]]:
+        """Return the store of each tier."""
+        ...
+
+    @property
+    def host(self) -> HostStore | None:
+        """Return the store of the host tier, if there is one."""
+        ...
+
+    def left_tbw(self) -> float:
+        """Return the terabytes that the drives still take."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The limits of the config, the rates of the machine, its memory and its clock: plans are made for them.
+
+    Attributes:
+        memory: of everything but saved tensors.
+        clock: of the training device.
+        sharers: ranks that share the device's memory.
+    """
+
+    config: OffloadConfig
+    tiers: Places
+    rates: Rates
+    memory: MemoryMeter
+    clock: Clock
+    sharers: int = 1
+
+    def limits(self, step_s: float) -> Limits:
+        """Return the limits of the cost of a plan for a step that takes so many seconds."""
+        left_tbw = self.tiers.left_tbw()
+        write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s)
+        host_bytes = self.tiers.host.capacity_bytes() if self.tiers.host is not None else 0
+        found = Limits.of(self.config, write_limit)
+        return replace(found, endurance_tbw=left_tbw, host_budget_bytes=host_bytes)
+
+    def resources(self) -> Resources:
+        """Return the rates of now."""
+        return self.rates.resources()
+
+    def room_bytes(self) -> float:
+        """Return the device memory that is free for this rank's activations at the beginning of a step."""
+        return self.memory.room_bytes() / self.sharers

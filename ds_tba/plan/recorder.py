@@ -24,18 +24,29 @@ was recorded in it is dropped, and a later step is recorded.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ds_tba.core.saved import CountedMemory, Hooks, PassedThrough, SavedCounted, SavedView, StorageKey
+from ds_tba.core.saved import (
+    CountedMemory,
+    Hooks,
+    Origin,
+    PassedThrough,
+    RecordState,
+    SavedCounted,
+    SavedView,
+    StorageKey,
+)
 from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
-from ds_tba.core.where import RunningModule
 from ds_tba.device.accelerator import Clock
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
+from ds_tba.remat.where import RunningModule
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 RECORDINGS = 2
@@ -47,6 +58,14 @@ _NOTHING = -1
 _WATCH = "_ds_tba_watch"
 
 
+class _End(Enum):
+    """An end in the life of a storage."""
+
+    FREED = auto()  # autograd has released a saved tensor
+    EVICTED = auto()  # its loaded bytes are free again, though autograd may want it once more (``retain_graph``)
+    LEFT = auto()  # forward has released a storage that was offloaded
+
+
 @dataclass(slots=True)
 class _Storage:
     """A saved storage, or an input of a block that nobody saves; moments are numbers of pauses."""
@@ -56,7 +75,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
-    site: Any = None  # that could make it again, from ``sources``
+    origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
@@ -81,7 +100,7 @@ class _Scope:
 
     @property
     def pass_number(self) -> int:
-        """Of the pass; OUTSIDE between passes."""
+        """Return the number of the pass; OUTSIDE between passes."""
         return self.number // 2 if self.number % 2 else OUTSIDE
 
 
@@ -104,34 +123,30 @@ class MicroStepRecord:
     uses: list[tuple[int, int]] = field(default_factory=list)
     ended: Any = None
     # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
-    ends: DeferredFinalizers[tuple[Callable[[int], None], int]] = field(
-        default_factory=lambda: DeferredFinalizers(threading.Lock(), lambda end: end[0](end[1]))
-    )
+    ends: DeferredFinalizers[tuple[_End, int]] = field(init=False)
 
-    def freed(self, index: int) -> None:
-        """Autograd has let go of a saved tensor."""
-        if index != _NOTHING and self.ended is None and not self.storages[index].is_evicted:
-            self.storages[index].freed = len(self.pauses)
+    def __post_init__(self) -> None:
+        self.ends = DeferredFinalizers(threading.Lock(), self._note)
 
-    def evicted(self, index: int) -> None:
-        """What was brought back is free again, though autograd may want it once more (``retain_graph``)."""
-        if self.ended is None and not self.storages[index].is_evicted:
-            self.storages[index].freed, self.storages[index].is_evicted = len(self.pauses), True
-
-    def left(self, index: int) -> None:
-        """Forward has let go of a storage that was moved."""
-        if self.ended is None:
-            self.storages[index].left = len(self.pauses)
+    def _note(self, found: tuple[_End, int]) -> None:
+        end, index = found
+        if index == _NOTHING or self.ended is not None:
+            return
+        storage, now = self.storages[index], len(self.pauses)
+        if end is _End.LEFT:
+            storage.left = now
+        elif not storage.is_evicted:
+            storage.freed, storage.is_evicted = now, end is _End.EVICTED
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
     @property
     def is_complete(self) -> bool:
-        """Whether there was a forward, and then its backward."""
+        """True if there was a forward, and then its backward."""
         return bool(self.uses) and self.ended is not None
 
     def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
-        """The trace of the micro-step; blocks the host until the device has reached its end.
+        """Return the trace of the micro-step; blocks the host until the device has reached its end.
 
         Args:
             resources: the machine.
@@ -149,7 +164,7 @@ class MicroStepRecord:
         return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards=forwards)
 
     def _times(self) -> list[float]:
-        """When each pause began, on the trace's clock, with the end of the micro-step as the last."""
+        """Return the begin of each pause on the trace's clock, and the end of the micro-step as the last."""
         # The first pause opens the first scope: there the clock starts.
         last, at_s, times = self.pauses[0][0], 0.0, []
         for before, after in (*self.pauses, (self.ended, None)):
@@ -159,7 +174,7 @@ class MicroStepRecord:
         return times
 
     def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
-        """A pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
+        """Return a pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
         left_s, started_s, ended_s = times[scope.left], times[-1], times[-1]
         if span is not None:
             first, last = span
@@ -190,14 +205,19 @@ class MicroStepRecord:
             used_s,
             max(used_s, freed_s),
             found.is_movable,
-            None if found.site is None else found.site.seconds,
+            None if found.origin is None else found.origin.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
         )
 
 
+def _leaves(view: SavedView) -> bool:
+    """Whether the bytes of a view have left device memory, or will once the operation that saves them is over."""
+    return view.is_offloaded or view.record.state is RecordState.LEAVING
+
+
 def _before(times: list[float], moment: int | None) -> float:
-    """Just before the pause of that number: a storage freed in the pause is gone when it begins. None is the end."""
+    """Return the time just before that pause: a storage freed in it is gone when it begins. None is the end."""
     if moment is None or moment >= len(times):
         return times[-1]
     at_s, before_s = times[moment], times[max(0, moment - 1)]
@@ -216,76 +236,89 @@ class Recorded:
         self.index = index
         self.scope = scope
         self.backward: int | None = None  # autograd's number of that which has read it last
-        record.ends.watch(self, (record.freed, index))
+        record.ends.watch(self, (_End.FREED, index))
 
 
 class _Watch:
-    """Lies on memory that holds a storage; its end tells that the memory is free.
-
-    Either that of a storage that was moved, of which forward lets go, or that in which its bytes came back.
-    """
+    """Lies on memory that holds a storage; its end tells that the memory is free."""
 
     __slots__ = ("__weakref__",)
 
-    def __init__(self, record: MicroStepRecord, tell: Callable[[int], None], index: int) -> None:
-        record.ends.watch(self, (tell, index))
+    def __init__(self, record: MicroStepRecord, end: _End, index: int) -> None:
+        record.ends.watch(self, (end, index))
+
+
+class Saver(Protocol):
+    """Whoever saves tensors: the cache."""
+
+    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
+        """Return whether a tensor may leave device memory."""
+        ...
+
+
+class RecorderListener(Protocol):
+    """Told what a recorder comes by."""
+
+    def paused(self) -> None:
+        """Note that a tensor was saved or used, while the trace's clock stands still."""
+
+    def read_twice(self, path: str) -> None:
+        """Note that backward has read a saved tensor of the block at this path a second time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The surroundings of a recording.
+
+    Attributes:
+        saver: the cache.
+        clock: of the training device.
+        running: tells which module runs.
+        listener: is told what a recorder comes by.
+        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
+            copy is done, which says nothing about when forward releases the tensor.
+    """
+
+    saver: Saver
+    clock: Clock
+    running: RunningModule
+    listener: RecorderListener | None = None
+    is_synchronous: bool = True
 
 
 class Recorder:
-    """The hooks that record one micro-step.
+    """The hooks that record one micro-step."""
 
-    Args:
-        eligibility_of: whether a tensor may leave device memory, as the cache has it.
-        clock: of the training device.
-        paths: for each module (by ``id``) its path in the model.
-        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
-            copy is done, which says nothing about when forward lets go of the tensor.
-        look: called at each hook, while the trace's clock stands still.
-        read_twice: called with the path of a block of which backward reads a saved tensor a second time.
-    """
-
-    def __init__(
-        self,
-        eligibility_of: Callable[[torch.Tensor], Eligibility],
-        clock: Clock,
-        paths: dict[int, str],
-        *,
-        is_synchronous: bool = True,
-        look: Callable[[], object] = lambda: None,
-        read_twice: Callable[[str], object] = lambda _: None,
-    ) -> None:
-        self.record = MicroStepRecord(clock)
-        self._read_twice = read_twice
-        self._eligibility_of = eligibility_of
-        self._look = look
-        self._pack: Callable[[torch.Tensor], Any]  # set by around()
-        self._unpack: Callable[[Any], torch.Tensor]
-        self._clock = clock
-        self._is_synchronous = is_synchronous
-        self._module = RunningModule(paths)
+    def __init__(self, scene: Scene) -> None:
+        self.record = MicroStepRecord(scene.clock)
+        self._scene = scene
+        self._hooks: Hooks  # of the cache; set by around()
+        self._clock = scene.clock
         self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
         self._small: dict[CountedMemory, int] = {}
         self._depth = 0
 
     def around(self, hooks: Hooks) -> Hooks:
-        """The hooks that record what those of the cache do, for a forward that begins."""
-        self._pack, self._unpack = hooks
+        """Return the hooks that record what those of the cache do, for a forward that begins."""
+        self._hooks = hooks
         record = self.record
         if not record.scopes:
-            self._pause(lambda: self._open_scope(""))
+            with self._pause():
+                self._open_scope("")
         else:  # one more forward of the same micro-step: small tensors of two forwards do not live equally long
             record.scopes[-1].small = _NOTHING
         record.forwards.append((len(record.pauses), len(record.storages)))
         return self.pack, self.unpack
 
     def enter(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
-        """A pass through a block begins."""
+        """Begin a pass through a block."""
         self._depth += 1
         if self._depth == 1:
-            self._pause(lambda: self._open_pass(module, inputs, is_recomputable))
+            with self._pause():
+                self._open_pass(module, inputs, is_recomputable)
 
     def leave(self, *, is_recomputable: bool = True) -> bool:
-        """The pass is over: whether it saved anything but its inputs and parameters.
+        """End the pass; return whether it saved anything but its inputs and parameters.
 
         Args:
             is_recomputable: it is also by what the pass has shown.
@@ -295,54 +328,50 @@ class Recorder:
         has_saved = scope.has_saved
         self._depth -= 1
         if self._depth == 0:
-            self._pause(lambda: self._open_scope(""))
+            with self._pause():
+                self._open_scope("")
         return has_saved
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
-        self.record.ends.act_if_free()
-        before = self._clock.mark()
-        held = self._pack(tensor)
-        self._look()
-        scope = self.record.scopes[-1]
-        recorded = Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
-        self._end_pause(before)
-        return recorded
+        with self._pause():
+            held = self._hooks[0](tensor)
+            if self._scene.listener is not None:
+                self._scene.listener.paused()
+            scope = self.record.scopes[-1]
+            return Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         record = self.record
         if record.ended is not None:
-            return self._unpack(recorded.held)
-        record.ends.act_if_free()
-        before = self._clock.mark()
-        tensor = self._unpack(recorded.held)
-        self._look()
-        now = len(record.pauses)
-        record.uses.append((now, recorded.scope))
-        backward = torch._C._current_graph_task_id()
-        if recorded.backward == backward and recorded.index != _NOTHING and recorded.scope % 2:
-            self._read_twice(record.scopes[recorded.scope].module)
-        recorded.backward = backward
-        if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
-            record.storages[recorded.index].unpacked = now
-            if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
-                setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, record.evicted, recorded.index))
-        self._end_pause(before)
-        return tensor
+            return self._hooks[1](recorded.held)
+        with self._pause():
+            tensor = self._hooks[1](recorded.held)
+            now = len(record.pauses)
+            record.uses.append((now, recorded.scope))
+            if self._scene.listener is not None:
+                self._scene.listener.paused()
+                backward = torch._C._current_graph_task_id()
+                if recorded.backward == backward and recorded.index != _NOTHING and recorded.scope % 2:
+                    self._scene.listener.read_twice(record.scopes[recorded.scope].module)
+                recorded.backward = backward
+            if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
+                record.storages[recorded.index].unpacked = now
+                if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
+                    setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, _End.EVICTED, recorded.index))
+            return tensor
 
     def end(self) -> None:
-        """Backward is over. Idempotent."""
+        """End the record: backward is over. Idempotent."""
         self.record.ends.act_if_free()
         if self.record.ended is None:
             self.record.ended = self._clock.mark()
 
-    def _pause(self, work: Callable[[], object]) -> None:
-        """Do something of ours while the trace's clock stands still."""
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Stop the trace's clock for work of ours; see [Note: Pauses]."""
         self.record.ends.act_if_free()
         before = self._clock.mark()
-        work()
-        self._end_pause(before)
-
-    def _end_pause(self, before: Any) -> None:
+        yield
         self.record.ends.act_if_free()
         self.record.pauses.append((before, self._clock.mark()))
 
@@ -358,12 +387,12 @@ class Recorder:
         scope.is_recomputable = is_recomputable
         scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))
         for tensor in inputs:
-            why = self._eligibility_of(tensor)
+            why = self._scene.saver.eligibility_of(tensor)
             if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
                 scope.inputs.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
 
     def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor, scope: _Scope) -> int:
-        """The index of the storage behind a saved tensor."""
+        """Return the index of the storage behind a saved tensor."""
         if isinstance(held, PassedThrough):
             return _NOTHING
         if not scope.has_saved:
@@ -371,18 +400,18 @@ class Recorder:
         if isinstance(held, SavedCounted):
             index = self._index_of_small(held, scope)
         else:
-            index = self._index_of(held.record.key, self._eligibility_of(tensor) is Eligibility.ELIGIBLE)
+            index = self._index_of(held.record.key, self._scene.saver.eligibility_of(tensor) is Eligibility.ELIGIBLE)
             scope.members[index] = None
-            makeable = held.record.makeable
-            if makeable is not None and self.record.storages[index].site is None:
-                found = {self._by_key.get(key, _NOTHING) for key in makeable.sources} - {_NOTHING}
-                self.record.storages[index].site = makeable.site
+            origin = held.record.origin
+            if origin is not None and self.record.storages[index].origin is None:
+                found = {self._by_key.get(key, _NOTHING) for key in origin.sources} - {_NOTHING}
+                self.record.storages[index].origin = origin
                 self.record.storages[index].sources = tuple(sorted(found))
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
-        if self._is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
+        if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
             storage.left = None
-            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, self.record.left, index))
+            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
         if scope.pass_number not in storage.passes:
             storage.passes.append(scope.pass_number)
         return index
@@ -404,68 +433,64 @@ class Recorder:
 
     def _add(self, nbytes: int, is_movable: bool) -> int:
         storages, now = self.record.storages, len(self.record.pauses)
-        storages.append(_Storage(nbytes, self._module.path(), now, now, is_movable))
+        storages.append(_Storage(nbytes, self._scene.running.path(), now, now, is_movable))
         return len(storages) - 1
 
 
 class Recording:
     """The recordings of micro-steps from which one trace is made. Does not decide when to record.
 
-    Args:
-        clock: of the training device.
-        make_recorder: of one micro-step.
-
     Attributes:
-        running: the recorder of the micro-step that runs, if it is recorded.
+        current: the recorder of the running micro-step, if that is recorded.
         steps: optimizer steps since the beginning.
     """
 
-    def __init__(self, clock: Clock, make_recorder: Callable[[], Recorder]) -> None:
-        self._clock = clock
-        self._make_recorder = make_recorder
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._clock = scene.clock
         self._done: list[MicroStepRecord] = []
         self._of_step: list[MicroStepRecord] = []  # not done before the step is
         self._is_broken = False  # this step had a forward without its backward
         self._backward_ended: Any = None
         self._optimizer_steps: list[tuple[Any, Any]] = []
-        self.running: Recorder | None = None
+        self.current: Recorder | None = None
         self.steps = 0
 
     @property
     def is_enough(self) -> bool:
-        """Whether no more need be recorded."""
+        """True if no more need be recorded."""
         return len(self._done) + len(self._of_step) >= RECORDINGS
 
     @property
     def is_over(self) -> bool:
-        """Whether it is enough, or took enough steps."""
+        """True if it is enough, or took enough steps."""
         return self.is_enough or self.steps >= MAX_RECORDED_STEPS
 
     @property
     def has_any(self) -> bool:
-        """Whether a trace can be made."""
+        """True if a trace can be made."""
         return bool(self._done)
 
     def begin(self) -> Recorder | None:
-        """A forward begins: its recorder, if it is to be recorded."""
+        """Begin a forward; return its recorder, if it is to be recorded."""
         if self.is_enough or self._is_broken:
             return None
-        self.running = self._make_recorder()
-        return self.running
+        self.current = Recorder(self._scene)
+        return self.current
 
     def end_micro_step(self) -> None:
-        """Backward is over."""
-        if self.running is not None:
-            self.running.end()
+        """Note that backward is over."""
+        if self.current is not None:
+            self.current.end()
         self._backward_ended = self._clock.mark()
 
     def abandon(self) -> None:
-        """The micro-step that runs has raised: record nothing more in this step."""
-        self.running, self._is_broken = None, True
+        """Record nothing more in this step: its micro-step has raised."""
+        self.current, self._is_broken = None, True
 
     def settle(self) -> None:
         """Keep the record of the last micro-step, before the next forward, or at the end of the step."""
-        recorder, self.running = self.running, None
+        recorder, self.current = self.current, None
         if recorder is None:
             return
         recorder.end()
@@ -475,7 +500,7 @@ class Recording:
             self._is_broken = True
 
     def end_step(self, ended: Any, *, has_compiled: bool = False) -> None:
-        """The optimizer has stepped.
+        """End the step.
 
         Args:
             ended: mark of the clock.
@@ -492,7 +517,7 @@ class Recording:
             self._optimizer_steps.append((backward_ended, ended))
 
     def recorded(self, resources: Resources, micro_steps: int) -> tuple[Trace, Scopes]:
-        """The trace of all recordings; blocks the host until the device has reached their end.
+        """Return the trace of all recordings; blocks the host until the device has reached their end.
 
         Args:
             resources: the machine.

@@ -73,7 +73,7 @@ class _Queue:
         self.free_s = 0.0
 
     def serve(self, from_s: float, took_s: float) -> float:
-        """When a transfer is done that may begin at ``from_s``."""
+        """Return when a transfer is done that may begin at ``from_s``."""
         self.free_s = max(self.free_s, from_s) + took_s
         return self.free_s
 
@@ -138,7 +138,7 @@ class _Replay:
         )
 
     def _schedule(self) -> tuple[list[int], list[tuple[float, int, int]]]:
-        """The order of first uses of what is moved, and the events in order (time, kind, storage or block).
+        """Return the order of first uses of what is offloaded, and the events in order (time, kind, storage or block).
 
         Where times are equal, later packs are used first. Blocks are counted after the storages.
         """
@@ -165,7 +165,7 @@ class _Replay:
         return order.tolist(), list(events)
 
     def _wait(self, storage: int, seconds: float) -> None:
-        """Compute waits for a storage."""
+        """Have compute wait for a storage."""
         if seconds > 0:
             self._stalls.append((storage, seconds))
             self._stall_s += seconds * self._may_wait
@@ -199,7 +199,7 @@ class _Replay:
             self._stage(staged_bytes)
 
     def _staging_free_s(self, now_s: float, padded: int) -> float:
-        """When staging has room for so much more, or for all that it can hold; infinity where no write can make it."""
+        """Return when staging has room for so much more, or all that it can hold; infinity if no write can make it."""
         self._settle(now_s)
         padded = min(padded, self._resources.staging_bytes) if self._may_wait else padded
         while self._may_wait and self._unwritten and not self._has_room(padded):
@@ -208,7 +208,7 @@ class _Replay:
         return now_s if self._has_room(padded) else math.inf
 
     def _settle(self, now_s: float) -> None:
-        """What is written by now has left staging, unless backward gets it from there."""
+        """Free the staging of what is written by now, unless backward gets it from there."""
         while self._unwritten and self._written_s[self._unwritten[0]] <= now_s:
             storage = self._unwritten.popleft()
             self._staged_bytes -= 0 if storage in self._ahead else self._staging[storage]
@@ -226,7 +226,7 @@ class _Replay:
     # ---- back, in backward --------------------------------------------------------------------------------------
 
     def _begin(self, _which: int, at_s: float) -> None:
-        """Backward begins, and it is known what was moved."""
+        """Begin backward: it is known what was offloaded."""
         if self._distance is None:
             self._order = [storage for storage in self._order if self._place[storage] != _KEEP]
             self._distance = self._just_in_time(np.array(self._order, np.int64))
@@ -241,7 +241,7 @@ class _Replay:
         self._read_ahead(at_s)
 
     def _there_s(self, storage: int, now_s: float) -> float:
-        """When a storage can be used that is needed now."""
+        """Return when a storage can be used that is needed now."""
         self._settle(now_s)
         padded, written_s = self._padded[storage], self._written_s[storage]
         in_pieces = self._comes_in_pieces(storage)
@@ -283,7 +283,7 @@ class _Replay:
         self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
 
     def _read(self, now_s: float, padded: int) -> float:
-        """When a read is done: slower as long as there are writes."""
+        """Return when a read is done: slower as long as there are writes."""
         beside_s = max(0.0, self._writes.free_s - max(now_s, self._reads.free_s))
         took_s = padded / self._read_beside
         if took_s > beside_s:
@@ -306,7 +306,7 @@ class _Replay:
             self._cursor += 1
 
     def _hold_ahead(self, storage: int, now_s: float) -> bool:
-        """Take the room for one more storage before its use, if there is."""
+        """Take the room for one more storage before its use, if there is; return whether there was."""
         padded, bound_bytes = self._padded[storage], float(self._resources.staging_bytes)
         if self._comes_in_pieces(storage):
             return False
@@ -326,7 +326,7 @@ class _Replay:
         return True
 
     def _just_in_time(self, order: Ints) -> list[int]:
-        """The prefetch distance for these reloads; see [Note: Latest starts]."""
+        """Return the prefetch distance for these reloads; see [Note: Latest starts]."""
         timeline, resources, need_s = self._timeline, self._resources, self._lifetimes.need_s[order]
         use_s = need_s + self._stall_s + self._again_until_s[np.searchsorted(self._again_at_s, need_s, "left")]
         on_drive = np.array([self._place[storage] == _NVME for storage in order], bool)
@@ -372,7 +372,7 @@ class _Replay:
         )
 
     def peak_device_bytes(self, beside: Spans | None = None) -> int:
-        """Most device bytes that storages hold at once; what begins when another ends counts with it."""
+        """Return the most device bytes that storages hold at once; what begins when another ends counts with it."""
         timeline, lifetimes = self._timeline, self._lifetimes
         exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
         left_s = self._on_clock(timeline.left_s, "right")
@@ -393,14 +393,14 @@ class _Replay:
         return _peak(np.concatenate(begins), np.concatenate(ends), np.concatenate(sizes))
 
     def _on_clock(self, at_s: Floats, side: Literal["left", "right"]) -> Floats:
-        """Times of the trace by the replay's clock, before (left) or after (right) what happens at that very time."""
+        """Return times of the trace by the replay's clock, before (left) or after (right) events at that very time."""
         times = np.array([at for at, _ in self._shifts])
         shifts = np.array([0.0, *(shift_s for _, shift_s in self._shifts)])
         return np.asarray(at_s + shifts[np.searchsorted(times, at_s, side)])
 
 
 def _latest_starts(ends: Floats, durations: Floats) -> Floats:
-    """When each must begin to end by its end and before the next begins."""
+    """Return when each must begin to end by its end and before the next begins."""
     before = np.concatenate([[0.0], np.cumsum(durations)])
     slack = np.minimum.accumulate((ends - before[1:])[::-1])[::-1]
     return np.asarray(before[:-1] + slack)

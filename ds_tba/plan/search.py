@@ -29,16 +29,14 @@ from ds_tba.plan.replay import Outcome, replay
 from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Places, Timeline
 from ds_tba.plan.trace import Trace
 
-Planner = Callable[[Trace, Limits], Plan]
-
 SEARCHED_GROUPS = 500
-# Of each of several interleaved forwards, however many there are.
+# Groups of each of several alternating forwards, however many there are.
 MIN_GROUPS_PER_FORWARD = 100
 # Moves are counted as finely as this fraction of all.
 MOVES_RESOLUTION = 1 / 64
 # This fraction of the limits is given away for groups.
 MARGIN = 0.02
-# So often is the range of what a budget needs to be written halved, where the limit of wear is too low for it.
+# Halvings of the range of what a budget needs to be written, where the limit of wear is too low for it.
 WEAR_TRIES = 3
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
 SAME_STEP_FRACTION = 0.02
@@ -48,7 +46,7 @@ _REMATERIALIZE = int(Placement.REMATERIALIZE)
 
 
 def adaptive(trace: Trace, limits: Limits) -> Plan:
-    """The lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
+    """Return the lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
 
     With a budget, writing must gain more time over computing again than predictions can tell. Deterministic. Keeps
     within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
@@ -61,7 +59,7 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
         found = _Search(timeline, limits).found()
     if limits.write_limit_bytes_per_step < math.inf and _is_over_budget(found, limits):
         limits, found = _with_wear(timeline, limits)
-    # Of two equal ways, reading as far as the bounds allow comes too late less often than just in time.
+    # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
     as_far = replay(timeline, found.assignment)
     if rank(as_far.cost, limits, timeline.step_s) <= rank(found.cost, limits, timeline.step_s):
         found = as_far
@@ -90,7 +88,7 @@ def _with_wear(timeline: Timeline, limits: Limits) -> tuple[Limits, Outcome]:
 
 
 def plan_of(planner: str, outcome: Outcome) -> Plan:
-    """The plan that a replay found."""
+    """Return the plan that a replay found."""
     places = np.where(outcome.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements).tolist()
     return Plan(
         planner,
@@ -119,7 +117,7 @@ class _Search:
             overhead = limits.max_step_overhead * part
             limits = replace(limits, max_step_overhead=overhead, activation_budget_bytes=budget_bytes)
         self._limits = limits
-        # Whether step time is minimized within a budget, instead of the peak within an overhead.
+        # Step time is minimized within a budget, instead of the peak within an overhead.
         self._has_budget = limits.activation_budget_bytes is not None
         self._nbytes, self._padded = self._mean(timeline.nbytes), self._mean(timeline.padded_bytes)
         self._idle_s = np.maximum(self._mean(timeline.used_s - timeline.left_s), SAME_TIME_S)
@@ -128,14 +126,15 @@ class _Search:
         # The best of what was replayed, and of what moves nothing.
         self._best = self._simplest = replay(timeline, timeline.kept)
         self._seen: dict[bytes, Outcome] = {}
-        # Of one forward, at most: bytes moved, written, and held by the host (as many are in flight as make the peak).
+        # The most bytes of one forward that are offloaded, written, and held by the host (as many are in flight as make
+        # the peak).
         self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
         self._write_bytes = limits.write_limit_bytes_per_step / timeline.micro_steps / forwards
         in_flight = max(1.0, self._best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
         self._host_bytes = limits.host_budget_bytes / in_flight
 
     def found(self) -> Outcome:
-        """The best for all storages; one that writes less for about the same time is better."""
+        """Return the best for all storages; one that writes less for about the same time is better."""
         timeline = self._timeline
         price = self._mean(timeline.rematerialize_s) / (self._nbytes * self._idle_s)
         may = timeline.rematerializable[: len(self._nbytes)] & self._limits.rematerialize
@@ -157,7 +156,7 @@ class _Search:
     # ---- what is computed again ---------------------------------------------------------------------------------
 
     def _blocks(self) -> Ints:
-        """The blocks that may be recomputed, by seconds for each byte; equal ones evenly spread among what is moved."""
+        """Return the blocks that may be recomputed, by seconds for each byte; equal ones spread over the model."""
         timeline, recompute_s = self._timeline, self._mean(self._timeline.recompute_s)
         blocks = len(recompute_s)
         own = np.flatnonzero(timeline.owner[: len(self._nbytes)] >= 0)
@@ -167,7 +166,7 @@ class _Search:
         return _cheapest(np.array(spread, np.int64), recompute_s / np.maximum(dropped_bytes, 1))
 
     def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
-        """Some units rematerialized, and the first ``count`` of these blocks recomputed."""
+        """Return some units rematerialized, and the first ``count`` of these blocks recomputed."""
         recomputed = np.zeros(len(self._timeline.recompute_s) // self._forwards, bool)
         placements = np.zeros(len(self._nbytes), np.int8)
         placements[rematerialized] = _REMATERIALIZE
@@ -203,7 +202,7 @@ class _Search:
     # ---- what is moved ------------------------------------------------------------------------------------------
 
     def _moves(self, again: Assignment) -> tuple[Places, Ints, int]:
-        """Where each unit would go, the units in the order in which they are moved, and how many of them for nothing.
+        """Return where each unit would go, the units in the order of offloading, and how many of them for nothing.
 
         Host memory, wear and the share bound what is moved.
         """
@@ -229,7 +228,7 @@ class _Search:
         return where, np.concatenate([order[is_free[order]], order[~is_free[order]]]), int(is_free[order].sum())
 
     def _trimmed(self, best: Outcome) -> Outcome:
-        """The same peak with as little moved as it takes."""
+        """Return the same peak with as little offloaded as it takes."""
         where = self._gathered(best)
         is_moved = (where == _HOST) | (where == _NVME)
         order = np.argsort(-self._idle_s, kind="stable")
@@ -257,7 +256,7 @@ class _Search:
         return rank(outcome.cost, self._limits, self._timeline.step_s)
 
     def _bisect(self, most: int, outcome: Callable[[int], Outcome], resolution: float = 0.0) -> tuple[int, int]:
-        """Two neighbouring counts, up to ``most``, between which the limits are just met.
+        """Return two neighbouring counts, up to ``most``, between which the limits are just met.
 
         More is called for until a budget is met; without one as long as there is time.
         """
@@ -287,18 +286,18 @@ class _Search:
         return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])
 
     def _gathered(self, outcome: Outcome) -> Places:
-        """Placements of units: KEEP where most forwards keep them."""
+        """Return the placements of units: KEEP where most forwards keep them."""
         placements = outcome.assignment.placements.reshape(self._forwards, -1)
         usual = np.max(placements, axis=0)
         return np.where(2 * (placements != _KEEP).sum(axis=0) >= self._forwards, usual, _KEEP).astype(np.int8)
 
     def _mean(self, column: Floats | Ints) -> Floats:
-        """Of each unit over the forwards."""
+        """Return the mean of each unit over the forwards."""
         return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
 
 
 def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:
-    """The units, in order, that fit a bound together with those before them."""
+    """Return the units, in order, that fit a bound together with those before them."""
     held_bytes, fitting = 0.0, []
     for unit in units.tolist():
         if held_bytes + nbytes[unit] <= bound_bytes:
@@ -308,6 +307,6 @@ def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:
 
 
 def _cheapest(which: Ints, price: Floats) -> Ints:
-    """In the order of their prices, of which those that differ by the rounding of times only are equal."""
+    """Sort by price, where prices are equal that differ by the rounding of times only."""
     rounded = np.array([float(f"{one:.2e}") for one in price[which].tolist()])
     return which[np.argsort(rounded, kind="stable")]

@@ -21,7 +21,7 @@ Places = npt.NDArray[np.int8]
 
 
 class Spans(NamedTuple):
-    """What is held beside storages: from when to when on the trace's clock, and bytes."""
+    """Bytes held beside storages, with their begins and ends on the trace's clock."""
 
     begins_s: Floats
     ends_s: Floats
@@ -43,7 +43,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """Which storages are saved, where, and until when, under an assignment.
+    """The storages that are saved, where, and until when, under an assignment.
 
     Attributes:
         placements: those that can be kept to.
@@ -107,7 +107,7 @@ class Timeline:
 
     @classmethod
     def of(cls, trace: Trace) -> Timeline:
-        """The columns of ``trace``."""
+        """Return the columns of ``trace``."""
         rows, blocks = trace.storages, trace.blocks
         nbytes = np.array([row.nbytes for row in rows], np.int64)
         owners = [row.blocks[0] if len(row.blocks) == 1 else OUTSIDE for row in rows]
@@ -145,26 +145,26 @@ class Timeline:
 
     @property
     def step_s(self) -> float:
-        """A step with every storage kept."""
+        """Return the seconds of a step with every storage kept."""
         return self.micro_steps * self.end_s + self.optimizer_s
 
     @property
     def kept(self) -> Assignment:
-        """Nothing moved, nothing recomputed."""
+        """Return the assignment that offloads and recomputes nothing."""
         return Assignment(np.zeros(len(self.nbytes), np.int8), np.zeros(len(self.recompute_s), np.bool_))
 
     @property
     def rematerializable(self) -> Bools:
-        """Which storages can be made again from their sources, where these are there."""
+        """Return the storages that can be rematerialized from their sources, where these are there."""
         return ~np.isnan(self.rematerialize_s)
 
     @property
     def to_nvme(self) -> Bools:
-        """Which storages the NVMe store would take at all."""
+        """Return the storages that the NVMe store would take at all."""
         return self.movable & bool(self.resources.paths)
 
     def lifetimes(self, assignment: Assignment) -> Lifetimes:
-        """What an assignment comes to."""
+        """Return the lifetimes of storages under an assignment."""
         recomputed = assignment.recomputed & self.recomputable
         is_input = np.zeros(len(self.nbytes), bool)
         is_input[self.inputs[0, recomputed[self.inputs[1]]]] = True
@@ -193,7 +193,7 @@ class Timeline:
         return Lifetimes(placements, recomputed, exists, dropped, need_s, freed_s, used)
 
     def alike_forwards(self) -> int:
-        """Of how many interleaved forwards the micro-step is made, if all of them are alike; else 1."""
+        """Return how many alternating forwards make the micro-step, if all of them are alike; else 1."""
         count = len(self.forwards)
         if count < 2 or any(n % count for n in (len(self.nbytes), len(self.recompute_s), self.sources.shape[1])):
             return 1
@@ -206,7 +206,7 @@ class Timeline:
         return count if is_alike else 1
 
     def groups(self, most: int, forwards: int) -> Ints:
-        """The group of each storage: neighbours that the same blocks save, read and own, about ``most`` in all.
+        """Return the group of each storage: neighbours that the same blocks save, read and own, about ``most`` in all.
 
         Args:
             forwards: that are alike, and are grouped alike.
@@ -226,7 +226,7 @@ class Timeline:
         return np.asarray(np.cumsum(np.tile(cut, forwards)) - 1)
 
     def merged(self, group: Ints) -> Timeline:
-        """With one storage for each group of neighbours; times are means, weighted by size."""
+        """Return a timeline with one storage for each group of neighbours; times are means, weighted by size."""
         firsts = np.flatnonzero(np.diff(group, prepend=-1))
         if len(firsts) == len(group):
             return self
@@ -248,7 +248,7 @@ class Timeline:
         return replace(self, **columns)
 
     def _signature(self, pairs: Ints) -> Ints:
-        """A number for each storage that tells apart which blocks it is paired with."""
+        """Return a number for each storage that tells apart which blocks it is paired with."""
         found = np.zeros(len(self.nbytes), np.int64)
         # A sum of odd multiples of the block numbers is enough.
         np.add.at(found, pairs[0], (pairs[1] + 1) * 2654435761)

@@ -12,10 +12,10 @@ readers.
 can make them again: ``StorageTrace.sources`` are those inputs, all of them packed earlier. Small tensors and parameters
 that the operation needs are not among them.
 
-[Note: Scopes] Which storage is which in another micro-step of the same model: a micro-step is cut where passes through
-blocks begin and end, so that pass ``n`` is scope ``2 * n + 1``. In each scope the storages are known by the order in
-which they are first saved *there*, so that a block which is recomputed (and saves its inputs only) shifts nobody else's
-place.
+[Note: Scopes] In another micro-step of the same model storages are known by the order in which they are first saved. A
+micro-step is recorded in scopes, cut where passes through blocks begin and end, so that pass ``n`` is scope ``2 * n +
+1``. A plan is followed in order from one recomputed pass to the next: such a pass saves its inputs only, and shifts
+nobody else's place. Where nothing may be recomputed, blocks are not looked at, and there is one scope.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BlockTrace:
 
     @property
     def forward_s(self) -> float:
-        """The duration of its forward."""
+        """Return the seconds of its forward."""
         return self.forward_end_s - self.forward_start_s
 
 
@@ -122,22 +122,22 @@ class Resources:
 
     @property
     def drives(self) -> PathRates:
-        """The sums over all paths; zeros without any."""
+        """Return the sums over all paths; zeros without any."""
         return PathRates(*(sum(getattr(path, one.name) for path in self.paths) for one in fields(PathRates)))
 
     @property
     def write_bytes_per_s(self) -> float:
-        """Of all paths, without concurrent reads."""
+        """Return the write rate of all paths, without concurrent reads."""
         return self.drives.write_bytes_per_s
 
     @property
     def read_bytes_per_s(self) -> float:
-        """Of all paths, without concurrent writes."""
+        """Return the read rate of all paths, without concurrent writes."""
         return self.drives.read_bytes_per_s
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Of each path, in bytes per second: writes, then reads."""
+        """Return the rates of each path, in bytes per second: writes, then reads."""
         return tuple(rate for path in self.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))
 
 
@@ -188,28 +188,28 @@ class Trace:
 
     @property
     def step_s(self) -> float:
-        """A step with every storage kept."""
+        """Return the seconds of a step with every storage kept."""
         return self.micro_steps * self.end_s + self.optimizer_s
 
     @property
     def saved_bytes(self) -> int:
-        """Of all storages together."""
+        """Return the bytes of all storages together."""
         return sum(storage.nbytes for storage in self.storages)
 
     @property
     def movable_bytes(self) -> int:
-        """Of those that may be moved."""
+        """Return the bytes of those that may be offloaded."""
         return sum(storage.nbytes for storage in self.storages if storage.is_movable)
 
     def scaled(self, time: float, size: float = 1.0) -> Trace:
-        """A step ``time`` times as long, whose storages are ``size`` times as large."""
+        """Return a step ``time`` times as long, whose storages are ``size`` times as large."""
         storages = tuple(replace(_later(one, time), nbytes=math.ceil(one.nbytes * size)) for one in self.storages)
         blocks = tuple(_later(one, time) for one in self.blocks)
         end_s, optimizer_s = self.end_s * time, self.optimizer_s * time
         return replace(self, storages=storages, blocks=blocks, end_s=end_s, optimizer_s=optimizer_s)
 
     def to_json(self) -> str:
-        """As text; times and rates come back exactly."""
+        """Return the trace as text; times and rates are read back exactly."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -226,13 +226,13 @@ class Trace:
 
 
 def _later(row: Row, factor: float) -> Row:
-    """All times of a row, whose names end in ``_s``, times a factor."""
+    """Return a row with all its times, whose names end in ``_s``, times a factor."""
     times = {field.name: getattr(row, field.name) for field in fields(row) if field.name.endswith("_s")}
     return replace(row, **{name: at_s * factor for name, at_s in times.items() if at_s is not None})
 
 
 def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
-    """Column by column: a fifth of the size of one object for each."""
+    """Return the rows column by column: a fifth of the size of one object for each."""
     return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}
 
 
@@ -274,7 +274,7 @@ def _check_resources(resources: Resources) -> None:
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:
-    """The lowest of each rate over all machines, of all paths of each together, and the least staging.
+    """Return the lowest of each rate over all machines, of all paths of each together, and the least staging.
 
     Where one machine has no path, nothing can go to NVMe.
     """

@@ -13,9 +13,11 @@ one, too (a stage of a pipeline).
   running one again saves nothing.
 - Where nothing repeats, a lone member of a ``ModuleList`` counts: ALBERT calls one layer many times.
 
-[Note: In the place of forward] While the model's forward runs, ours stands in the place of each block's ``forward``;
-outside of that the model is the user's, to copy, inspect or change. In between, a copy runs itself, be it deep, shallow
-or pickled, and whoever wraps ours keeps it: from then on it stays where it is, and passes through outside of forwards.
+[Note: In the place of forward] While the model's forward runs, ours stands in the place of the ``forward`` of each
+block that a plan recomputes; outside of that the model is the user's, to copy, inspect or change. In between, a copy
+runs itself, be it deep, shallow or pickled, and whoever wraps ours keeps it: from then on it stays where it is, and
+passes through outside of forwards. Where a micro-step is recorded, hooks on the blocks tell of the passes, as long as
+its forward runs.
 
 [Note: Compiled models] Code that ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no
 pass, and its code is the same with us and without. Blocks that were compiled one by one before they were found
@@ -31,12 +33,11 @@ import logging
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from types import CodeType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ from ds_tba.core.tensors import (
     skip_frames,
 )
 from ds_tba.errors import ConfigError
-from ds_tba.recompute.passes import Arguments, RecomputedPass, replaced_forward
+from ds_tba.recompute.passes import Arguments, Block, Forward, PassListener, RecomputedPass, replaced_forward
 
 logger = logging.getLogger(__name__)
 
@@ -97,119 +98,89 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """A repeated layer.
-
-    Attributes:
-        index: in ``Blocks.all``.
-        path: of the module in the model, such as ``"model.layers.3"``.
-        module: the layer.
-    """
-
-    index: int
-    path: str
-    module: nn.Module
-
-
-class PassListener(Protocol):
-    """Told of passes, in the thread in which they run."""
-
-    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> Any | None:
-        """A pass begins, after the module's pre-forward hooks.
-
-        Args:
-            inputs: each tensor among the arguments once, positional ones first, also those in tuples, lists and
-                dicts. A recomputed pass saves these, in this order, and no other tensors.
-
-        Returns:
-            Any token but None to have the pass recomputed in backward; :meth:`recompute` gets the token. It has no
-            effect on a block that is left out.
-        """
-
-    def leave(self, block: Block) -> None:
-        """The pass ends, also with an exception."""
-
-    def recompute(self, token: Any) -> None:
-        """Backward begins to run a pass's forward again; ``token`` is what :meth:`enter` returned."""
-
-
 class Blocks:
     """The blocks of one model, tied to one listener.
 
     Args:
         blocks: from :func:`find_blocks`.
-        listener: is told of each pass inside :meth:`listening`.
+        listener: is told of each pass inside :meth:`watching` and :meth:`recomputing`.
         may_recompute: whether a pass may be recomputed.
-        count: called with each tensor that a recomputation saves.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        listener: PassListener,
-        *,
-        may_recompute: bool = True,
-        count: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], listener: PassListener, *, may_recompute: bool = True) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
         self.may_recompute = may_recompute
         self._listener = listener
-        self._count = count
         self._thread = _Thread()
         self._compared: set[str] = set()  # paths of blocks whose first recomputation gave the same output
+        self._is_watched = False  # by now
         self._seen: set[str] = set()
         self._why: dict[str, str] = {} if SHOWS_HOOKS else dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
         self._told: set[str] = set()
+        self._watchers = [_Watcher(self, block) for block in self.all]
         self._forwards = [_Forward(self, block) for block in self.all]
         self._lock = threading.Lock()
         self._forwards_under_way = 0  # in all threads
-        self._in_place = ExitStack()
+        self._attached = ExitStack()
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """The forward of one micro-step: the listener is told of the passes that this thread makes inside.
+    def watching(self) -> AbstractContextManager[None]:
+        """Open the forward of one micro-step, in which hooks tell the listener of each pass that this thread makes."""
+        return self._listening([watcher.in_place() for watcher in self._watchers])
+
+    def recomputing(self, paths: Collection[str] | None = None) -> AbstractContextManager[None]:
+        """Open the forward of one micro-step, in which the listener may have passes through blocks recomputed.
 
         Enter it inside the saved-tensor hooks that the passes are to save through: where others are the innermost,
         nothing is recomputed.
+
+        Args:
+            paths: of the blocks; None for all.
         """
-        skip_frames((_Forward.__call__,))
-        before = self._thread.session  # None, or that of a forward around this one
-        self._thread.session = (innermost_hooks(),)
+        wanted = [one for one in self._forwards if paths is None or one.block.path in paths]
+        return self._listening([forward.in_place() for forward in wanted])
+
+    @contextmanager
+    def _listening(self, attachments: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+        skip_frames(_FRAMES)
         with self._lock:
             self._forwards_under_way += 1
             if self._forwards_under_way == 1:
-                for forward in self._forwards:
-                    self._in_place.enter_context(forward.in_place())
+                for one in attachments:
+                    self._attached.enter_context(one)
+        thread = self._thread
+        before, begun = thread.session, len(thread.begun)  # of a forward around this one
+        thread.session, self._is_watched = (innermost_hooks(),), True
         try:
             yield
         finally:
-            self._thread.session = before
+            while len(thread.begun) > begun:  # an interrupt ends a pass without its hook
+                self.end(thread.begun[-1][0])
+            thread.session = before
             with self._lock:
                 self._forwards_under_way -= 1
                 if self._forwards_under_way == 0:
-                    self._in_place.close()
+                    self._attached.close()
 
     def is_recomputable(self, block: Block) -> bool:
-        """Whether passes through the block may be recomputed, as far as passes have shown."""
+        """Return whether passes through the block may be recomputed, as far as passes have shown."""
         return self.may_recompute and block.path not in self._why
 
     def left_out(self) -> dict[str, str]:
-        """Why passes through blocks are not recomputed, by path of the block."""
-        if not self.may_recompute:
+        """Return why passes through blocks are not recomputed, by path of the block."""
+        if not self.may_recompute or not self._is_watched:
             return {}
         paths = (block.path for block in self.all)
         return {path: self._why.get(path, _UNSEEN) for path in paths if path in self._why or path not in self._seen}
 
     def note_saves(self, block: Block, *, has_saved: bool) -> None:
-        """Whether a pass through the block saved anything that is none of its inputs."""
+        """Note whether a pass through the block saved anything that is none of its inputs."""
         if not has_saved:
             self._why.setdefault(block.path, _SAVES_NOTHING)
         elif self._why.get(block.path) == _SAVES_NOTHING:
             del self._why[block.path]
 
     def note_read_twice(self, path: str) -> None:
-        """What a pass through the block has saved is read twice in one backward."""
+        """Note that one backward has read twice what a pass through the block has saved."""
         self._why.setdefault(path, _READ_TWICE)
 
     def warn_left_out(self) -> None:
@@ -223,42 +194,92 @@ class Blocks:
                 others = f" and {len(paths) - 1} more blocks are" if len(paths) > 1 else " is"
                 logger.warning("%s%s not recomputed: %s", paths[0], others, reason)
 
-    def run(self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A pass through a block: recomputed in backward, or plain.
+    def run(self, block: Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a pass through a block: recomputed in backward, or plain.
 
         Args:
             forward: the block's own.
         """
-        session = self._thread.session
-        if session is None or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
+        if not self.is_told:
             return forward(*args, **kwargs)
         arguments = Arguments(args, kwargs)
+        saved_bytes = self.begin(block, arguments)
+        try:
+            if saved_bytes is not None and not all(isinstance(one, nn.Parameter) for one in block.module.parameters()):
+                self._why.setdefault(block.path, _REPLACED)
+            if saved_bytes is None or not self.is_recomputable(block):
+                return forward(*args, **kwargs)
+            recomputed = RecomputedPass(block, forward, arguments, self._compared, self._listener)
+            return recomputed.run(args, kwargs, saved_bytes)
+        finally:
+            self.end(block)
+
+    @property
+    def is_told(self) -> bool:
+        """True if the listener is to be told of a pass that this thread begins."""
+        in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+        return self._thread.session is not None and torch.is_grad_enabled() and not in_backward
+
+    def begin(self, block: Block, arguments: Arguments) -> int | None:
+        """Begin a pass; return the bytes that the listener would have recomputed."""
         self._seen.add(block.path)
-        if (innermost_hooks(),) != session:
+        if (innermost_hooks(),) != self._thread.session:
             self._why.setdefault(block.path, _HOOKS_AROUND)
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             self._why.setdefault(block.path, _TRANSFORMED)
         elif any("cache" in type(one).__name__.lower() for one in arguments.others):
             self._why.setdefault(block.path, _CACHE)
-        token = self._listener.enter(block, tuple(arguments.tensors))
-        selective = selective_checkpoints_seen()
-        try:
-            if token is not None and not all(isinstance(one, nn.Parameter) for one in block.module.parameters()):
-                self._why.setdefault(block.path, _REPLACED)
-            if token is None or not self.is_recomputable(block):
-                return forward(*args, **kwargs)
-            begin = functools.partial(self._listener.recompute, token)
-            compared = self._compared
-            recomputed = RecomputedPass(block.path, block.module, forward, arguments, compared, begin, self._count)
-            return recomputed.run(args, kwargs)
-        finally:
-            if selective_checkpoints_seen() > selective:
-                self._why.setdefault(block.path, _SELECTIVE)
-            self._listener.leave(block)
+        found = self._listener.enter(block, tuple(arguments.tensors))
+        self._thread.begun.append((block, selective_checkpoints_seen()))
+        return found
+
+    def end(self, block: Block) -> None:
+        """End the pass through a block that this thread has begun last; no other block's."""
+        if not self._thread.begun or self._thread.begun[-1][0] is not block:
+            return
+        _, selective = self._thread.begun.pop()
+        if selective_checkpoints_seen() > selective:
+            self._why.setdefault(block.path, _SELECTIVE)
+        self._listener.leave(block)
 
 
-class _Thread(threading.local):  # forwards of several threads may interleave, each in a session of its own
-    session: tuple[Hooks | None] | None = None  # the saved-tensor hooks outside of all passes
+class _Thread(threading.local):  # forwards of several threads may alternate, each in a session of its own
+    def __init__(self) -> None:
+        self.session: tuple[Hooks | None] | None = None  # the saved-tensor hooks outside of all passes
+        self.begun: list[tuple[Block, int]] = []  # passes under way, and the selective checkpoints before each
+
+
+class _Watcher:
+    """The hooks that tell of the passes through one block. Those of a copy of the module do nothing."""
+
+    def __init__(self, blocks: Blocks | None = None, block: Block | None = None) -> None:
+        self._blocks = blocks
+        self._block = block
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        if self._block is not None:
+            module = self._block.module
+            with (
+                module.register_forward_pre_hook(self.before, with_kwargs=True),
+                module.register_forward_hook(self.after, prepend=True, always_call=True),
+            ):
+                yield
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._blocks is None or self._block is None or torch.compiler.is_compiling() or is_being_compiled():
+            return
+        if module is self._block.module and self._blocks.is_told:
+            self._blocks.begin(self._block, Arguments(args, kwargs))
+
+    def after(self, module: nn.Module, *_: Any) -> None:
+        if self._blocks is None or self._block is None or torch.compiler.is_compiling() or is_being_compiled():
+            return
+        if module is self._block.module:
+            self._blocks.end(self._block)
+
+    def __reduce__(self) -> Any:
+        return _Watcher, ()  # in a deep copy, and in a pickle
 
 
 class _Forward:
@@ -268,15 +289,15 @@ class _Forward:
     """
 
     def __init__(self, blocks: Blocks, block: Block) -> None:
-        self._own: Callable[..., Any] = block.module.forward
+        self._own: Forward = block.module.forward
         functools.update_wrapper(self, self._own, updated=())  # whoever inspects the signature sees the module's own
+        self.block = block
         self._blocks = blocks
-        self._block = block
         self._is_wrapped = False
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        module = self._block.module
+        module = self.block.module
         if self._is_wrapped:
             yield
             return
@@ -290,19 +311,19 @@ class _Forward:
         if torch.compiler.is_compiling() or is_being_compiled():
             return self._own(*args, **kwargs)
         called = _module_called()
-        if called is not None and called is not self._block.module and self._is_in_copy(called):
+        if called is not None and called is not self.block.module and self._is_in_copy(called):
             return type(called).forward(called, *args, **kwargs)
-        return self._blocks.run(self._block, self._own, args, kwargs)
+        return self._blocks.run(self.block, self._own, args, kwargs)
 
     def __reduce__(self) -> Any:
         return _itself, (self._own,)  # in a deep copy, and in a pickle
 
     def _is_in_copy(self, called: nn.Module) -> bool:
-        """Whether a module has this object because it is a shallow copy of the block, with parameters of its own.
+        """Return whether a module has this object because it is a shallow copy of the block, with its own parameters.
 
         A module that was given the forward of the block runs that.
         """
-        module, own = self._block.module, self._own
+        module, own = self.block.module, self._own
         is_of_class = isinstance(own, MethodType) and own.__func__ is type(module).forward
         return (
             is_of_class and type(called) is type(module) and all(called is not one.module for one in self._blocks.all)
@@ -313,22 +334,25 @@ def _itself(forward: Any) -> Any:
     return forward
 
 
-# Of the frames in which a module calls its forward: with hooks it is a function inside.
+# Code of the frames in which a module calls its forward: with hooks it is a function inside.
 _CALL = nn.Module._call_impl.__code__
 _CALLERS = frozenset((_CALL, *(one for one in _CALL.co_consts if isinstance(one, CodeType))))
 
 
 def _module_called() -> nn.Module | None:
-    """The module that calls the forward of whose code this is called; None where something else does."""
+    """Return the module that calls the forward whose code calls this; None if something else does."""
     frame = sys._getframe(2)
     return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
 
+
+# Frames that ``torch.compile`` is to leave alone: see :func:`ds_tba.core.tensors.skip_frames`.
+_FRAMES = (_Forward.__call__, _Watcher.before, _Watcher.after)
 
 # ---- the layers of a model ------------------------------------------------------------------------------------------
 
 
 def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
-    """The repeated layers of a model.
+    """Return the repeated layers of a model.
 
     Args:
         paths: their paths, or None to find them; a path to a ``ModuleList`` stands for its members.
@@ -341,7 +365,7 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated layers of a model by path, in the order of the model; see [Note: Repeated layers].
+    """Return the repeated layers of a model by path, in the order of the model; see [Note: Repeated layers].
 
     A module that stands in several places has its first path. Empty where nothing is found.
     """
@@ -349,7 +373,7 @@ def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_layers(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
-    """The modules at ``paths``, each module once; a ``ModuleList`` or ``ModuleDict``, which is never called, stands for
+    """Return the modules at ``paths``, each once. A ``ModuleList`` or ``ModuleDict``, which is never called, stands for
     its members.
 
     Raises:
@@ -387,7 +411,7 @@ def _search(
 
 
 def _repeated(container: nn.Module, least: int) -> set[type[nn.Module]]:
-    """The classes with at least so many members that look alike."""
+    """Return the classes with at least so many members that look alike."""
     of_class: defaultdict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     in_sequential = isinstance(container, nn.Sequential)
     for member in container._modules.values():
@@ -399,7 +423,7 @@ def _repeated(container: nn.Module, least: int) -> set[type[nn.Module]]:
 
 
 def _look_alike(members: Sequence[nn.Module]) -> bool:
-    """Whether two neighbours have half of their parameters in common, by name and shape.
+    """Return whether two neighbours have half of their parameters in common, by name and shape.
 
     Not all: the first layer of T5 has a table that the others lack, the first of a ResNet stage a wider input.
     """

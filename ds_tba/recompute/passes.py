@@ -29,9 +29,10 @@ parameters that backward is using.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -69,6 +70,53 @@ _REPEATABLE = frozenset({"cpu"})
 _UNPACKED_TWICE = "already unpacked once"  # in the message of torch/utils/checkpoint.py
 
 
+class Forward(Protocol):
+    """The ``forward`` of a module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A repeated layer.
+
+    Attributes:
+        index: its place in ``Blocks.all``.
+        path: of the module in the model, such as ``"model.layers.3"``.
+        module: the layer.
+    """
+
+    index: int
+    path: str
+    module: nn.Module
+
+
+class PassListener(Protocol):
+    """Told of passes, in the thread in which they run."""
+
+    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
+        """A pass begins, after the module's pre-forward hooks.
+
+        Args:
+            inputs: each tensor among the arguments once, positional ones first, also those in tuples, lists and
+                dicts. A recomputed pass saves these, in this order, and no other tensors.
+
+        Returns:
+            The bytes that the pass would save, to have it recomputed in backward; :meth:`recompute` gets them. It has
+            no effect on a block that is left out.
+        """
+
+    def leave(self, block: Block) -> None:
+        """The pass ends, also with an exception."""
+
+    def recompute(self, saved_bytes: int) -> None:
+        """Backward begins to run a pass's forward again; it saves what :meth:`enter` returned."""
+
+    def save_again(self, tensor: torch.Tensor) -> None:
+        """A forward that runs again saves a tensor."""
+
+
 class Arguments:
     """The arguments of one call, taken apart into tensors and the rest.
 
@@ -91,12 +139,12 @@ class Arguments:
         self.others: list[Any] = [None if isinstance(one, torch.Tensor) else one for one in values]
 
     def take_tensors(self) -> list[torch.Tensor]:
-        """The tensors, which are held no longer, but for their places."""
+        """Return the tensors, and hold nothing but their places from now on."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Args and kwargs with ``tensors`` in place of the own; containers are new ones."""
+        """Return args and kwargs with ``tensors`` in place of the own; containers are new ones."""
         values = [*self.others]
         for at, position in self._places:
             values[at] = tensors[position]
@@ -108,47 +156,43 @@ class RecomputedPass:
     """A pass whose forward runs again when backward wants a tensor that was saved in it.
 
     Args:
-        path: of the block, for messages; an attribute.
         forward: the module's, as it is without us.
         arguments: of this pass.
         compared: paths of the blocks whose output was the same in a recomputation, bit for bit.
-        begin: called before each run in backward.
-        count: called with each tensor that a run in backward saves.
+        listener: is told of each run in backward.
+
+    Attributes:
+        path: of the block, for messages.
     """
 
     def __init__(
-        self,
-        path: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        arguments: Arguments,
-        compared: set[str],
-        begin: Callable[[], None],
-        count: Callable[[torch.Tensor], None] | None,
+        self, block: Block, forward: Forward, arguments: Arguments, compared: set[str], listener: PassListener
     ) -> None:
-        self.path = path
-        self._module = module
+        self.path = block.path
+        self._module = block.module
         self._forward = forward
         self._arguments = arguments
         self._compared = compared
-        self._begin = begin
-        self._count = count
-        self._shapes = _own_shapes(module)
+        self._listener = listener
+        self._saved_bytes = 0
+        self._shapes = _own_shapes(block.module)
         self._versions: list[int] = []  # of the parameters after the last run, which may change them (max_norm)
         self._digest: list[_Digest] | None = None
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The pass in forward, with the arguments as the caller gave them.
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved_bytes: int) -> Any:
+        """Run the pass in forward, with the arguments as the caller gave them.
 
         Args:
             args, kwargs: those that ``arguments`` was made of.
+            saved_bytes: of each run in backward, for the listener.
         """
+        self._saved_bytes = saved_bytes
 
         def function(*tensors: torch.Tensor) -> Any:
             if not given:
                 return self._run_again(tensors)
             args, kwargs = given.pop()  # or the checkpoint would hold the tensors of which it saves the inputs
-            with set_checkpoint_early_stop(others_stop_early), self._saving(None):
+            with set_checkpoint_early_stop(others_stop_early), self._saving():
                 return self._forward(*args, **kwargs)
 
         given = [(args, kwargs)]
@@ -170,9 +214,9 @@ class RecomputedPass:
                 "and its recomputation in backward (by an optimizer that steps inside backward, say): modify it after "
                 'backward, or set "recompute": false.'
             )
-        self._begin()
+        self._listener.recompute(self._saved_bytes)
         args, kwargs = self._arguments.with_tensors(tensors)
-        with _gathered_stay(self._module), self._saving(self._count):
+        with _gathered_stay(self._module), self._saving(is_again=True):
             if _own_shapes(self._module) == self._shapes:
                 result = self._forward(*args, **kwargs)
             else:
@@ -190,7 +234,7 @@ class RecomputedPass:
         return result
 
     def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """With the module's hooks, which bring parameters; without gradients, so that nothing they save is counted."""
+        """Run with the module's hooks, which gather parameters; without gradients, as nothing they save is wanted."""
         results: list[Any] = []
 
         def forward(*_: Any, **__: Any) -> Any:
@@ -203,8 +247,8 @@ class RecomputedPass:
         return results.pop()  # not what hooks made of it
 
     @contextmanager
-    def _saving(self, count: Callable[[torch.Tensor], None] | None) -> Iterator[None]:
-        """Inside the checkpoint's hooks: keep parameters from them, and count what they are given."""
+    def _saving(self, *, is_again: bool = False) -> Iterator[None]:
+        """Keep parameters from the checkpoint's hooks, inside of which this is, and tell what they get in backward."""
         path, originals, hooks = self.path, keep_originals(), innermost_hooks()
         if hooks is None:
             raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
@@ -215,8 +259,8 @@ class RecomputedPass:
                 return tensor
             if tensor.is_nested and tensor.layout is torch.strided:  # a checkpoint cannot ask its shape
                 return tensor.detach()  # an output would hold its own graph
-            if count is not None:
-                count(tensor)
+            if is_again:
+                self._listener.save_again(tensor)
             return checkpoint_pack(tensor)
 
         def unpack(held: Any) -> torch.Tensor:
@@ -246,7 +290,7 @@ class RecomputedPass:
 
 
 def _versions_of(module: nn.Module) -> list[int]:
-    """The version counters; -1 for an inference tensor, which has none."""
+    """Return the version counters; -1 for an inference tensor, which has none."""
     return [-1 if one.is_inference() else one._version for one in module.parameters()]
 
 
@@ -258,7 +302,7 @@ class _Digest(NamedTuple):
 
 
 def _kernels_may_differ(result: Any) -> bool:
-    """Whether kernels may give other bits each time: those of a device do, unless PyTorch refuses such kernels."""
+    """Return whether kernels may give other bits each time: those of a device, unless PyTorch refuses such kernels."""
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
     tensors = (one for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor))
@@ -282,7 +326,7 @@ def _digest(result: Any) -> list[_Digest]:
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Forward) -> Iterator[None]:
     """Have a forward on this one module, unless another takes its place meanwhile."""
     # Past __setattr__, which some modules (torch.compile's) hand on to what they wrap.
     attributes = module.__dict__

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -77,6 +77,63 @@ class Rule:
         """Whether each element has the same bits wherever it lies in memory: no more than one operation rounds it."""
         has_factor = self.op in ("add", "sub") and constants != (1,)  # which some loops fuse, and others do not
         return self.is_view or (self.op in _ROUNDED_ONCE and not has_factor)
+
+
+class NoRecipeError(Exception):
+    """A tensor cannot be made again; the text is the reason, in the report's words."""
+
+
+class Saved(Protocol):
+    """What autograd holds in place of a saved tensor."""
+
+    def signature(self) -> tuple[object, ...]:
+        """Return the layout of the tensor."""
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor, if it was not modified since."""
+
+
+class Step(NamedTuple):
+    """An op and its operands.
+
+    Attributes:
+        operands: numbers of earlier steps, objects that hold tensors, constants of the op; None for an operand that is
+            left out.
+        constants: numbers of the op.
+    """
+
+    rule: Rule
+    operands: tuple[int | Saved | torch.Tensor | None, ...]
+    constants: tuple[Any, ...]
+    output: Output
+
+    @property
+    def nbytes(self) -> int:
+        """That it takes; a view takes none."""
+        return 0 if self.rule.is_view else self.output.shape.numel() * self.output.dtype.itemsize
+
+    def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
+        """The output.
+
+        Raises:
+            NoRecipeError: it has another shape or dtype than in forward, as that of an op in place may have.
+        """
+        made = self.rule.make(*operands, *self.constants, self.output)
+        if made.shape != self.output.shape or made.dtype != self.output.dtype:
+            raise NoRecipeError("made again it has another shape or dtype")
+        return made
+
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for equal work: the op, its constants, and of all tensors dtype, shape and stride."""
+        return (self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
+
+
+def _look(one: int | Saved | torch.Tensor | None) -> Any:
+    if one is None or isinstance(one, int):
+        return one
+    if isinstance(one, torch.Tensor):  # a number, in host memory
+        return one.item(), one.dtype
+    return one.signature()
 
 
 _ROUNDED_ONCE = frozenset(
@@ -247,3 +304,9 @@ def constant(value: Any) -> Any:
 def _signed(value: Any) -> Any:
     is_wrapped = isinstance(value, int) and not isinstance(value, bool) and value >= _SIGNED
     return value - 2 * _SIGNED if is_wrapped else value
+
+
+def is_supported() -> bool:
+    """Whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
+    saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
+    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")

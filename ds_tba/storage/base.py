@@ -10,11 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from ds_tba.device.accelerator import Arrival, PendingCopy
+from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import StateError
 from ds_tba.stats import StoreStats
 
@@ -60,18 +60,29 @@ class Ticket:
     """One storage in a store's care; each store has its own kind.
 
     Attributes:
-        passing_bytes: device memory that reloading takes for a moment, in addition to that of the storage.
+        passing_bytes: device memory that loading takes for a moment, in addition to that of the storage.
+        new_bytes: device memory that loading takes for the storage itself; none where the store still holds it there.
     """
 
     __slots__ = ("nbytes", "passing_bytes", "store")
 
-    def __init__(self, nbytes: int, store: Store[Any], passing_bytes: int = 0) -> None:
+    def __init__(self, nbytes: int, store: AnyStore, passing_bytes: int = 0) -> None:
         self.nbytes = nbytes
         self.store = store
         self.passing_bytes = passing_bytes
 
+    @property
+    def new_bytes(self) -> int:
+        return self.nbytes
+
+    @property
+    def load_bytes(self) -> int:
+        """Return the bytes of device memory that reloading takes at most, also of what the storage is made of."""
+        return self.new_bytes + self.passing_bytes
+
 
 OwnTicket = TypeVar("OwnTicket", bound=Ticket)
+AnyStore: TypeAlias = "Store[Any]"  # whose tickets only it can tell apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,13 @@ class Loaded:
 
 
 class Store(ABC, Generic[OwnTicket]):
-    """Holds the bytes of storages between pack and unpack. A ticket goes back to the store that issued it."""
+    """Holds the bytes of storages between pack and unpack. A ticket goes back to the store that issued it.
+
+    Attributes:
+        keeps_bytes: it does; else it makes them anew.
+    """
+
+    keeps_bytes: ClassVar[bool] = True
 
     @abstractmethod
     def put(self, data: torch.Tensor, *, wait: bool) -> OwnTicket | Refusal:
@@ -196,7 +213,7 @@ class Choice:
         rematerialize: make it again from others in backward, where the cache can; else ``stores`` may have it.
     """
 
-    stores: tuple[Store[Any], ...]
+    stores: tuple[AnyStore, ...]
     wait: bool
     reason: str = ""
     rematerialize: bool = False
@@ -206,7 +223,7 @@ class Policy(Protocol):
     """The choices for one micro-step."""
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """Where the storage goes; asked at every save, also for a storage that is placed already."""
+        """Decide where a storage goes; asked at every save, also for a storage that is placed already."""
         ...
 
 
@@ -214,7 +231,7 @@ class Always:
     """The same choice for every storage; what can be made again is not saved, where ``rematerialize`` is set."""
 
     def __init__(
-        self, stores: Sequence[Store[Any]], *, wait: bool, reason: str = "placement keep", rematerialize: bool = False
+        self, stores: Sequence[AnyStore], *, wait: bool, reason: str = "placement keep", rematerialize: bool = False
     ) -> None:
         self._choice = Choice(tuple(stores), wait, reason, rematerialize)
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.device.memory import is_out_of_memory
@@ -66,7 +66,7 @@ class DeferredFinalizers(Generic[Item]):
         self.lock = lock
         self._act = act
         self._left: queue.SimpleQueue[Item | Notice[Item]] = queue.SimpleQueue()  # the one that a finalizer may use
-        self._tell: Callable[[Any], None] = self._left.put
+        self._tell: Callable[[Notice[Item]], None] = self._left.put
         self._watched: set[Notice[Item]] = set()  # a weak reference that is gone itself tells nobody
         self._broken_by = ""  # the type of the exception; see [Note: Broken]
 
@@ -97,7 +97,7 @@ class DeferredFinalizers(Generic[Item]):
         if not (self._broken_by or _is_refusal(error)):
             self._broken_by = type(error).__name__  # not itself: it holds frames, and all tensors in them
 
-    def watch(self, watched: Any, item: Item) -> None:
+    def watch(self, watched: object, item: Item) -> None:
         """Leave ``item`` when an object, which is equal to itself only, is gone, whoever lets go of it, wherever.
 
         It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`).

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -23,13 +22,12 @@ from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.accelerator import (
     TEMPORARY_FRACTION,
     Accelerator,
-    Arrival,
-    Copies,
+    Event,
     HostMemoryUse,
     MemoryMeter,
-    PendingCopy,
     available_bytes,
 )
+from ds_tba.device.copies import Arrival, Copies, PendingCopy
 from ds_tba.device.memory import huge_page_memory, is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import Gauge, StoreStats
@@ -66,11 +64,11 @@ class SpareMemory:
         self.sample()  # peaks count from here on
 
     def sample(self) -> float:
-        """What everything else has had before, and not now; of what is taken it must know before and after."""
+        """Return the peak memory of everything else above its present; called before and after each allocation."""
         return 0.0 if self._meter is None else self._meter.sample()
 
     def more_bytes(self) -> float:
-        """What the tier may take in addition now; below 0 what it had better give back."""
+        """Return the bytes that the tier may take in addition now; below 0, those that it had better give back."""
         try:
             spare_bytes = (available_bytes() - self._left_bytes) / self._ranks - self.sample()
         except OSError:  # no file descriptor to ask with
@@ -90,7 +88,7 @@ class HostTicket(Ticket):
     """One storage in the host tier.
 
     Attributes:
-        copy: into the span, and ``uses``: events of copies out of it. The span is free after both.
+        copy: the copy into the span; with ``uses``, events of copies out of it: the span is free after both.
         arrival: the copy on the device, if it was made ahead.
     """
 
@@ -102,11 +100,11 @@ class HostTicket(Ticket):
         self.segment = segment
         self.span: Span | None = span
         self.copy: PendingCopy | None = None
-        self.uses: list[Any] = []
+        self.uses: list[Event] = []
         self.arrival: Arrival | None = None
 
     def view(self) -> torch.Tensor:
-        """The bytes in host memory.
+        """Return the bytes in host memory.
 
         Raises:
             StateError: they were given up.
@@ -225,7 +223,7 @@ class HostStore(Store[HostTicket]):
             self._known_bytes, self._offered_bytes = max(self._known_bytes, self._offered_bytes), 0
 
     def capacity_bytes(self) -> int:
-        """What it could hold now."""
+        """Return the bytes that it could hold now."""
         with self._deferred, self._deferred.lock:
             if self._spare is None:
                 return self.limit_bytes
@@ -345,13 +343,13 @@ class HostStore(Store[HostTicket]):
 
 
 def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
-    """Memory for copies to and from the device: pinned where that is another."""
+    """Return memory for copies to and from the device: pinned where that is another."""
     if accelerator.is_synchronized_device():
         return huge_page_memory(nbytes)
     return accelerator.pinned(nbytes)
 
 
 def segment_sizes(budget_bytes: int) -> list[int]:
-    """The powers of two, largest first, that sum up to the budget less what is below 1 MiB."""
+    """Return the powers of two, largest first, that sum up to the budget less what is below 1 MiB."""
     bits = range(budget_bytes.bit_length() - 1, MIN_SEGMENT_BYTES.bit_length() - 2, -1)
     return [1 << bit for bit in bits if budget_bytes >> bit & 1]

@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Copies
+from ds_tba.device.accelerator import Accelerator, Event
+from ds_tba.device.copies import Copies
 from ds_tba.device.memory import PAGE_BYTES, aligned_memory, give_pages_back, host_view, huge_page_memory
 from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends.base import IoBackend
@@ -27,7 +28,7 @@ from ds_tba.storage.backends.base import IoBackend
 CLOSED = "the activation offloader was closed before backward: keep the engine until then"
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
-LENT_FRACTION = 0.5  # of staging: what may be tensors' memory at once
+LENT_FRACTION = 0.5  # part of staging that may be tensors' memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +68,16 @@ class SpanAllocator:
             self._insert(added)
 
     def padded(self, nbytes: int) -> int:
-        """``nbytes`` rounded up to the alignment."""
+        """Return ``nbytes`` rounded up to the alignment."""
         return -(-nbytes // self.alignment_bytes) * self.alignment_bytes
 
     @property
     def is_unused(self) -> bool:
-        """Whether all of the region is free; true of the ranges themselves, whatever interrupted the counting."""
+        """True if all of the region is free, by the ranges: an exception may have interrupted the counting."""
         return self._free == [(0, self.capacity_bytes)]
 
     def allocate(self, nbytes: int) -> Span | None:
-        """A span of at least ``nbytes``, or None where no free range is long enough."""
+        """Take a span of at least ``nbytes``; None where no free range is long enough."""
         nbytes = self.padded(max(nbytes, 1))
         for index, (offset, length) in enumerate(self._free):
             if length >= nbytes:
@@ -120,9 +121,9 @@ class CopySafeAllocator(SpanAllocator):
 
     def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
         super().__init__(capacity_bytes, alignment_bytes)
-        self._in_copies: deque[tuple[list[Any], Span]] = deque()
+        self._in_copies: deque[tuple[list[Event], Span]] = deque()
 
-    def free_after(self, events: Iterable[Any], span: Span) -> None:
+    def free_after(self, events: Iterable[Event | None], span: Span) -> None:
         """Free a span when these events are done, at once where there are none. None stands for an event that is done.
 
         Asks no event: a finalizer may run while its thread captures a graph, which a query would spoil.
@@ -151,7 +152,7 @@ class CopySafeAllocator(SpanAllocator):
 
     @property
     def has_spans_in_copies(self) -> bool:
-        """Whether :meth:`settle` will free a span later."""
+        """True if :meth:`settle` will free a span later."""
         return bool(self._in_copies)
 
 
@@ -160,9 +161,7 @@ class CopySafeAllocator(SpanAllocator):
 
 def wait_for_stream(accelerator: Accelerator) -> None:
     """Block until the device has done what this thread's current stream was given so far."""
-    stream = accelerator.current_stream()
-    if stream is not None:
-        stream.synchronize()
+    accelerator.current_stream().synchronize()
 
 
 class Loan:
@@ -182,6 +181,12 @@ class _Lent:
     """Lies on the storage."""
 
     __slots__ = ("__weakref__",)
+
+
+class Watch(Protocol):
+    """Has a loan acted on when an object is gone."""
+
+    def __call__(self, watched: object, item: Loan) -> None: ...
 
 
 class StagingRing:
@@ -212,7 +217,7 @@ class StagingRing:
         self._streams = threading.local()
 
     def view(self, slot: Span) -> torch.Tensor:
-        """The bytes of a slot (uint8, 1-D, aligned)."""
+        """Return the bytes of a slot (uint8, 1-D, aligned)."""
         if self._memory is None:
             raise StateError(CLOSED)
         return self._memory[slot.offset : slot.offset + slot.nbytes]
@@ -224,11 +229,11 @@ class StagingRing:
             wait_for_stream(self.accelerator)
 
     def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """The first ``nbytes`` of a slot in host memory of their own; in a lane, so inside :meth:`lane_stream`."""
+        """Copy the first ``nbytes`` of a slot to host memory of their own; in a lane, inside :meth:`lane_stream`."""
         return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()
 
     def overflow(self, nbytes: int) -> torch.Tensor:
-        """Memory outside the ring, of its kind, for a read that cannot wait for room in it."""
+        """Take memory outside the ring, of its kind, for a read that cannot wait for room in it."""
         if not self._on_device:
             return huge_page_memory(nbytes, forked=False)
         memory = aligned_memory(nbytes, self.accelerator.device())
@@ -236,8 +241,8 @@ class StagingRing:
         wait_for_stream(self.accelerator)
         return memory
 
-    def lane_stream(self) -> AbstractContextManager[Any]:
-        """The context for the device work of a lane (copies for checksums, rescues): a stream of the calling thread.
+    def lane_stream(self) -> AbstractContextManager[object]:
+        """Return the context for a lane's work on the device (checksums, rescues): a stream of the calling thread.
 
         A lane's thread starts with the default stream, where its kernels would stand behind all that the training
         thread has queued.
@@ -252,15 +257,15 @@ class StagingRing:
         return self.accelerator.on(self._streams.own)
 
     def may_lend(self, slot: Span) -> bool:
-        """Whether enough of staging is left beside what is lent: else nothing could leave, and no budget be held."""
+        """Return whether enough of staging stays beside loans: else nothing could leave, and no budget be held."""
         return self._lent_bytes + slot.nbytes <= LENT_FRACTION * self.slots.capacity_bytes
 
-    def lend(self, slot: Span, nbytes: int, watch: Callable[[Any, Loan], None]) -> tuple[torch.Tensor, Loan]:
-        """The first ``nbytes`` of a slot as a tensor's own memory: on the CPU a copy would cost as much as the read.
+    def lend(self, slot: Span, nbytes: int, watch: Watch) -> tuple[torch.Tensor, Loan]:
+        """Make the first ``nbytes`` of a slot a tensor's own memory: on the CPU a copy would cost as much as the read.
 
         Args:
-            watch: has the loan, whose slot the caller sets, acted on when an object is gone: here the tensor's storage,
-                with what lies on it; must lead to :meth:`end_loan`.
+            watch: is given the loan, whose slot the caller sets, and an object that goes with the tensor's storage;
+                must lead to :meth:`end_loan`.
         """
         data, lent, loan = tensor_over(self.view(slot), nbytes), _Lent(), Loan()
         watch(lent, loan)
@@ -278,7 +283,7 @@ class StagingRing:
 
     @property
     def is_lent(self) -> bool:
-        """Whether a tensor has a slot as its memory."""
+        """True if a tensor has a slot as its memory."""
         return self._loans > 0
 
     def trim(self) -> None:
@@ -323,13 +328,13 @@ class StagingRing:
 
 
 def tensor_over(host: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """The first ``nbytes`` of host memory as a tensor of its own storage (and version counter), not copied."""
+    """Return the first ``nbytes`` of host memory as a tensor of its own storage (and version counter), not copied."""
     return torch.frombuffer(host_view(host), dtype=torch.uint8)[:nbytes]
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Of one copy at a time, in bytes per second."""
+    """The rates of one copy at a time, in bytes per second."""
 
     out_bytes_per_s: float
     in_bytes_per_s: float
@@ -338,7 +343,7 @@ class CopyRates:
 def measure_copies(
     accelerator: Accelerator, copies: Copies, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
 ) -> CopyRates:
-    """The best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
+    """Return the best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
 
     Args:
         copies: theirs, which no store uses.

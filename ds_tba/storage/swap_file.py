@@ -230,7 +230,7 @@ def _close_if_alive(file: weakref.ref[SwapFile]) -> None:
 
 
 def _write_in_place(fd: int) -> None:
-    """Where a file system would copy on write (btrfs), have it overwrite reserved blocks instead, as others do.
+    """Have a file system that would copy on write (btrfs) overwrite reserved blocks instead, as others do.
 
     Else every rewrite needs new room, so that it can fail for want of it, which DeepSpeed's op would not tell.
     """

@@ -16,11 +16,11 @@ from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_byt
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
-from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
-from ds_tba.storage.base import Store
+from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.space import SwapPath
+from ds_tba.storage.path import SwapPath
+from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
 from ds_tba.wear import Drive, PathWear, examine, path_wear
@@ -69,7 +69,7 @@ class Tiers:
         self._drives: list[Drive] = []
         self.nvme: NvmeStore | None = None
         self.host: HostStore | None = None
-        self.by_placement: dict[Placement, Store[Any]] = {}
+        self.by_placement: dict[Placement, AnyStore] = {}
         budget_bytes = config.host_budget_bytes
         uses_host = budget_bytes != 0 and config.placement != "keep"
         self._host_is_first = uses_host and config.placement != "nvme"

@@ -19,17 +19,10 @@ from typing import Protocol
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
 from ds_tba.errors import StateError
 from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
 from ds_tba.update.formula import cast, scale
-from ds_tba.update.host import Event
-
-
-class Stream(Protocol):
-    """A stream of the device."""
-
-    def wait_event(self, event: Event, /) -> None: ...
 
 
 class Update(Protocol):
@@ -301,11 +294,10 @@ class DevicePipeline:
         self._accelerator.copy(source.view(torch.uint8), target.view(torch.uint8))
         self.stats.uploaded_bytes += source.nbytes
 
-    def _block_until_done(self, stream: Stream | None) -> None:
+    def _block_until_done(self, stream: Stream) -> None:
         with self._accelerator.on(stream):
             event = moment(self._accelerator)
-        if event is not None:
-            event.synchronize()
+        event.synchronize()
 
 
 def uploads_before(chunk_elements: int) -> int:
@@ -313,7 +305,6 @@ def uploads_before(chunk_elements: int) -> int:
     return 2 * 4 * BYTES_PER_ELEMENT * chunk_elements  # parameters, two moments, gradient
 
 
-def _wait(stream: Stream | None, event: Event | None) -> None:
-    """Make ``stream`` wait for ``event``; on a synchronous device there is neither, and everything is done."""
-    if stream is not None and event is not None:
-        stream.wait_event(event)
+def _wait(stream: Stream, event: Event) -> None:
+    """Make ``stream`` wait for ``event``."""
+    stream.wait_event(event)

@@ -23,10 +23,12 @@ from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.recorder import Recorder
+from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources, Trace
 from ds_tba.recompute.blocks import Blocks, find_blocks
-from ds_tba.remat.sites import Recipe, Sites
+from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RecipeTicket, RematStore
+from ds_tba.remat.where import RunningModule
 
 BATCH, SEQUENCE = 4, 96
 MIN_BYTES = 16384
@@ -80,8 +82,9 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     """The model really run, with values, its saved tensors kept."""
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
-    recorder = Recorder(cache.eligibility_of, NoClock(), {id(module): path for path, module in model.named_modules()})
-    with cache.saving(around=recorder.around), Blocks(find_blocks(model, None), Passes(recorder)).listening():
+    paths = {id(module): path for path, module in model.named_modules()}
+    recorder = Recorder(Scene(cache, NoClock(), RunningModule(paths)))
+    with cache.saving(around=recorder.around), Blocks(find_blocks(model, None), Passes(recorder)).watching():
         output = forward()
     loss_of(output).backward()
     recorder.end()
@@ -166,7 +169,7 @@ def really_made_again(
         if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             tensor.normal_()  # equal elements prove nothing
     cache = TensorCache([], "cpu", MIN_BYTES)
-    cache.rematerialize(Sites(cache, CpuAccelerator(), exclude))
+    cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator(), exclude)))
     found: Counter[str] = Counter()
     for module in subject.model.modules():
         mark_owned(module)
@@ -174,8 +177,8 @@ def really_made_again(
     with cache.saving(), within():
         output = subject.forward()
     for record in cache.forward.by_key.values():
-        if isinstance(record.recipe, Recipe):
-            found[record.recipe.site.op] += record.nbytes
+        if isinstance(record.ticket, RecipeTicket):
+            found[record.origin.op] += record.nbytes
     loss_of(output).backward()
     del output
     cache.settle()

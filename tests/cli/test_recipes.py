@@ -30,7 +30,7 @@ def test_the_script_puts_the_mlp_in_tiles_and_runs_trl_s(monkeypatch: pytest.Mon
     tiles: list[int] = []
     real = sequence_parallel.TiledMLP.apply
     torch.manual_seed(0)
-    mlp = modeling.LlamaMLP(modeling.LlamaConfig(hidden_size=16, intermediate_size=32))
+    mlp = modeling.LlamaMLP(modeling.LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2))
 
     def gradients() -> list[torch.Tensor]:
         x = torch.linspace(-1, 1, 40 * 16).view(1, 40, 16).requires_grad_()

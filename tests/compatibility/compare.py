@@ -22,7 +22,7 @@ RECOMPUTED: dict[str, Any] = {**PLANNED, "recompute": True, "ssd": WORN}
 
 @dataclass(frozen=True)
 class Compared:
-    """What the run with the block returned, rank by rank, and what the table says of it.
+    """The results of the run with the block, rank by rank, and what the table says of them.
 
     Attributes:
         plain: what the run without it returned.
@@ -91,7 +91,7 @@ def compare(
 
 
 def agrees(plain: list[dict[str, Any]], ours: list[dict[str, Any]], *, must_move: bool = True) -> Compared:
-    """What the ranks returned without and with the block must be the same."""
+    """Check that the ranks returned the same without and with the block."""
     for rank, (expected, found) in enumerate(zip(plain, ours, strict=True)):
         assert expected["losses"], "the program trained nothing"
         for key in COMPARED:

@@ -46,7 +46,7 @@ def run(
 def run_once(
     program: Program, config: dict[str, Any], directory: Path, *, ranks: int = 1, **arguments: Any
 ) -> list[dict[str, Any]]:
-    """As :func:`run`, once in a run of the tests: for what many tests compare with, a run without the block."""
+    """Call :func:`run` once in a run of the tests: many tests compare with a run without the block."""
     key = [program.__module__, program.__qualname__, config, ranks, arguments]
     found: list[dict[str, Any]] = once(key, lambda: run(program, config, directory, ranks=ranks, **arguments))
     return found

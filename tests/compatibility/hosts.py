@@ -61,7 +61,7 @@ class Job:
         return self._outputs[host].read_text()
 
     def wait_for(self, text: str, host: int) -> None:
-        """Until a host has printed that."""
+        """Wait until a host has printed that."""
         ends_s = time.monotonic() + TIMEOUT_S
         while text not in self.output(host):
             assert time.monotonic() < ends_s and self._nodes[host].poll() is None, self.output(host)
@@ -89,7 +89,7 @@ def started(
     own: Sequence[Mapping[str, str]] = ({}, {}),
     **variables: str,
 ) -> Iterator[Job]:
-    """What ``deepspeed --hostfile`` starts on each of the hosts, so many ranks on each.
+    """Start what ``deepspeed --hostfile`` starts on each of the hosts, so many ranks on each.
 
     Args:
         own: variables of each host's environment, beside those of both.
@@ -116,7 +116,7 @@ def started(
 
 
 def launch(*arguments: Any, **options: Any) -> Result:
-    """As :func:`started`, to the end; the output of both hosts."""
+    """Run what :func:`started` starts to its end; return the output of both hosts."""
     with started(*arguments, **options) as job:
         statuses = [job.status(host) for host in range(2)]
         return Result(max(map(abs, statuses)), "\n".join(job.output(host) for host in range(2)))

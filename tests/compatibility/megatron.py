@@ -176,7 +176,7 @@ class GeluOfBiased(Function):
 
 
 class SplitCrossEntropy(Function):
-    """Of scores that are split over the words; backward makes the gradient out of the saved softmax, in place."""
+    """The loss of scores that are split over the words; backward makes the gradient of the saved softmax, in place."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, words: Tensor, parallel: Parallel) -> Tensor:
@@ -380,7 +380,7 @@ class FromMainGrads(torch.optim.AdamW):
 
 
 class Groups:
-    """What DeepSpeed asks for: all ranks share the model, and each has all of the data."""
+    """The groups that DeepSpeed asks for: all ranks share the model, and each has all of the data."""
 
     def __init__(self) -> None:
         self._alone = [distributed.new_group([rank]) for rank in range(distributed.get_world_size())]
@@ -459,7 +459,7 @@ class SentOn(Function):
 def trained_as_first_stage(
     config: dict[str, Any], splits_sequence: bool = False, checkpoint: str = "", steps: int = 5, in_flight: int = 2
 ) -> dict[str, Any]:
-    """As the first of two stages of a pipeline: forwards run ahead, and give up the memory of what they returned.
+    """Train as the first of two stages of a pipeline: forwards run ahead, and free what they returned.
 
     The micro-batches of a step come back in the order in which they went.
     """

@@ -35,7 +35,7 @@ class Block(nn.Module):
         return MLP()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of (batch, length, heads, width of a head) each."""
+        """Attend over tensors of (batch, length, heads, width of a head)."""
         heads = [each.transpose(1, 2) for each in (query, key, value)]
         return nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
 
@@ -390,7 +390,7 @@ class Counted(Block):
 
 
 def checkpoints_are_copies() -> None:
-    """What ``cpu_checkpointing`` puts on the host is a copy, as on a GPU.
+    """Have ``cpu_checkpointing`` put copies on the host, as on a GPU.
 
     On a CPU it is the input itself, which DeepSpeed then empties: the option fails there, also without us.
     """
@@ -458,7 +458,7 @@ class TiledMlp(MLP):
 
 
 class SequenceTiledBlock(Block):
-    """As ``TiledBlock``, by the function for any module."""
+    """A ``TiledBlock`` by the function for any module."""
 
     def new_mlp(self) -> nn.Module:
         return SequenceTiledMlp()

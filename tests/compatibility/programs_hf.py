@@ -286,7 +286,7 @@ AUTO: dict[str, Any] = {
 
 
 def config_of(stage: int) -> dict[str, Any]:
-    """As Hugging Face's documentation writes it: the trainer's arguments fill in what is "auto"."""
+    """Return a config as Hugging Face's documentation writes it: the arguments fill in what is "auto"."""
     return {**AUTO, "zero_optimization": {"stage": stage}}
 
 

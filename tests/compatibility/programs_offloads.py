@@ -22,7 +22,7 @@ def with_transformers_offload(config: dict[str, Any], **more: Any) -> dict[str, 
 
 
 def checkpointing(**more: Any) -> dict[str, Any]:
-    """Of Transformers' trainers."""
+    """Return the arguments of Transformers' trainers."""
     kwargs = {"use_reentrant": False, **more}
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
 
@@ -67,7 +67,7 @@ def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, 
 
 
 class RandomState:
-    """For ``torch_remat``, which leaves random numbers to its caller."""
+    """The hooks of ``torch_remat``, which leaves random numbers to its caller."""
 
     def snapshot(self) -> Tensor:
         return torch.get_rng_state()

@@ -13,7 +13,7 @@ import torch
 
 
 def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
-    """What is compared, and the report if there is one."""
+    """Return what is compared, and the report if there is one."""
     import deepspeed
 
     digests = {}

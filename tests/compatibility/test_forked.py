@@ -1,4 +1,4 @@
-"""What tests share: ranks that are forked, and what one run of the tests finds out once."""
+"""Ranks that are forked, and what one run of the tests finds out once."""
 
 from __future__ import annotations
 

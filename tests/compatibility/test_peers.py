@@ -54,7 +54,7 @@ def exact(scenario: Callable[[Saving], list[Tensor]], cache: TensorCache) -> str
 
 
 def moved_bytes(cache: TensorCache) -> int:
-    return sum(store.stats.offloaded_bytes for store in cache._stores)
+    return sum(store.stats.offloaded_bytes for store in cache.stores)
 
 
 # ---- torchtune ------------------------------------------------------------------------------------------------------

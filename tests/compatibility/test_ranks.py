@@ -20,7 +20,7 @@ ADAPTIVE: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 1000.0
 
 
 def plan_of(report: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks must have in common; the reason and the time are a rank's own."""
+    """Return what all ranks must have in common; the reason and the time are a rank's own."""
     assert report["plan"] is not None, "no plan was made"
     return {**report["plan"], "reason": "", "measured_step_s": None}
 

@@ -133,7 +133,7 @@ LAUNCHED = {"distributed_type": "DEEPSPEED", "num_machines": 1, "num_processes":
 def launched(
     directory: Path, deepspeed_settings: dict[str, Any], *arguments: str, **variables: str
 ) -> list[dict[str, Any]]:
-    """What each rank returns under ``accelerate launch`` with a config file."""
+    """Return what each rank returns under ``accelerate launch`` with a config file."""
     directory.mkdir()
     config, port = directory / "accelerate.yaml", free_port()
     config.write_text(yaml.safe_dump({**LAUNCHED, "main_process_port": port, "deepspeed_config": deepspeed_settings}))

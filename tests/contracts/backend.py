@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class BackendContract:
-    """What the store relies on. Subclasses give ``backend``."""
+    """The promises of a backend that the store relies on. A subclass gives the fixture ``backend``."""
 
     @pytest.fixture
     def file(self, tmp_path: Path) -> Iterator[SwapFile]:
@@ -96,7 +96,7 @@ class BackendContract:
 
 
 class DeviceStagingContract(BackendContract):
-    """Of those that stage in device memory; ``registered`` is the size at each address that the library was told of."""
+    """The promises of one that stages in device memory; ``registered`` has each address that its library knows."""
 
     # Device memory is no memory of the process, so there is nothing to keep from its children.
     test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]

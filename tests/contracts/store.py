@@ -94,7 +94,7 @@ def released_within(
 
 
 class StoreContract:
-    """What the tensor cache relies on.
+    """The promises of a store that the tensor cache relies on.
 
     Subclasses give the fixture ``store``: empty, with room for 8 MiB at least and for ``most_bytes`` at most. What it
     has opened, the fixture closes.

@@ -116,7 +116,7 @@ def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(device: Late
         second = (x * buffer).sum()
         wanted = buffer.clone()
     device.synchronize()
-    cache.read_comparisons(wait=True)
+    cache._read_doubts(wait=True)
     assert cache.stats.kept_bytes[CHANGED] == (buffer.nbytes if is_changed else 0)
     assert cache.stats.deduplicated_bytes == (0 if is_changed else buffer.nbytes)
     (second + 0 * (first + other)).backward()

@@ -9,17 +9,17 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, part_of, wait_for_writes
 from support.late_device import LateDevice
 from support.prefetching import KIB, Spy, cache_over, chain
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import RecordState
-from ds_tba.device.accelerator import PendingCopy
+from ds_tba.device.copies import PendingCopy
 from ds_tba.errors import ActivationLostError, StateError
-from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
-from ds_tba.storage.space import SwapTicket, TicketState
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import PartState, SwapTicket
 
 ONE_LANE = Lanes(1, 1)
 devices = pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def under_write(store: NvmeStore, gate: Gate, *pieces: torch.Tensor) -> list[Swa
     """Tickets of which the first is being written, and the others wait for it."""
     tickets = [put(store, piece.clone()) for piece in pieces]
     gate.arrived.acquire()
-    until(lambda: tickets[0].state is TicketState.WRITING, "the first write to begin")
+    until(lambda: part_of(tickets[0]).state is PartState.WRITING, "the first write to begin")
     return tickets
 
 
@@ -58,7 +58,7 @@ def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
     wait_for_writes(store)
-    until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets), "the writes to leave it there")
+    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in tickets), "the writes to leave it there")
     for ticket, piece in zip(tickets, pieces, strict=True):
         loaded = store.get(ticket, CPU)
         assert loaded.stored and torch.equal(loaded.data, piece)
@@ -77,8 +77,8 @@ def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(ma
     tickets = under_write(store, gate, *(noise(MIB) for _ in range(3)))
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
-    until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets), "the writes")
-    assert all(ticket.arrival is not None for ticket in tickets)
+    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in tickets), "the writes")
+    assert all(part_of(ticket).arrival is not None for ticket in tickets)
     assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
 
 
@@ -87,9 +87,9 @@ def test_on_the_cpu_its_slot_becomes_the_memory(make_store: StoreFactory) -> Non
     store = make_store(ScriptedBackend(gate), lanes=ONE_LANE)
     (ticket,) = under_write(store, gate, noise(MIB))
     store.prefetch(ticket)
-    slot = ticket.held_slot
+    slot = part_of(ticket).held_slot
     gate.opened.set()
-    until(lambda: ticket.state is TicketState.LOADED, "the write")
+    until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
     assert store.get(ticket, CPU).data.data_ptr() == store.ring.view(slot).data_ptr()
 
 
@@ -102,7 +102,7 @@ def test_reads_behind_what_is_being_written_are_not_held_up(make_store: StoreFac
     gate.opened.clear()
     late = [put(store, noise(MIB)) for _ in range(6)]
     assert [store.prefetch(ticket) for ticket in late + before] == [True] * 8 + [False]
-    until(lambda: all(ticket.state is TicketState.LOADED for ticket in before[:2]), "the reads")
+    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in before[:2]), "the reads")
     gate.opened.set()
 
 
@@ -116,7 +116,7 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
     early = [stored(store, noise(MIB)) for _ in range(10)]
     for ticket in early[:6]:
         assert store.prefetch(ticket)
-    until(lambda: all(ticket.state is TicketState.LOADED for ticket in early[:6]), "the reads")
+    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in early[:6]), "the reads")
     gate.opened.clear()
     late = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]
@@ -157,25 +157,25 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     nothing_is_held(store)
 
 
-@pytest.mark.parametrize("state", [TicketState.QUEUED, TicketState.WRITING, TicketState.LOADED])
+@pytest.mark.parametrize("state", [PartState.QUEUED, PartState.WRITING, PartState.LOADED])
 @devices
 def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
-    make_store: StoreFactory, accelerator: MakeDevice, state: TicketState
+    make_store: StoreFactory, accelerator: MakeDevice, state: PartState
 ) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
     tickets = under_write(store, gate, *(noise(MIB) for _ in range(2)))
-    ticket = tickets[state is TicketState.QUEUED]
+    ticket = tickets[state is PartState.QUEUED]
     assert store.prefetch(ticket)
-    if state is TicketState.LOADED:
+    if state is PartState.LOADED:
         gate.opened.set()
-        until(lambda: ticket.state is TicketState.LOADED, "the write")
+        until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
         assert store.space.read_ahead.prefetched_bytes == MIB
     for one in tickets:
         store.release(one)
     gate.opened.set()
     nothing_is_held(store)
-    assert store.space.read_ahead.early_bytes == 0 and ticket.state is TicketState.RELEASED
+    assert store.space.read_ahead.early_bytes == 0 and part_of(ticket).state is PartState.RELEASED
 
 
 @devices
@@ -189,8 +189,8 @@ def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(
     (ticket,) = under_write(store, gate, data)
     assert store.prefetch(ticket)
     gate.opened.set()
-    until(lambda: ticket.state is TicketState.LOADED, "the write")
-    assert store.cancel_prefetch(ticket) and ticket.state is TicketState.STORED
+    until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
+    assert store.cancel_prefetch(ticket) and part_of(ticket).state is PartState.STORED
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert (store.stats.forwarded_bytes, store.stats.read_bytes) == (0, MIB)
     store.release(ticket)
@@ -207,7 +207,7 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
-    until(lambda: all(ticket.state is TicketState.RESCUED for ticket in tickets), "the failures")
+    until(lambda: all(part_of(ticket).state is PartState.RESCUED for ticket in tickets), "the failures")
     assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert store.prefetch(ticket)
@@ -230,7 +230,7 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
     with monkeypatch.context() as patch:
         patch.setattr(PendingCopy, "wait", lambda copy: lost())
         gate.opened.set()
-        until(lambda: second.state is TicketState.LOST, "the copy")
+        until(lambda: part_of(second).state is PartState.LOST, "the copy")
     assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
@@ -271,7 +271,7 @@ def test_without_device_memory_it_is_not_brought_ahead(
         patch.setattr(store.ring.accelerator, "allocate", no_memory)
         assert not store.prefetch(ticket)
     gate.opened.set()
-    until(lambda: ticket.state is TicketState.STORED, "the write")
+    until(lambda: part_of(ticket).state is PartState.STORED, "the write")
     assert torch.equal(store.get(ticket, CPU).data, data)
     store.release(ticket)
     nothing_is_held(store)
@@ -294,7 +294,7 @@ def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
             data = noise(MIB)
             ticket = put(store, data.clone())
             store.prefetch(ticket)
-            until(lambda ticket=ticket: ticket.state not in (TicketState.QUEUED, TicketState.WRITING), "the write")  # type: ignore[misc]
+            until(lambda ticket=ticket: part_of(ticket).state not in (PartState.QUEUED, PartState.WRITING), "the write")  # type: ignore[misc]
             if not given_up:
                 assert torch.equal(store.get(ticket, CPU).data, data)
             store.release(ticket)
@@ -309,7 +309,7 @@ def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory)
     nvme = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator(), staging_bytes=8 * MIB)
     store, data = nvme, noise(6 * MIB)
     ticket = store.put(data.clone(), wait=False)
-    assert isinstance(ticket, PiecesTicket) and len(ticket.pieces) == 3
+    assert isinstance(ticket, SwapTicket) and len(ticket.parts) == 3
     gate.arrived.acquire()
     assert store.prefetch(ticket) and nvme.space.read_ahead.early_bytes == 6 * MIB
     gate.opened.set()
@@ -327,7 +327,7 @@ def test_a_read_that_fails_still_raises_for_what_was_handed_over_before(make_sto
     (ticket,) = under_write(store, gate, data)
     assert store.prefetch(ticket)
     gate.opened.set()
-    until(lambda: ticket.state is TicketState.LOADED, "the write")
+    until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
     assert torch.equal(store.get(ticket, CPU).data, data)
     with pytest.raises(ActivationLostError):
         store.get(ticket, CPU)
@@ -342,7 +342,7 @@ def tickets_of(cache: TensorCache) -> list[SwapTicket]:
     return [record.ticket for record in records if isinstance(record.ticket, SwapTicket)]
 
 
-READ_AHEAD = {TicketState.READ_QUEUED, TicketState.READING, TicketState.LOADED}
+READ_AHEAD = {PartState.READ_QUEUED, PartState.READING, PartState.LOADED}
 LAST: dict[str, Callable[[], torch.Tensor]] = {
     "a small tensor": lambda: torch.ones(4),
     "a parameter": lambda: torch.nn.Parameter(torch.ones(1024, 64)),
@@ -353,13 +353,13 @@ LAST: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("last", LAST)
 def test_reading_ahead_begins_with_the_first_unpack_of_anything(make_store: StoreFactory, last: str) -> None:
     store = make_store(staging_bytes=2 * MIB)
-    cache, seen = cache_over(store), list[set[TicketState]]()
+    cache, seen = cache_over(store), list[set[PartState]]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        y = Spy.apply(chain(x, 8), LAST[last](), lambda: seen.append({ticket.state for ticket in tickets}))
+        y = Spy.apply(chain(x, 8), LAST[last](), lambda: seen.append({part_of(ticket).state for ticket in tickets}))
     tickets = tickets_of(cache)
     wait_for_writes(store)
-    assert len(tickets) == 8 and {ticket.state for ticket in tickets} == {TicketState.STORED}
+    assert len(tickets) == 8 and {part_of(ticket).state for ticket in tickets} == {PartState.STORED}
     y.sum().backward()
     assert len(seen) == 1 and seen[0] <= READ_AHEAD
 
@@ -367,34 +367,38 @@ def test_reading_ahead_begins_with_the_first_unpack_of_anything(make_store: Stor
 def test_what_is_unpacked_in_forward_begins_nothing(make_store: StoreFactory) -> None:
     """Else the order would be made of what is packed by then, and what comes after would never be read ahead."""
     store = make_store(staging_bytes=2 * MIB)
-    cache, seen = cache_over(store), list[set[TicketState]]()
+    cache, seen = cache_over(store), list[set[PartState]]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
         early = chain(x, 4)
         wait_for_writes(store)
-        inner = Spy.apply(x, torch.ones(4), lambda: seen.append({ticket.state for ticket in tickets_of(cache)}))
+        inner = Spy.apply(
+            x, torch.ones(4), lambda: seen.append({part_of(ticket).state for ticket in tickets_of(cache)})
+        )
         torch.autograd.grad(inner.sum(), x)
         torch.autograd.grad(chain(x, 1).sum(), x)  # unpacks what was moved, too
-        y = Spy.apply(chain(early, 4), torch.ones(4), lambda: seen.append({ticket.state for ticket in tickets}))
+        y = Spy.apply(
+            chain(early, 4), torch.ones(4), lambda: seen.append({part_of(ticket).state for ticket in tickets})
+        )
     tickets = tickets_of(cache)
     wait_for_writes(store)
     y.sum().backward()
-    assert seen[0] == {TicketState.STORED}
+    assert seen[0] == {PartState.STORED}
     assert len(tickets) == 8 and seen[1] <= READ_AHEAD
 
 
 def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_store: StoreFactory) -> None:
     store = make_store(staging_bytes=2 * MIB)
-    cache, seen = cache_over(store), list[list[set[TicketState]]]()
+    cache, seen = cache_over(store), list[list[set[PartState]]]()
     x = torch.randn(128, 128, requires_grad=True)
     outputs, tickets = [], []
     for _ in range(3):
         with cache.saving():
-            look = lambda: seen.append([{one.state for one in group} for group in tickets])  # noqa: E731
+            look = lambda: seen.append([{part_of(one).state for one in group} for group in tickets])  # noqa: E731
             outputs.append(Spy.apply(chain(x, 2), torch.ones(4), look))
         tickets.append(tickets_of(cache))
     wait_for_writes(store)
-    stored = {TicketState.STORED}
+    stored = {PartState.STORED}
     outputs[1].sum().backward()
     assert seen[0][0] == seen[0][2] == stored and seen[0][1] <= READ_AHEAD
     outputs[0].sum().backward()

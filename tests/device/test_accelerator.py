@@ -21,13 +21,13 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator as module
 from ds_tba.device.accelerator import (
     ANSWERS_BYTES,
-    Copies,
     CudaAccelerator,
     DeviceAccelerator,
     PinnedAnswers,
     adapted,
     new_thread,
 )
+from ds_tba.device.copies import Copies
 from ds_tba.errors import ConfigError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import ANSWERS_BYTES
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 
@@ -69,7 +70,7 @@ stores = pytest.mark.parametrize("make", [kept, in_host_memory, on_a_drive], ids
 
 def cache_over(device: LateDevice, tiers: list[Store[Any]]) -> TensorCache:
     cache = TensorCache(tiers, "cpu", hazards.MIN_BYTES, wait_for_staging=True, accelerator=device)
-    cache.rematerialize(Sites(cache, device))
+    cache.rematerialize(RematStore(cache, Sites(cache, device)))
     return cache
 
 
@@ -96,7 +97,7 @@ def train(make: Callable[[], nn.Module], cache: TensorCache | None, rows: int = 
         loss.backward()
         if cache is not None:
             cache.end_micro_step()
-            cache.sites.step += 1
+            cache.rematerialization.sites.step += 1
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         found.append([loss.detach(), *(one.clone() for one in gradients)])
         with torch.no_grad():
@@ -124,7 +125,7 @@ def test_what_is_made_again_trains_to_the_bit(device: Answers, make_store: Store
     assert_equal(expected, found)
     assert cache.stats.rematerialized_bytes > STEPS * 64 * KIB
     assert not tiers or sum(store.stats.offloaded_bytes for store in tiers) > 0
-    assert not cache.sites.summary()["refused_sites"].get("made again it differs")
+    assert not cache.rematerialization.sites.summary()["refused_sites"].get("made again it differs")
     hazards.check_nothing_is_left(cache, "training")
     for store in tiers:
         store.close()
@@ -165,7 +166,7 @@ def test_no_answer_is_read_before_its_time() -> None:
     cache = cache_over(device, [])
     train(three_layers, cache)
     assert device.gate.is_set()
-    assert cache.sites.summary()["refused_sites"].get("made again it differs") is None
+    assert cache.rematerialization.sites.summary()["refused_sites"].get("made again it differs") is None
     assert cache.stats.rematerialized_bytes > 0
     device.end()
 
@@ -173,7 +174,7 @@ def test_no_answer_is_read_before_its_time() -> None:
 def test_comparisons_pin_one_block_for_all_and_what_is_saved_again_another(device: Answers) -> None:
     cache = cache_over(device, [])
     train(three_layers, cache)
-    assert len(cache.sites._sites) > 8 and device.pinned_blocks == [ANSWERS_BYTES] * 2
+    assert len(cache.rematerialization.sites._sites) > 8 and device.pinned_blocks == [ANSWERS_BYTES] * 2
 
 
 def test_a_difference_is_seen_however_late_the_answer_comes() -> None:
@@ -194,5 +195,5 @@ def test_a_difference_is_seen_however_late_the_answer_comes() -> None:
     cache = cache_over(device, [])
     expected, found = train(Changes, None), train(Changes, cache)
     assert_equal(expected, found)
-    assert cache.sites.summary()["refused_sites"]["made again it differs"] >= 1
+    assert cache.rematerialization.sites.summary()["refused_sites"]["made again it differs"] >= 1
     device.end()

@@ -95,7 +95,7 @@ def mutated(changes: list[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
 
 
 def same(given: Any, taken: Any) -> bool:
-    """Whether what was taken is what was given, less the keys that were left out."""
+    """Check that what was taken is what was given, less the keys that were left out."""
     if isinstance(given, dict):
         return all(same(value, taken[key]) for key, value in given.items())
     return bool(given == taken) and isinstance(given, bool) == isinstance(taken, bool)

@@ -1,4 +1,4 @@
-"""What becomes of the drive when the process dies, and of two processes that share it."""
+"""The drive when the process dies, and two processes that share it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def case(
 
 
 def train(directory: Path, cases: list[dict[str, Any]], ranks: int, **environment: str) -> Found:
-    """What each rank of each case has found, with its report where it has the block."""
+    """Return what each rank of each case has found, with its report where it has the block."""
     path = directory / "cases.json"
     path.write_text(json.dumps(cases))
     script = runs.SCRIPTS / ("unequal.py" if environment else "pipeline.py")

@@ -1,4 +1,4 @@
-"""What goes wrong late, if it does, in real engines: the numbers of the run without the block, or an error."""
+"""Models that may go wrong late, in real engines: the numbers of the run without the block, or an error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Verdicts = Callable[[int], dict[str, str]]
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
-    """What the script says of each case of a stage of ZeRO; one process for all of them, started when asked for."""
+    """Return what the script says of each case of a stage of ZeRO, all in one process."""
 
     @cache
     def of_stage(stage: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
 
 
 def train(directory: Path, case: str) -> list[dict[str, Any]]:
-    """What each rank has found."""
+    """Return what each rank has found."""
     script = runs.SCRIPTS / "two_ranks.py"
     done = runs.run(
         None, directory, str(directory), case, ranks=2, script=script, timeout_s=TIMEOUT_S, told_local_rank=False

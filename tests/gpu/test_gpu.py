@@ -41,8 +41,9 @@ from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.plan.search import Planner
+from ds_tba.plan.plan import Planner
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.backends.posix import PosixBackend
@@ -80,7 +81,7 @@ def cache_over(rig: Rig, *stores: Store, again: bool = False) -> TensorCache:  #
     device = rig.accelerator.device()
     cache = TensorCache(stores, device, hazards.MIN_BYTES, wait_for_staging=True, accelerator=rig.accelerator)
     if again:
-        cache.rematerialize(Sites(cache, rig.accelerator))
+        cache.rematerialize(RematStore(cache, Sites(cache, rig.accelerator)))
     return cache
 
 
@@ -89,7 +90,7 @@ def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
     if not all(torch.equal(hazards._bits(a), hazards._bits(b)) for a, b in zip(one, other, strict=True)):
         warnings.warn(f"{scenario.__name__}: without the cache, too, two runs differ on this device", stacklevel=2)
         return
-    if cache.sites is None:
+    if cache.rematerialization is None:
         hazards.check(scenario, cache, rig.device)
     else:
         hazards.check_made_again(scenario, cache, rig.device)
@@ -160,11 +161,11 @@ def test_each_op_on_the_device_is_made_again_to_the_bit(rig: Rig) -> None:
                 weight.grad = None
                 del y, loss
             cache.end_micro_step()
-            cache.sites.step += 1
+            cache.rematerialization.sites.step += 1
             assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3]), name
             made_in.append(cache.stats.rematerialized_bytes - made_bytes)
         assert made_in[-1] > 0, name
-    assert not cache.sites.summary()["refused_sites"].get("made again it differs")
+    assert not cache.rematerialization.sites.summary()["refused_sites"].get("made again it differs")
 
 
 @on_both

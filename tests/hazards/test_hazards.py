@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.host import HostStore
 
@@ -81,7 +82,7 @@ def test_gradients_are_exact_when_nvme_degrades_to_host_memory(make_store: Store
 @scenarios
 def test_gradients_are_exact_when_rematerialized(make_store: StoreFactory, scenario: Scenario, placed: str) -> None:
     cache = cache_over(None if placed == "keep" else make_store(staging_bytes=8 * MIB), wait=True)
-    cache.rematerialize(Sites(cache, CpuAccelerator()))
+    cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
     if placed == "budget":
         cache.limit_resident(8 * SIDE_BYTES)
     for _ in range(2):  # what is proven in the first pass is left out in the second

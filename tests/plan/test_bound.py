@@ -8,6 +8,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import CpuAccelerator, MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
+from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.search import adaptive
+from ds_tba.plan.trace import Trace
 from ds_tba.stats import Gauge
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
@@ -220,8 +223,11 @@ def test_longer_inputs_have_a_plan_made_for_them_without_another_recording(make:
 
 @pytest.mark.usefixtures("one_thread")
 def test_two_forwards_before_a_backward_get_a_plan(make: Make) -> None:
+    def without_recompute(trace: Trace, limits: Limits) -> Plan:
+        return adaptive(trace, replace(limits, recompute=False))
+
     ours = fresh()
-    offloader = make(ours, max_step_overhead=1000.0)
+    offloader = make(ours, planner=without_recompute, max_step_overhead=1000.0, recompute=True)  # or no block is seen
     _, peaks = train(ours, offloader, [256] * 20, 2)
     report = offloader.report()
     assert report.plans >= 1 and report.plan is not None
@@ -583,7 +589,7 @@ def test_an_interrupt_while_room_is_made_takes_off_nothing_that_was_not_counted(
         y = torch.randn(128, 128, requires_grad=True)
         for _ in range(9):
             y = y.sin()
-        monkeypatch.setattr(cache._stores[0], "put", interrupt)
+        monkeypatch.setattr(cache.stores[0], "put", interrupt)
         small = torch.randn(60, 256, requires_grad=True)
         for _ in range(20):
             small = small.sin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -203,7 +204,7 @@ def test_steps_that_are_longer_whatever_is_moved_are_what_the_next_plan_promises
     assert promised is not None
     decide, step_s = Feedback.decide, 10 * promised["kept_step_s"]
     monkeypatch.setattr(Feedback, "decide", lambda one, step, _, *rest: decide(one, step, step_s, *rest))
-    steps(ours, offloader, [ROWS] * (6 * MIN_STEPS))
+    steps(ours, offloader, [ROWS] * (9 * MIN_STEPS))
     found = offloader.report().plan
     assert found is not None and found["kept_step_s"] > 3 * promised["kept_step_s"]
     assert found["step_s"] > 3 * promised["step_s"]
@@ -479,7 +480,7 @@ def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
         steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
     assert offloader.report().plans == 1 and feedback.kept_s == kept_s
     with monkeypatch.context() as patched:
-        patched.setattr(feedback, "_adjusted", lambda *_: "")
+        patched.setattr(feedback, "_judged", lambda *_: Action.GO_ON)
         steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
     assert offloader.report().plans == 2 and 1.5 * kept_s < feedback.kept_s < 2.5 * kept_s
 
@@ -679,6 +680,46 @@ def test_the_model_is_left_as_it_was(make: Make) -> None:
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
     offloader.close()
     assert [block.__dict__.keys() for block in ours.blocks] == [attributes.keys() for attributes in before]
+
+
+def looks(ours: Model) -> list[list[str]]:
+    """What is on each block of a model in the middle of each of its forwards."""
+    found: list[list[str]] = []
+    plain = ours.head.forward
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        words = []
+        for block in ours.blocks:
+            is_hooked = bool(block._forward_hooks or block._forward_pre_hooks)
+            words.append("replaced" if "forward" in block.__dict__ else "hooked" if is_hooked else "")
+        found.append(words)
+        return plain(x)
+
+    ours.head.forward = look  # type: ignore[method-assign]
+    return found
+
+
+def test_without_recompute_no_block_has_anything_of_ours(make: Make) -> None:
+    ours = model()
+    found = looks(ours)
+    offloader = make(ours, recompute=False)
+    steps(ours, offloader, [ROWS] * STEPS)
+    report = offloader.report()
+    assert found == [[""] * DEPTH] * STEPS and report.plans >= 1
+    assert report.plan is not None and report.plan["blocks"] == 0
+
+
+@pytest.mark.usefixtures("needs_recompute", "steady_drives")
+def test_blocks_are_hooked_while_a_step_is_recorded_and_replaced_where_a_plan_recomputes_them(make: Make) -> None:
+    def every_second(trace: Any, limits: Any) -> Any:
+        again = tuple(number % 2 == 0 for number in range(DEPTH))
+        return dataclasses.replace(PLANNERS["recompute"](trace, limits), recomputed_blocks=again)
+
+    ours = model()
+    found = looks(ours)
+    steps(ours, make(ours, planner=every_second), [ROWS] * STEPS)
+    assert found[0] == [""] * DEPTH and found[1:FIRST_PLAN] == [["hooked"] * DEPTH] * (FIRST_PLAN - 1)
+    assert found[FIRST_PLAN:] == [["replaced", ""] * (DEPTH // 2)] * (STEPS - FIRST_PLAN)
 
 
 def test_steps_that_compile_are_neither_recorded_nor_counted(make: Make) -> None:

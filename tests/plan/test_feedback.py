@@ -14,11 +14,11 @@ from support.traces import SIZE, resources, storage
 
 from ds_tba.config import Placement
 from ds_tba.plan.feedback import (
+    INCREASE,
     MAX_DRIFT,
     MAX_STEPS,
     MIN_STEPS,
-    QUIET_STEPS,
-    RATE_BAND,
+    RATE_CHANGE,
     Action,
     Backoff,
     Feedback,
@@ -96,7 +96,8 @@ class World:
         self._follow()
 
     def _follow(self) -> None:
-        self.in_force = self.plan(self.feedback.movable_share)
+        plan, kept_s = self.plan(self.feedback.share), self.feedback.kept_s
+        self.in_force = replace(plan, trace=plan.trace.scaled(kept_s / plan.trace.step_s))
         self.feedback.planned(self.in_force, RATES, self.step, is_new=True)
 
     def time_s(self) -> float:
@@ -107,7 +108,9 @@ class World:
         for _ in range(steps):
             self.step += 1
             self.times_s.append(self.time_s())
-            if decided(self.feedback, self.step, Seen(self.times_s[-1])) is Action.PLAN:
+            action = decided(self.feedback, self.step, Seen(self.times_s[-1]))
+            if action is not Action.GO_ON:
+                self.feedback.change(action, self.step)
                 self.actions.append(self.step)
                 self.reasons.append(self.feedback.reason)
                 self._follow()
@@ -123,7 +126,7 @@ def test_steps_end_within_the_overhead_whatever_moving_costs(hidden_s: float, no
     world.run(400)
     assert median(world.times_s[-100:]) <= KEPT_S * (1 + OVERHEAD) + noise_s / 2
     affordable = min(1.0, OVERHEAD * KEPT_S / hidden_s) if hidden_s else 1.0
-    assert world.in_force.moved_share >= 0.4 * affordable - noise_s
+    assert affordable < INCREASE or world.in_force.moved_share >= 0.4 * affordable - noise_s
 
 
 def test_a_hidden_cost_of_ten_percent_is_gone_soon_and_what_it_allows_is_moved() -> None:
@@ -228,10 +231,10 @@ def test_time_in_which_storages_are_made_again_is_not_that_of_moving() -> None:
     world = World(plan=lambda share: plan_of(share, computed_s=0.015))
     world.run(100)
     assert world.in_force.moved_share == 1.0 and world.feedback.kept_s == pytest.approx(KEPT_S)
-    world.hidden_s = 0.1
+    world.hidden_s = 0.03
     world.run(100)
     assert median(world.times_s[-20:]) <= KEPT_S * (1 + OVERHEAD)
-    assert 0 < world.in_force.moved_share <= 0.05  # in what making again has left of the overhead
+    assert 0 < world.in_force.moved_share <= 0.17  # in what making again has left of the overhead
 
 
 def test_with_a_budget_steps_are_held_against_what_the_plan_promised() -> None:
@@ -255,10 +258,10 @@ def test_where_a_budget_leaves_no_choice_the_share_stays_and_is_asked_for_ever_m
     assert world.in_force.moved_share == 1.0 and len(world.actions) <= 12
     world.hidden_s = 0.0
     world.run(4000)
-    assert world.feedback.movable_share == 1.0
+    assert world.feedback.share == 1.0
 
 
-@pytest.mark.parametrize("run", [3, 5, 7, 10, 30])
+@pytest.mark.parametrize("run", [3, 5, 7, 10, 20, 30])
 def test_steps_that_alternate_between_two_times_are_not_reviewed_for_ever(run: int) -> None:
     world = World()
     for number in range(5000):
@@ -300,7 +303,7 @@ def asked(feedback: Feedback, seen: Seen, steps: range) -> list[int]:
     for step in steps:
         if decided(feedback, step, seen) is not Action.GO_ON:
             found.append(step)
-            feedback.planned(plan_of(feedback.movable_share), seen.rates, step, is_new=False)
+            feedback.planned(plan_of(feedback.share), seen.rates, step, is_new=False)
     return found
 
 
@@ -313,11 +316,12 @@ def test_a_cause_that_stays_is_acted_on_ever_more_rarely_and_soon_if_it_is_new()
     found = [step for step in range(1, 3000) if backoff.is_due(step) and (backoff.run(step) or True)]
     assert [later - earlier for earlier, later in pairwise([0, *found])][:9] == [5, 10, 20, 40, 80, 160, 320, 640, 640]
     assert backoff.wait == MAX_STEPS
-    assert backoff.is_due(3000 + QUIET_STEPS) and backoff.wait == MIN_STEPS
+    backoff.run(3000 + 2 * MAX_STEPS)
+    assert backoff.wait == MIN_STEPS
 
 
 @pytest.mark.parametrize(
-    "rates", [(RATES[0] * RATE_BAND[1] * 1.01, RATES[1]), (RATES[0], RATES[1] * RATE_BAND[0] * 0.99), RATES[:1]]
+    "rates", [(RATES[0] * RATE_CHANGE * 1.01, RATES[1]), (RATES[0], RATES[1] / RATE_CHANGE * 0.99), RATES[:1]]
 )
 def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates: tuple[float, ...]) -> None:
     found = asked(feedback, replace(GOOD, rates=rates), range(PLANNED_AT + 1, 1000))
@@ -412,7 +416,7 @@ def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
 
 
 def test_of_several_wishes_the_highest_is_done() -> None:
-    assert sorted(Action) == [Action.GO_ON, Action.PLAN, Action.MEASURE, Action.RECORD]
+    assert sorted(Action) == [*Action] and Action.RISE < Action.FALL < Action.PLAN < Action.MEASURE < Action.RECORD
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from planners import PLANNERS
 from support.traces import LAYOUT, SIZE, TRACE, one_block, resources, storage
 
-from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish, stretched
-from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish
+from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.policy import PlanInForce
-from ds_tba.plan.search import Planner, adaptive
-from ds_tba.plan.trace import Trace
+from ds_tba.plan.search import adaptive
+from ds_tba.plan.trace import Resources, Trace
 
-WISH = Wish(TRACE, LAYOUT, TRACE.step_s)
+WISH = Wish(TRACE, LAYOUT)
 
 
 class Besides(Alone):
@@ -42,10 +42,27 @@ class Answering(Alone):
         return [value, self.answer]
 
 
+@dataclass
+class Machine:
+    """The bounds of a rank, as the test says."""
+
+    bounds: Limits = field(default_factory=Limits)
+    room: float = float("inf")
+
+    def limits(self, step_s: float) -> Limits:
+        return self.bounds
+
+    def resources(self) -> Resources:
+        return resources()
+
+    def room_bytes(self) -> float:
+        return self.room
+
+
 def planning(
     planner: Planner, limits: Limits | None = None, agreement: Alone | None = None, room_bytes: float = float("inf")
 ) -> Planning:
-    return Planning(planner, lambda _: limits or Limits(), resources, lambda: room_bytes, agreement or Alone())
+    return Planning(planner, Machine(limits or Limits(), room_bytes), agreement or Alone())
 
 
 class Seeing:
@@ -66,19 +83,6 @@ def made(planner: Planner, wish: Wish = WISH, **more: Any) -> PlanInForce:
     found = planning(planner, **more).make(wish)
     assert isinstance(found, PlanInForce)
     return found
-
-
-@pytest.mark.parametrize("kept_s", [1.0, 2.0, 3.0])
-def test_a_trace_is_as_long_as_its_steps_are_now(kept_s: float) -> None:
-    trace = replace(TRACE, optimizer_s=0.5)
-    found = stretched(trace, kept_s)
-    scale = kept_s / trace.step_s
-    assert found.step_s == pytest.approx(kept_s) and found.optimizer_s == pytest.approx(scale * 0.5)
-    forward_s = [block.forward_s for block in found.blocks]
-    assert forward_s == pytest.approx([scale * block.forward_s for block in TRACE.blocks])
-    planner = Seeing("recompute")
-    assert made(planner, replace(WISH, kept_s=kept_s)).trace.step_s == pytest.approx(kept_s)
-    assert planner.traces[0].step_s == pytest.approx(kept_s)
 
 
 def test_the_slowest_rank_counts_and_what_one_cannot_recompute_nobody_does() -> None:
@@ -110,11 +114,11 @@ def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
 
 
 def test_what_a_rank_cannot_find_out_is_its_answer_and_no_error() -> None:
-    def no_descriptors() -> float:
-        raise OSError("Too many open files")
+    class NoDescriptors(Machine):
+        def room_bytes(self) -> float:
+            raise OSError("Too many open files")
 
-    failing = Planning(PLANNERS["keep"], lambda _: Limits(), resources, no_descriptors, Alone())
-    found = failing.make(WISH)
+    found = Planning(PLANNERS["keep"], NoDescriptors(), Alone()).make(WISH)
     assert found == NoPlan("rank 0 failed (OSError: Too many open files)", is_final=False)
 
 
@@ -126,20 +130,10 @@ def test_a_planner_that_fails_is_not_asked_again() -> None:
     assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
 
 
-@pytest.mark.parametrize(
-    ("in_force", "mine", "other", "planned"),
-    [(1.0, 0.5, 0.25, 0.25), (1.0, 1.0, 0.5, 0.5), (0.2, 0.2, 0.3, 0.3), (0.2, 0.3, 0.1, 0.1), (0.0, 0.1, 0.0, 0.1)],
-)
-def test_less_is_moved_if_one_rank_asks_for_it_and_more_if_none_does(
-    in_force: float, mine: float, other: float, planned: float
-) -> None:
-    planner, besides = Seeing(), Besides(movable_share=in_force)
-    together = planning(planner, agreement=besides)
-    together.make(replace(WISH, movable_share=in_force))
-    besides.other = {"movable_share": other}
-    found = together.make(replace(WISH, movable_share=mine))
-    assert isinstance(found, PlanInForce)
-    assert planner.limits[-1].movable_share == found.limits.movable_share == planned
+def test_the_share_is_a_limit_of_the_plan() -> None:
+    planner = Seeing()
+    found = made(planner, replace(WISH, share=0.25))
+    assert planner.limits[-1].movable_share == found.limits.movable_share == 0.25
 
 
 @pytest.mark.parametrize("is_set", [True, False])
@@ -148,7 +142,7 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
 ) -> None:
     saved = [storage(0.1 * number, 2.9 - 0.1 * number) for number in range(8)]
     trace = one_block(*saved, machine=resources(100 * SIZE, 100 * SIZE))
-    wish = Wish(trace, ((), tuple(range(8)), ()), trace.step_s)
+    wish = Wish(trace, ((), tuple(range(8)), ()))
     room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
     limits = Limits(
         activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,

@@ -11,7 +11,8 @@ from support.traces import LAYOUT, SIZE, TRACE
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.plan.policy import ByPlan, PlanInForce, PlanMismatch
+from ds_tba.plan.policy import ByPlan, Patience, PlanInForce, PlanMismatch
+from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Always, Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
@@ -21,23 +22,19 @@ NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:
     plan = Plan("test", placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
-    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, PlanMismatch(), lambda: may_wait)
+    patience = Patience(CacheStats(), 0.0 if may_wait else -1.0)
+    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, PlanMismatch(), patience)
 
 
 def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
     return [policy.choose(key, nbytes).stores for key in keys]
 
 
-def test_each_storage_goes_where_the_plan_says_scope_by_scope() -> None:
+def test_each_storage_goes_where_the_plan_says() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
-    assert chosen(policy, "x0") == [("nvme", "host")]  # what NVMe has no room for may go to host memory
-    assert policy.enter("a") is None
-    assert chosen(policy, "x1", "x2", "x1") == [(), ("host", "nvme"), ()]  # x1 has its place already
-    policy.leave()
-    assert policy.enter("b") is None
-    assert chosen(policy, "x2", "x3") == [("host", "nvme"), ("nvme", "host")]
-    policy.leave()
-    assert chosen(policy, "x4") == [()]
+    nvme, host = ("nvme", "host"), ("host", "nvme")  # what NVMe has no room for may go to host memory
+    # x1 and x2 have their places already when they come again.
+    assert chosen(policy, "x0", "x1", "x2", "x1", "x2", "x3", "x4") == [nvme, (), host, (), (), nvme, ()]
     assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, 0)
 
 
@@ -47,41 +44,49 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     assert policy.enter("a") == SIZE  # storage 1 is made again; 2 is an input of the other block
     assert chosen(policy, "x0") == [("nvme", "host")]
     policy.leave()
-    policy.enter("b")
-    assert chosen(policy, "x2", "x3") == [("host", "nvme"), ("nvme", "host")]
+    assert chosen(policy, "x2", "x3", "x4") == [("host", "nvme"), ("nvme", "host"), ()]
+    assert policy.mismatch.unknown_saves == 0
+
+
+def test_of_one_block_in_two_passes_one_may_be_recomputed() -> None:
+    trace = replace(TRACE, blocks=tuple(replace(one, module="a") for one in TRACE.blocks))
+    plan = Plan("test", (NVME, RECOMPUTE, HOST, NVME, KEEP), (True, False), (), cast("Any", None))
+    in_force = PlanInForce.of(plan, trace, LAYOUT, Limits())
+    policy = ByPlan(in_force, {NVME: NVME_STORE, HOST: HOST_STORE}, PlanMismatch(), Patience(CacheStats(), 0.0))
+    assert in_force.watched == {"a"} and chosen(policy, "x0") == [("nvme", "host")]
+    assert policy.enter("a") == SIZE and chosen(policy, "x0") == [("nvme", "host")]
+    policy.leave()
+    assert policy.enter("a") is None and chosen(policy, "x2", "x3") == [("host", "nvme"), ("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x4") == [()]
-    assert policy.mismatch.unknown_saves == 0
+    policy.end()
+    assert policy.mismatch == PlanMismatch()
 
 
 def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
-    policy.choose("x0", SIZE)
-    policy.enter("a")
-    policy.choose("x1", SIZE)
-    policy.leave()
-    policy.end()  # without x2 in the first block, the second block with two, and x4 behind it
-    assert policy.mismatch.missed_bytes == policy.mismatch.drift_bytes == 4 * SIZE
+    chosen(policy, "x0", "x1")
+    policy.end()
+    assert policy.mismatch.missed_bytes == policy.mismatch.drift_bytes == 3 * SIZE
     assert policy.mismatch.unknown_saves == 0
 
 
 def test_a_micro_step_as_it_was_planned_misses_nothing() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
     policy.choose("x0", SIZE)
-    for block, keys in (("a", ["x0"]), ("b", ["x2", "x3"])):
-        policy.enter(block)
-        chosen(policy, *keys)
-        policy.leave()
-    policy.choose("x4", SIZE)
+    policy.enter("a")
+    policy.choose("x0", SIZE)
+    policy.leave()
+    chosen(policy, "x2", "x3", "x4")
     policy.end()
     assert policy.mismatch.missed_bytes == 0
 
 
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
-    policy = by_plan(NVME, KEEP, KEEP, KEEP, KEEP)
-    choices = [policy.choose(key, SIZE) for key in ("x0", "new")]
-    assert [choice.wait for choice in choices] == [True, False]
-    assert choices[1].stores == ("nvme", "host") and policy.mismatch.unknown_saves == 1
+    policy = by_plan(NVME, KEEP, KEEP, KEEP, NVME)
+    choices = [policy.choose(key, SIZE) for key in ("x0", "x1", "x2", "x3", "x4", "new")]
+    assert [choice.wait for choice in choices] == [True, False, False, False, True, False]
+    assert choices[-1].stores == ("nvme", "host") and policy.mismatch.unknown_saves == 1
 
 
 def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
@@ -94,27 +99,30 @@ def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
     assert policy.mismatch.unknown_saves == 2
 
 
+def test_a_block_with_an_obstacle_that_came_up_since_is_not_recomputed() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    assert policy.enter("a", is_recomputable=False) is None and policy.mismatch.unknown_saves == 1
+
+
 def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplanned() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP)
-    policy.enter("a")
-    assert chosen(policy, "x1") == [("nvme", "host")]
+    assert chosen(policy, "x0", "x1") == [("nvme", "host")] * 2
     assert policy.mismatch.unknown_saves == 1
 
 
 def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
     policy = by_plan(REMATERIALIZE, KEEP, HOST, NVME, KEEP, may_wait=False)
-    choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "new")]
-    assert [choice.rematerialize for choice in choices] == [True, False, True]  # the second has its place already
-    assert [choice.stores for choice in choices] == [("nvme", "host"), (), ("nvme", "host")]
+    choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "x1", "x2", "x3", "x4", "new")]
+    assert [one.rematerialize for one in choices] == [True, *[False] * 5, True]  # the second has its place already
+    assert [choices[at].stores for at in (0, 1, -1)] == [("nvme", "host"), (), ("nvme", "host")]
     assert not choices[0].wait and policy.mismatch.unknown_saves == 1
-    policy.enter("a")
-    assert [policy.choose(key, SIZE).rematerialize for key in ("x1", "x2")] == [False, False]
 
 
 def test_without_any_store_storages_are_made_again_all_the_same() -> None:
-    plan = Plan("test", (REMATERIALIZE, *[KEEP] * 4), (False, False), (), cast("Any", None))
-    policy = ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), {}, PlanMismatch(), lambda: True)
-    assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in "xy")] == [(True, ())] * 2
+    plan = Plan("test", (REMATERIALIZE,), (), (), cast("Any", None))
+    in_force = PlanInForce.of(plan, replace(TRACE, storages=TRACE.storages[:1], blocks=()), ((0,),), Limits())
+    policy, keys = ByPlan(in_force, {}, PlanMismatch(), Patience(CacheStats(), 0.0)), ("x", "new")
+    assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in keys)] == [(True, ())] * 2
 
 
 def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> PlanInForce:  # noqa: B008 - frozen
@@ -150,13 +158,14 @@ def test_the_line_of_a_plan_tells_what_is_written_a_day_and_the_days() -> None:
 
 
 def test_passes_inside_passes_are_part_of_them() -> None:
-    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    policy.choose("x0", SIZE)
     policy.enter("a")
     assert policy.enter("inside") is None
-    chosen(policy, "x1")
+    policy.leave()
+    assert chosen(policy, "x0") == [("nvme", "host")]
     policy.leave()
     assert chosen(policy, "x2") == [("host", "nvme")]
-    policy.leave()
     assert policy.mismatch.unknown_saves == 0
 
 

@@ -10,7 +10,7 @@ from conftest import StoreFactory
 from support.doubles import Clock, CpuAccelerator, EventAccelerator
 from support.late_device import LateDevice
 
-from ds_tba.device.accelerator import Copies
+from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
 from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Rates
 from ds_tba.plan.trace import PathRates, Resources, Trace, slowest

@@ -6,13 +6,14 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.doubles import wait_for_writes
-from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record, recorded
+from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record, recorded, running
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.plan.recorder import Recorder
+from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import OUTSIDE, StorageTrace, Trace
+from ds_tba.remat.where import RunningModule
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     model = Stack(ticks)
     with recorded(cache, ticks, model) as recorder:
         loss = model(torch.randn(ROWS, WIDTH), recorder)
-    for store in cache._stores:
+    for store in cache.stores:
         wait_for_writes(store)  # what is handed over before is nowhere else, and stays
     ticks.now_s = 10.0
     loss.backward(retain_graph=True)
@@ -80,12 +81,12 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     recorder.end()
     trace = recorder.record.trace(MACHINE, optimizer_s=0.5)
     freed_s = {storage.freed_s for storage in movable(trace)}
-    assert freed_s == ({20.0} if not cache._stores else {10.0})  # what was kept lives as long as the graph
+    assert freed_s == ({20.0} if not cache.stores else {10.0})  # what was kept lives as long as the graph
 
 
 def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:
     torch.manual_seed(0)
-    model, recorder = Stack(ticks), Recorder(cache.eligibility_of, ticks, {})
+    model, recorder = Stack(ticks), Recorder(Scene(cache, ticks, RunningModule({})))
     losses = []
     for _ in range(2):
         with cache.saving(around=recorder.around):
@@ -112,7 +113,7 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
 
     model = nn.Sequential(Scaled(), Scaled(), Scaled())
     cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
-    recorder = Recorder(cache.eligibility_of, Ticks(), {id(one): path for path, one in model.named_modules()})
+    recorder = Recorder(Scene(cache, Ticks(), running(model)))
     inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
     with cache.saving(around=recorder.around):
         x = inputs
@@ -152,7 +153,7 @@ def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cac
             return nn.GELU()(x) + x.sigmoid()
 
     model = nn.Sequential(Calls())
-    recorder = Recorder(cache.eligibility_of, Ticks(), {id(one): path for path, one in model.named_modules()})
+    recorder = Recorder(Scene(cache, Ticks(), running(model)))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with cache.saving(around=recorder.around):
         model(x).sum().backward()

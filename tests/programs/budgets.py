@@ -143,7 +143,7 @@ def draw(seed: int) -> Program:
 
 @dataclass
 class Trained:
-    """What a training was.
+    """A training with an offloader.
 
     Attributes:
         found: losses and gradients.
@@ -188,9 +188,9 @@ def train(program: Program, offloader: ActivationOffloader | None, model: Model)
 def quick_start() -> Iterator[None]:
     """Offloaders that write with ``posix``, and measure their drives for a moment only."""
     with (
-        mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the fuzz's")),
-        mock.patch("ds_tba.storage.bandwidth_probe.PHASE_S", 0.01),
-        mock.patch("ds_tba.storage.bandwidth_probe.REGION_BYTES", MIB),
+        mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the budgets'")),
+        mock.patch("ds_tba.storage.probe.PHASE_S", 0.01),
+        mock.patch("ds_tba.storage.probe.REGION_BYTES", MIB),
     ):
         yield
 

@@ -43,8 +43,10 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned, storage_bytes
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import DsTbaError
+from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
-from ds_tba.remat.sites import Recipe, Sites
+from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Choice, Store
 from ds_tba.storage.host import HostStore
@@ -72,7 +74,7 @@ BACKWARDS = [
 ]  # fmt: skip
 MIXED_BACKWARDS = ["at once", "two losses", "step between"]
 WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "other threads", "accumulated"}
-"""In which a reentrant checkpoint works."""
+"""Ways of backward in which a reentrant checkpoint works."""
 ERRORS = {"boom", "modified", "freed", "no derivative"}
 """Those that a cheap program may end a step with."""
 
@@ -729,7 +731,7 @@ class Chains(Kind[Chain]):
         used = self.stores.named(program.stores)
         cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
         sites = CountingSites(cache, tally)
-        cache.rematerialize(sites)
+        cache.rematerialize(RematStore(cache, sites))
         cache.limit_resident(program.budget_bytes)
         ours = Run(program, cache, used)
         ours.run(range(program.steps))

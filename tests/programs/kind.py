@@ -1,4 +1,4 @@
-"""What every kind of random program answers: draw one from a seed, check it, make it smaller."""
+"""A kind of random programs: draws one from a seed, checks it, makes it smaller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 @dataclass(frozen=True)
 class Failure:
-    """What is wrong about a program.
+    """One thing that is wrong about a program.
 
     Attributes:
         kind: one word to sort by.
@@ -27,7 +27,7 @@ class Failure:
 
 @dataclass
 class Outcome:
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
         tally: what was exercised, as "of what: which" with how often.

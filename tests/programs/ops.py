@@ -27,7 +27,7 @@ class Boom(Exception):
 
 @dataclass
 class State:
-    """What ops of a chain may use beside the pool.
+    """Tensors and tables that ops of a chain may use beside the pool.
 
     Attributes:
         step: the number of the step.
@@ -544,7 +544,7 @@ def late_op(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 
 @SURPRISES.op()
 def change_saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    """What an op has saved."""
+    """Changes a tensor that an op has saved."""
     made = functional.silu(a)
     used, other = made.sin(), made + b
     state.kept.append(used)
@@ -556,7 +556,7 @@ def change_saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor
 
 @SURPRISES.op()
 def change_and_save(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    """What is saved after the change only; another op has used it before."""
+    """Changes a tensor that is saved after the change only; another op has used it before."""
     made = functional.silu(a)
     other = made + b
     if state.is_late:
@@ -652,7 +652,7 @@ SAVING: list[Callable[[Tensor, Tensor], Tensor]] = [
 
 
 def continued(r: random.Random, made: Tensor, other: Tensor) -> Tensor:
-    """What follows an op that is of interest: something that saves, now or two ops later."""
+    """Return the output of ops that follow one of interest: something saves it, now or two ops later."""
     for _ in range(r.choice([0, 1, 1, 2])):
         made = AFTER[r.choice(list(AFTER))](made)
     return r.choice(SAVING)(made, other)

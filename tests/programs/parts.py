@@ -430,7 +430,7 @@ class _ReadsLate(torch.autograd.Function):
 
 
 def _on_stream(ctx: Any) -> Tensor:
-    """What the function saved, unpacked and read while its stream is the current one."""
+    """Return what the function saved, unpacked and read while its stream is the current one."""
     if _playing is None:
         return _read_late([*ctx.saved_tensors], ctx.number)
     with _playing.on(_streams[ctx.number]):

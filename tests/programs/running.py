@@ -48,7 +48,7 @@ CLOCK_FACTORS = (1.0, 1.0, 1.0, 0.0, -1.0, 1e4)
 
 
 class Tape:
-    """What a training was seen to do, in order: labels and fingerprints of all bits."""
+    """Observations of a training, in order: labels and fingerprints of all bits."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, str]] = []
@@ -73,7 +73,7 @@ class Tape:
                 self.ours.append("".join(traceback.format_exception(error))[-1500:])
 
     def difference(self, other: Tape) -> str | None:
-        """Of another training from this one, in words."""
+        """Return how another training differs from this one, in words."""
         pairs = list(zip(self.entries, other.entries, strict=False))
         different = [number for number, (one, two) in enumerate(pairs) if one != two]
         if not different and len(self.entries) == len(other.entries):
@@ -201,7 +201,7 @@ class Ours(Plain):
             )  # fmt: skip
 
     def end(self) -> list[Failure]:
-        """What is left, now that the training is over."""
+        """Close the offloader, and return what it had left."""
         try:
             left = self._left()
             if left:
@@ -255,7 +255,7 @@ def _surprise(controller: Controller, program: Program) -> None:
 
 
 def _until_empty(look: Callable[[], list[str]]) -> list[str]:
-    """What is still there after a while: lanes and late devices may be busy with what nobody wants any more."""
+    """Return what is still there after a while: lanes and late devices may be busy with what nobody wants any more."""
     deadline = time.monotonic() + SETTLE_S
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -516,7 +516,7 @@ class Training:
 
 
 def train(program: Program, side: Plain) -> Tape:
-    """What a program does on one side; nothing of it is left but the tape."""
+    """Return the tape of a program on one side; nothing else of it is left."""
     tape = Tape()
     with parts.playing(side.device):
         Training(program, side, tape).run()

@@ -115,7 +115,7 @@ def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded
     assert not outcome.failures and outcome.tally["over, and said"] == 1
 
 
-def test_the_fuzz_sees_a_budget_that_is_lifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_is_lifted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 1 << 40)
     monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
     assert check(training(12), tmp_path).failures

@@ -29,7 +29,7 @@ MAX_CHARACTERS = 3000  # of the begin, and of the end, of the stacks of a proces
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one draw.
+    """The result of one draw.
 
     Attributes:
         failures: kinds and texts.

@@ -50,7 +50,7 @@ def cache(tmp_path: Path) -> Iterator[TensorCache]:
 
 
 def moved_bytes(cache: TensorCache) -> int:
-    return sum(store.stats.offloaded_bytes for store in cache._stores)
+    return sum(store.stats.offloaded_bytes for store in cache.stores)
 
 
 def everything(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

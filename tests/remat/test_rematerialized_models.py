@@ -18,7 +18,9 @@ import torch
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.remat.sites import NoRecipeError, Sites
+from ds_tba.remat.rules import NoRecipeError
+from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.base import Always
 
 WIDTH, HEADS, WORDS = 256, 8, 128
@@ -205,7 +207,7 @@ class Rematerialized:
     def __init__(self) -> None:
         self.cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
         self.sites = Sites(self.cache, CpuAccelerator())
-        self.cache.rematerialize(self.sites)
+        self.cache.rematerialize(RematStore(self.cache, self.sites))
         self.saved_bytes: list[int] = []
         self.left: Counter[str] = Counter()
         self._finder = Sites(self.cache, CpuAccelerator())
@@ -230,13 +232,13 @@ class Rematerialized:
         kinds = [(kind, nbytes / total) for kind, nbytes in self.left.most_common(5)]
         return ", ".join(f"{kind} {share:.0%}" for kind, share in kinds if share > 0.045)
 
-    def _look_and_offload(self, tensor: torch.Tensor, choice: Any) -> Any:
+    def _look_and_offload(self, record: Any, tensor: torch.Tensor, choice: Any) -> Any:
         """In place of ``Residency.offload``, which is asked for what is not made again."""
         base = tensor if tensor._base is None else tensor._base
         is_input = base.untyped_storage().data_ptr() in self._inputs
         kind = "the model's inputs" if is_input else kind_of(base, self._finder)
         self.left[kind] += tensor.untyped_storage().nbytes()
-        return self._offload(tensor, choice)
+        return self._offload(record, tensor, choice)
 
 
 def kind_of(base: torch.Tensor, finder: Sites) -> str:
@@ -332,7 +334,7 @@ def test_the_first_step_has_the_peak_of_later_ones(dtype: str) -> None:
     model, peaks = MODELS["Llama-3-8B"], []
     module, batch = built(model, DTYPES[dtype], WITHOUT), batch_of(model, DTYPES[dtype])
     cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
-    cache.rematerialize(Sites(cache, CpuAccelerator()))
+    cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
 
     def forward(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         peaks.append(cache.stats.resident.lap())

@@ -16,8 +16,10 @@ from torch.nn import Parameter, functional
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.remat.rules import RULES
-from ds_tba.remat.sites import NoRecipeError, Recipe, Sites
+from ds_tba.remat.recipe import Recipe
+from ds_tba.remat.rules import RULES, NoRecipeError
+from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 
 NAMES = {rule.make: name for name, rule in RULES.items()}
 SIZE = (12, 34)
@@ -106,7 +108,7 @@ class Run:
     def __init__(self, exclude: frozenset[str] = frozenset()) -> None:
         self.cache = TensorCache([], "cpu", 1)
         self.sites = Sites(self.cache, CpuAccelerator(), exclude)
-        self.cache.rematerialize(self.sites)
+        self.cache.rematerialize(RematStore(self.cache, self.sites))
 
     def find(self, make: Make, a: Tensor, b: Tensor) -> tuple[Tensor, Recipe | None]:
         """Of what is made of activations with these values, which are saved elsewhere."""

@@ -15,12 +15,14 @@ from conftest import StoreFactory
 from support.doubles import EventAccelerator, wait_for_writes
 from torch.nn import functional
 
-from ds_tba.core import cache as cache_module
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationModifiedError, RematerializationError
-from ds_tba.remat import sites
+from ds_tba.remat import recipe as recipes
+from ds_tba.remat import store as store_module
+from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.base import Always
 
 Forward = Callable[..., torch.Tensor]
@@ -38,14 +40,15 @@ class Run:
         used = accelerator or CpuAccelerator()
         self.cache = TensorCache(stores, "cpu", 1024, accelerator=accelerator)
         self.sites = Sites(self.cache, used)
-        self.cache.rematerialize(self.sites)
+        self.store = RematStore(self.cache, self.sites)
+        self.cache.rematerialize(self.store)
 
     @property
     def nbytes(self) -> int:
         return self.cache.stats.rematerialized_bytes
 
     def _unread(self) -> int:
-        return len(self.cache._unread)
+        return len(self.store._pending)
 
     def step(self, forward: Forward, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with self.cache.saving():
@@ -139,7 +142,7 @@ def test_a_site_is_compared_in_its_turn_whatever_is_found_at_others() -> None:
     agrees(run, other, x, y)  # another module: compared at once, and given up
     assert "made again it differs" in run.sites.summary()["refused_sites"]
     with pytest.raises(RematerializationError, match=r"gradients of steps? "):
-        for run.sites.step in range(30, 30 + sites.PERIOD):
+        for run.sites.step in range(30, 30 + recipes.PERIOD):
             run.step(first, x, y)
 
 
@@ -167,12 +170,12 @@ def test_modules_of_one_class_are_sites_of_their_own() -> None:
         agrees(run, gates[step > 3 and step % 7 == 3], x, y)
 
 
-def test_what_begins_to_differ_is_an_error_within_so_many_steps() -> None:
+def test_what_begins_to_differ_is_an_error_within_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     run, x, y = Run(), tensor(), tensor(1)
-    run.sites.running_module = lambda: "layers.3"
+    monkeypatch.setattr(run.sites._running, "path", lambda: "layers.3")
     equal = 100
     with pytest.raises(RematerializationError) as error:
-        for step in range(1, equal + sites.PERIOD + 1):
+        for step in range(1, equal + recipes.PERIOD + 1):
             run.sites.step = step
             with run.cache.saving():
                 changed(x, y, 1.0 if step <= equal else 2.0).sum().backward()
@@ -180,10 +183,10 @@ def test_what_begins_to_differ_is_an_error_within_so_many_steps() -> None:
     text = str(error.value)
     assert "silu has made, saved in layers.3," in text and '"exclude": ["silu"]' in text
     last = run.sites.step
-    assert equal < last <= equal + sites.PERIOD
+    assert equal < last <= equal + recipes.PERIOD
     known = int(text.split("it was in step ")[1].split(",")[0])
     concerned = f"step {last}" if known + 1 == last else f"steps {known + 1} to {last}"
-    assert last - sites.PERIOD <= known <= equal and f"gradients of {concerned} of" in text
+    assert last - recipes.PERIOD <= known <= equal and f"gradients of {concerned} of" in text
     assert f"before step {known + 1} of" in text
     before = run.nbytes
     agrees(run, changed, x, y)  # a script that goes on does so without the site
@@ -192,14 +195,14 @@ def test_what_begins_to_differ_is_an_error_within_so_many_steps() -> None:
 
 def test_every_site_is_compared_again_within_so_many_visits() -> None:
     for key in range(200):
-        site, due = sites.Site("silu", key, equal_in=1), []
+        site, due = recipes.Site("silu", key, equal_in=1), []
         for site.visits in range(1, 1000):
             due.append(site.is_due)
             if due[-1]:
                 site.compared()
         assert due[:4] in ([True, True, False, True], [True, True, True, False])
-        assert all(any(due[start : start + sites.PERIOD]) for start in range(len(due) - sites.PERIOD))
-        assert due[sites.PERIOD :].count(True) <= 2 * len(due) / sites.PERIOD
+        assert all(any(due[start : start + recipes.PERIOD]) for start in range(len(due) - recipes.PERIOD))
+        assert due[recipes.PERIOD :].count(True) <= 2 * len(due) / recipes.PERIOD
 
 
 def test_a_parameter_that_changes_without_a_version_is_that_of_forward() -> None:
@@ -258,13 +261,12 @@ def test_answers_that_are_late_hold_no_more_than_so_many_bytes(
     device = EventAccelerator(done)
     device.new_event.synchronize = lambda self: waits.append(run._unread())  # type: ignore[method-assign]
     run, x = Run(device), tensor()
-    monkeypatch.setattr(cache_module, "MAX_UNREAD_BYTES", limit_bytes)
+    monkeypatch.setattr(store_module, "MAX_UNREAD_BYTES", limit_bytes)
     for step in range(1, 4):
         done.clear()
         with run.cache.saving():
             loss = sum(functional.silu(x * (0.5 + n)).sin() for n in range(8))
-            kept = [record for record, _, _ in run.cache._unread if record is not None]
-            assert len(kept) <= compared and not waits
+            assert len(run.store.copies_out()) <= compared and not waits
         done.set()
         loss.sum().backward()
         run.cache.end_micro_step()
@@ -324,7 +326,7 @@ def test_tensors_that_are_not_dense_are_saved_beside() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_nan_is_equal_to_nan_whatever_its_bits_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Rows that are masked out in full are NaN, whose bits may depend on their place in memory. Zeros have a sign."""
-    product = sites.RULES["MulBackward0"]
+    product = RULES["MulBackward0"]
     other_nan = [True]
 
     def multiply(a: torch.Tensor, b: torch.Tensor, output: Any) -> torch.Tensor:
@@ -335,7 +337,7 @@ def test_nan_is_equal_to_nan_whatever_its_bits_are(monkeypatch: pytest.MonkeyPat
             whole[whole == 0] = -whole[whole == 0]
         return made
 
-    monkeypatch.setitem(sites.RULES, "MulBackward0", dataclasses.replace(product, make=multiply))
+    monkeypatch.setitem(RULES, "MulBackward0", dataclasses.replace(product, make=multiply))
     for is_equal in (True, False):
         other_nan[0], run = is_equal, Run()
         x, y = torch.randn(SIZE).to(dtype).requires_grad_(), torch.randn(SIZE).to(dtype).requires_grad_()
@@ -515,7 +517,7 @@ def test_what_is_due_and_cannot_be_compared_is_saved(limit: int, make_store: Sto
             run.cache.end_micro_step()
             wrong += not all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
     except RematerializationError:
-        assert wrong <= sites.PERIOD
+        assert wrong <= recipes.PERIOD
     else:
         assert wrong == 0
 
@@ -527,7 +529,7 @@ def test_memory_that_runs_out_in_a_comparison_saves_the_tensor(monkeypatch: pyte
     for step in ("make", "copied"):
         run, x, y = Run(), tensor(), tensor(1)
         with monkeypatch.context() as patch:
-            patch.setattr(sites.Recipe, step, runs_out)
+            patch.setattr(recipes.Recipe, step, runs_out)
             agrees(run, gated, x, y)
         assert run.nbytes == 0
         agrees(run, gated, x, y)
@@ -548,7 +550,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
             kept.append((made * made).mean())
             made.sum().backward()
             del made
-    make = run.cache._make
+    make = run.store._make
 
     calls = []
 
@@ -558,7 +560,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
         gc.collect()
         return make(*arguments)
 
-    monkeypatch.setattr(run.cache, "_make", collected)
+    monkeypatch.setattr(run.store, "_make", collected)
     del cycle
     run.cache.end_micro_step()
     assert calls

@@ -78,7 +78,7 @@ class Planned:
 
 
 def held_by_zero_3(model):
-    """What its hooks have entered and not left, and gathered and not let go."""
+    """Return what its hooks have entered and not left, and gathered and not released."""
     there = [name for name, one in model.named_parameters() if getattr(one, "ds_active_sub_modules", None)]
     numbers = [one.shape.numel() for one in model.parameters()]
     return len(parameter_offload.FWD_MODULE_STACK), there, numbers
@@ -88,12 +88,12 @@ def listening(engine, blocks):
     """A forward's passes are told of: inside the cache's hooks, where there is one."""
     offloader = getattr(engine, "activation_offloader", None)
     if offloader is None:
-        return blocks.listening()
+        return blocks.recomputing()
     saving = type(offloader).saving
 
     @contextmanager
     def both(inputs=()):
-        with saving(offloader, inputs), blocks.listening():
+        with saving(offloader, inputs), blocks.recomputing():
             yield
 
     offloader.saving = both

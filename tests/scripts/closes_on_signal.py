@@ -33,7 +33,7 @@ ENDS = ("exit", "return", "raise")
 
 
 class Interrupted(Exception):
-    """What the user's handler raises, for his training loop to catch."""
+    """Raised by the user's handler, for the training loop to catch."""
 
 
 def is_in_package(frame: FrameType | None) -> bool:

@@ -6,15 +6,13 @@ fingerprint of its parameters; and where the config has our block, what the repo
 
 import argparse
 import gc
-import hashlib
-import json
-import sys
 import warnings
 
 import deepspeed
 import torch
 import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+from support.engine_runs import tell_training
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -104,36 +102,20 @@ def build(case):
     return (WithTiledLoss(model) if checkpointing == "tiled_loss" else model).train()
 
 
-def fingerprint(engine):
-    digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-    for parameter in engine.module.parameters():
-        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            digest.update(parameter.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def train(case):
     model = build(case)
     engine, *_ = deepspeed.initialize(args=options, model=model, model_parameters=model.parameters())
-    rank = engine.global_rank
-    chance = torch.Generator().manual_seed(1 + rank)
-    torch.manual_seed(100 + rank)
-    for _ in range(options.steps):
+    chance = torch.Generator().manual_seed(1 + engine.global_rank)
+    torch.manual_seed(100 + engine.global_rank)
+
+    def loss():
         words = torch.randint(1, WORDS, (options.rows, options.words), generator=chance)
-        loss = engine(input_ids=words, labels=words).loss
-        engine.backward(loss)
-        engine.step()
-        sys.stdout.write(f"LOSS {rank} {case} {loss.item().hex()}\n")
-    sys.stdout.write(f"PARAMETERS {rank} {case} {fingerprint(engine)}\n")
-    offloader = getattr(engine, "activation_offloader", None)
-    if offloader is not None:
-        report = offloader.report().to_dict()
-        sys.stdout.write(f"REPORT {rank} {json.dumps({'case': case, **report})}\n")
-    engine.destroy()
-    del engine, model
-    gc.collect()
+        return engine(input_ids=words, labels=words).loss
+
+    tell_training(engine, "case", case, options.steps, loss, lambda: None)
 
 
 for case in options.cases:
     train(case)
+    gc.collect()
 deepspeed.comm.destroy_process_group()

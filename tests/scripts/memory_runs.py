@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def investigated(name: str, seed: int, fraction: float, directory: Path) -> dict[str, Any]:
-    """What became of one training; see the docstring of this file."""
+    """The result of one training; see the docstring of this file."""
     from support.culprits import CULPRITS
 
     program = CULPRITS[name](random.Random(seed))

@@ -64,7 +64,7 @@ class Plain(nn.Module):
 
 
 def normed(h: Tensor) -> Tensor:
-    """As Llama's norm: in fp32, whatever comes."""
+    """Return Llama's norm: in fp32, whatever comes."""
     wide = h.float()
     return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
 
@@ -253,7 +253,7 @@ CASES = {
 
 @dataclass
 class Outcome:
-    """Of a run: what is compared, step by step, and how it ended.
+    """A run: what is compared, step by step, and how it ended.
 
     Attributes:
         error: with which it ended early; None where it did not.

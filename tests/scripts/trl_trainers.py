@@ -94,7 +94,7 @@ def trainer(case, config, directory):
 
 
 def train(case, config, directory):
-    """What the run came to, and what our report says of it."""
+    """Return the results of the run, and what our report says of it."""
     made = trainer(case, config, directory)
     made.train()
     engine = made.model_wrapped

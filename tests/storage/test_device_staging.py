@@ -13,7 +13,7 @@ import torch
 from conftest import StoreFactory
 from support import hazards
 from support.disks import until
-from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, slow
+from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, part_of, slow
 from support.each_hazard import Scenario, cache_over, mutations, scenarios
 from support.stores import CPU, MIB, noise, nothing_is_held, put, store_is_empty, stored
 
@@ -21,7 +21,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationCorruptionError
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes
-from ds_tba.storage.space import TicketState
+from ds_tba.storage.path import PartState
 from ds_tba.storage.staging import StagingRing
 
 Script = Callable[[str, int], str | None]
@@ -101,7 +101,7 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
 ) -> None:
     gate, accelerator = Gate(), EventAccelerator()
     store = make_store(DeviceBackend(gate), staging_bytes=4 * MIB, accelerator=accelerator)
-    store.largest_whole_bytes = 4 * MIB  # not cut
+    store.part_bytes = 4 * MIB  # not cut
     gate.opened.set()
     data = noise(3 * MIB)
     ticket = stored(store, data)
@@ -119,7 +119,7 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
     monkeypatch.setattr(store.ring, "overflow", watched)
     assert torch.equal(store.get(ticket, CPU).data, data) and waits == [1]
     gate.opened.set()
-    until(lambda: all(one.state is TicketState.STORED for one in filler), "the writes")
+    until(lambda: all(part_of(one).state is PartState.STORED for one in filler), "the writes")
 
 
 def test_a_failed_write_is_rescued_to_the_host(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_a_failed_write_is_rescued_to_the_host(make_store: StoreFactory, monkeyp
     store = make_store(DeviceBackend(fails("write", errno.EIO)), accelerator=EventAccelerator())
     data = noise(MIB + 5)
     ticket = put(store, data)
-    until(lambda: ticket.state is TicketState.RESCUED, "the failure")
+    until(lambda: part_of(ticket).state is PartState.RESCUED, "the failure")
     for _ in range(2):
         assert torch.equal(store.get(ticket, CPU).data, data)
     store.release(ticket)

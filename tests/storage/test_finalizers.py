@@ -25,7 +25,7 @@ from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateErr
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.space import LaneGroup
+from ds_tba.storage.path import LaneGroup
 
 HERE = Path(__file__).parents[1]
 

@@ -57,7 +57,8 @@ class FaultyDevice(LateDevice):
 class Worker:
     """Puts, gets and drops tensors at random, on any of the device's streams, and looks at all bytes that come back."""
 
-    def __init__(self, store: NvmeStore, device: FaultyDevice, seed: int) -> None:
+    def __init__(self, store: NvmeStore, device: FaultyDevice, seed: int, *, rests: bool = False) -> None:
+        self._rests = rests
         self.exact: list[bool] = []
         self._store, self._device, self._chance = store, device, random.Random(seed)
         self._streams = [device.current_stream(), device.new_stream()]
@@ -66,19 +67,29 @@ class Worker:
     def step(self) -> None:
         chance, device = self._chance, self._device
         device.fails = chance.choice((0.0, 0.0, 0.2))
-        operation = chance.choice(OPERATIONS)
+        operation = chance.choice((*OPERATIONS, "rest") if self._rests else OPERATIONS)
         with device.on(chance.choice(self._streams)):
             try:
                 if operation == "put":
                     self._put()
                 elif operation == "settle":
                     self._store.settle()
+                elif operation == "rest":
+                    self._rest()
                 elif self._saved:
                     self._act(operation, chance.randrange(len(self._saved)))
             except DsTbaError:  # a bug, or closed
                 raise
             except FAULTS:  # the user's program catches it, and goes on
                 pass
+
+    def _rest(self) -> None:
+        """Give all that is saved up now and then, and with it memory, lanes and files; take them again."""
+        if self._chance.random() < 0.3:
+            self.end()
+        if self._store.rest():
+            self._device.fails = 0.0  # whoever wakes it tries again
+            self._store.wake()
 
     def _put(self) -> None:
         wanted = torch.randint(0, 256, (self._chance.choice(SIZES),), dtype=torch.uint8)
@@ -153,9 +164,12 @@ def is_at_rest(store: NvmeStore) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_whatever_fails_bytes_are_exact_and_nothing_is_left(make_store: StoreFactory, seed: int) -> None:
+def test_whatever_fails_bytes_are_exact_and_nothing_is_left(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr("ds_tba.storage.nvme.RESTING_LIMIT_S", 0.05)
     store, device = made(make_store, random.Random(seed))
-    worker = Worker(store, device, seed)
+    worker = Worker(store, device, seed, rests=True)
     for _ in range(120):
         worker.step()
     lanes = [thread for path in store.paths for group in (path.reads, path.writes) for thread in group._threads]
@@ -303,7 +317,7 @@ def test_bytes_that_no_thread_can_be_started_for_are_lost_by_name(
     reads.put(dies)
     until(lambda: reads._dead() == [0], "the lane dies")
     with monkeypatch.context() as patch:
-        patch.setattr("ds_tba.storage.space.new_thread", no_thread)
+        patch.setattr("ds_tba.storage.path.new_thread", no_thread)
         patch.setattr("ds_tba.storage.nvme.SLOW_WAIT_S", 0.0)
         with pytest.raises(ActivationLostError, match=r"offset 0: .* threads that read died and cannot be started"):
             store.get(ticket, CPU)

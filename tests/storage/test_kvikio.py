@@ -16,7 +16,7 @@ from contracts.backend import MIB, BackendContract, DeviceStagingContract
 from support import hazards
 from support.cuda_doubles import CompatMode, FakeKvikio
 from support.disks import until
-from support.doubles import EventAccelerator
+from support.doubles import EventAccelerator, part_of
 from support.each_hazard import Scenario, cache_over, scenarios
 from support.stores import CPU, noise, put, store_is_empty, stored
 
@@ -25,7 +25,7 @@ from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.space import TicketState
+from ds_tba.storage.path import PartState
 from ds_tba.storage.swap_file import SwapFile
 
 
@@ -317,6 +317,6 @@ def test_a_drive_that_fails_means_keep_in_memory(make_store: StoreFactory, fake:
     first = stored(store, noise(MIB))
     data = noise(MIB)
     second = put(store, data)
-    until(lambda: second.state is TicketState.RESCUED, "the failure")
+    until(lambda: part_of(second).state is PartState.RESCUED, "the failure")
     assert torch.equal(store.get(second, CPU).data, data) and store.get(first, CPU).stored
     assert store.put(noise(MIB), wait=False) is Refusal.PATH_FAILED

@@ -15,18 +15,27 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, EventAccelerator, Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.doubles import (
+    DeviceBackend,
+    EventAccelerator,
+    Gate,
+    ScriptedBackend,
+    fails,
+    part_of,
+    slow,
+    wait_for_writes,
+)
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba import stats as path_meter
-from ds_tba.device.accelerator import Arrival
+from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.nvme import Lanes, NvmeStore, PiecesTicket
-from ds_tba.storage.space import SwapTicket, TicketState
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import Part, PartState, SwapTicket
 from ds_tba.storage.swap_file import SwapFile
 
 
@@ -54,7 +63,7 @@ def test_prefetched_bytes_come_back(make_store: StoreFactory, backend: IoBackend
         assert torch.equal(store.get(ticket, CPU).data, piece)
         store.release(ticket)
     nothing_is_held(store)
-    assert store.stats.read_bytes == sum(ticket.extent.nbytes for ticket in tickets)
+    assert store.stats.read_bytes == sum(part_of(ticket).extent.nbytes for ticket in tickets)
 
 
 def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
@@ -66,7 +75,7 @@ def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: St
     write = put(store, noise(MIB))
     assert [store.prefetch(ticket) for ticket in tickets] == [True] * 4 + [False] * 6  # half, beside writes
     gate.opened.set()
-    until(lambda: write.state is TicketState.STORED, "the write")
+    until(lambda: part_of(write).state is PartState.STORED, "the write")
     assert [store.prefetch(ticket) for ticket in tickets] == [True] * 8 + [False] * 2  # all of staging
     for ticket in [*tickets, write]:
         store.release(ticket)
@@ -75,6 +84,7 @@ def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: St
 
 def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: StoreFactory) -> None:
     store = make_store(staging_bytes=4 * MIB)
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     ticket = stored(store, noise(3 * MIB))
     assert store.prefetch(ticket)
 
@@ -88,7 +98,7 @@ def test_an_unfinished_write_is_handed_over_from_memory(make_store: StoreFactory
     loaded = store.get(ticket, CPU)
     assert loaded.stored and torch.equal(loaded.data, data)
     gate.opened.set()
-    until(lambda: ticket.state is TicketState.STORED, "the write to go on")
+    until(lambda: part_of(ticket).state is PartState.STORED, "the write to go on")
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert store.stats.forwarded_bytes == 2 * MIB and store.stats.read_bytes == 2 * MIB
     store.release(ticket)
@@ -106,7 +116,7 @@ def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
     del loaded  # its memory is a staging slot
     store.release(dropped)
     gate.opened.set()
-    until(lambda: blocker.state is TicketState.STORED, "the blocker")
+    until(lambda: part_of(blocker).state is PartState.STORED, "the blocker")
     assert store.stats.cancelled_bytes == 2 * MIB and store.stats.written_bytes == MIB
     store.release(forwarded)
     store.release(blocker)
@@ -135,23 +145,24 @@ def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplo
     assert larger.startswith(f"larger than staging: a saved storage of {5 * MIB} bytes stays")
     gate.opened.set()
     until(lambda: store.ring.slots.used_bytes == 0, "the writes to drain")
-    assert all(ticket.state is TicketState.STORED for ticket in tickets)
+    assert all(part_of(ticket).state is PartState.STORED for ticket in tickets)
     assert store.ring.slots.peak_used_bytes == 4 * MIB
 
 
 def test_waiting_for_staging_waits_for_writes_and_gives_up_what_was_read_ahead(make_store: StoreFactory) -> None:
     store = make_store(ScriptedBackend(slow(0.02)), staging_bytes=4 * MIB)
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     pieces = [noise(MIB) for _ in range(12)]  # made beforehand, or making them might take as long as the writes
     tickets = [put(store, piece, wait=True) for piece in pieces]
-    until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
+    until(lambda: all(part_of(ticket).state is PartState.STORED for ticket in tickets), "the writes")
     assert store.stats.stall_s > 0 and not store.stats.fallbacks
     assert all(store.prefetch(ticket) for ticket in tickets[:2])
-    until(lambda: all(ticket.state is TicketState.LOADED for ticket in tickets[:2]), "the reads")
+    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in tickets[:2]), "the reads")
     assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
     larger = noise(3 * MIB)
     put(store, larger, wait=True)
     # The one that was asked for last had to go; its bytes are in the file.
-    assert [ticket.state for ticket in tickets[:2]] == [TicketState.LOADED, TicketState.STORED]
+    assert [part_of(ticket).state for ticket in tickets[:2]] == [PartState.LOADED, PartState.STORED]
     assert all(torch.equal(store.get(ticket, CPU).data, piece) for ticket, piece in zip(tickets, pieces, strict=True))
 
 
@@ -161,7 +172,7 @@ def test_what_backward_holds_of_staging_is_not_waited_for(
     monkeypatch.setattr("ds_tba.storage.staging.LENT_FRACTION", 1.0)
     store = make_store(staging_bytes=4 * MIB)
     tickets = [put(store, noise(MIB)) for _ in range(4)]
-    until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
+    until(lambda: all(part_of(ticket).state is PartState.STORED for ticket in tickets), "the writes")
     lent = [store.get(ticket, CPU).data for ticket in tickets]
     for nbytes in (MIB, 3 * MIB):
         assert store.put(noise(nbytes), wait=True) is Refusal.STAGING_FULL  # and not a hang
@@ -171,13 +182,13 @@ def test_what_backward_holds_of_staging_is_not_waited_for(
 def test_what_backward_holds_is_half_of_staging_and_the_rest_leaves_in_pieces(make_store: StoreFactory) -> None:
     store = make_store(staging_bytes=4 * MIB)
     tickets = [put(store, noise(MIB)) for _ in range(4)]
-    until(lambda: all(ticket.state is TicketState.STORED for ticket in tickets), "the writes")
+    until(lambda: all(part_of(ticket).state is PartState.STORED for ticket in tickets), "the writes")
     held = [store.get(ticket, CPU).data for ticket in tickets]
     assert store.ring.slots.used_bytes == 2 * MIB
     data = noise(3 * MIB)
     assert store.put(data, wait=False) is Refusal.STAGING_FULL and store.stats.fallbacks.total() == 1
     ticket = store.put(data, wait=True)
-    assert isinstance(ticket, PiecesTicket)
+    assert isinstance(ticket, SwapTicket) and len(ticket.parts) == 3
     assert torch.equal(store.get(ticket, CPU).data, data) and store.stats.fallbacks.total() == 1
     del held
 
@@ -185,6 +196,7 @@ def test_what_backward_holds_is_half_of_staging_and_the_rest_leaves_in_pieces(ma
 def test_a_read_without_room_in_staging_goes_around_it(make_store: StoreFactory, backend: IoBackend) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB)
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     gate.opened.set()
     data = noise(3 * MIB)
     ticket = stored(store, data)
@@ -192,7 +204,7 @@ def test_a_read_without_room_in_staging_goes_around_it(make_store: StoreFactory,
     filler = [put(store, noise(MIB)) for _ in range(4)]
     assert torch.equal(store.get(ticket, CPU).data, data)
     gate.opened.set()
-    until(lambda: all(one.state is TicketState.STORED for one in filler), "the writes")
+    until(lambda: all(part_of(one).state is PartState.STORED for one in filler), "the writes")
 
 
 def test_reads_overtake_queued_writes(make_store: StoreFactory) -> None:
@@ -204,7 +216,7 @@ def test_reads_overtake_queued_writes(make_store: StoreFactory) -> None:
     gate.opened.clear()
     writes = [put(store, noise(MIB)) for _ in range(8)]
     assert torch.equal(store.get(ticket, CPU).data, data)  # while no write can end
-    assert all(write.state in (TicketState.QUEUED, TicketState.WRITING) for write in writes)
+    assert all(part_of(write).state in (PartState.QUEUED, PartState.WRITING) for write in writes)
     gate.opened.set()
 
 
@@ -233,10 +245,10 @@ def test_two_paths_share_the_bytes(make_store: StoreFactory) -> None:
     pieces = [noise(MIB) for _ in range(8)]
     tickets = [put(store, piece) for piece in pieces]
     gate.opened.set()
-    assert {ticket.path.file.directory for ticket in tickets} == {path.file.directory for path in store.paths}
+    assert {part_of(ticket).path.file.directory for ticket in tickets} == {path.file.directory for path in store.paths}
     assert [path.extents.used_bytes for path in store.paths] == [4 * MIB, 4 * MIB]
     for ticket, piece in zip(tickets, pieces, strict=True):
-        until(lambda ticket=ticket: ticket.state is TicketState.STORED, "stored")  # type: ignore[misc]
+        until(lambda ticket=ticket: part_of(ticket).state is PartState.STORED, "stored")  # type: ignore[misc]
         assert torch.equal(store.get(ticket, CPU).data, piece)
 
 
@@ -277,7 +289,7 @@ def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
             store.release(ticket)
     assert first.busy_s(MIB) > 2 * before and first.busy_s(MIB) > 2 * second.busy_s(MIB)
     for ticket in (tickets := [put(store, noise(MIB)) for _ in range(9)]):
-        assert ticket.extent.nbytes == MIB
+        assert part_of(ticket).extent.nbytes == MIB
     assert first.extents.used_bytes < second.extents.used_bytes
     assert len(tickets) == 9
 
@@ -330,7 +342,7 @@ def test_a_failed_write_keeps_the_bytes_and_says_so_once(
     tickets = [put(store, piece) for piece in pieces]
     gate.opened.set()
     until(lambda: store.space.writes_under_way == 0, "the writes")
-    assert [ticket.state for ticket in tickets] == [TicketState.STORED] + [TicketState.RESCUED] * 5
+    assert [part_of(ticket).state for ticket in tickets] == [PartState.STORED] + [PartState.RESCUED] * 5
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert torch.equal(store.get(ticket, CPU).data, piece)
     assert store.put(noise(MIB), wait=False) is Refusal.PATH_FAILED
@@ -345,10 +357,10 @@ def test_a_path_that_fails_leaves_the_set(make_store: StoreFactory) -> None:
     backend = ScriptedBackend(fails("write", first=0, last=0))
     store = make_store(backend, lanes=Lanes(1, 1), paths=2)
     first = put(store, noise(MIB))
-    until(lambda: first.state is TicketState.RESCUED, "the failure")
-    broken = first.path
+    until(lambda: part_of(first).state is PartState.RESCUED, "the failure")
+    broken = part_of(first).path
     later = [stored(store, noise(MIB)) for _ in range(4)]
-    assert all(ticket.path is not broken for ticket in later)
+    assert all(part_of(ticket).path is not broken for ticket in later)
 
 
 def test_a_write_that_fails_while_it_is_handed_over(make_store: StoreFactory) -> None:
@@ -366,7 +378,7 @@ def test_a_write_that_fails_while_it_is_handed_over(make_store: StoreFactory) ->
     arrived.acquire()
     assert torch.equal(store.get(ticket, CPU).data, data)
     go.set()
-    until(lambda: ticket.state is TicketState.RESCUED, "the failure")
+    until(lambda: part_of(ticket).state is PartState.RESCUED, "the failure")
     assert torch.equal(store.get(ticket, CPU).data, data)
     store.release(ticket)
     nothing_is_held(store)
@@ -401,7 +413,7 @@ def test_a_failed_prefetch_raises_when_its_bytes_are_wanted(make_store: StoreFac
     store = make_store(ScriptedBackend(fails("read")))
     ticket = stored(store, noise(MIB))
     assert store.prefetch(ticket)
-    until(lambda: ticket.state is TicketState.LOST, "the read")
+    until(lambda: part_of(ticket).state is PartState.LOST, "the read")
     with pytest.raises(ActivationLostError):
         store.get(ticket, CPU)
     store.release(ticket)
@@ -429,7 +441,7 @@ def test_every_single_block_is_sampled(make_store: StoreFactory, block: int) -> 
     handle = store.paths[0].writes.handles[0]
     buffer = store.ring.view(store.ring.slots.allocate(MIB))  # type: ignore[arg-type]
     buffer.copy_(stale)
-    handle.write(buffer, ticket.extent.offset + block * MIB)
+    handle.write(buffer, part_of(ticket).extent.offset + block * MIB)
     with pytest.raises(ActivationCorruptionError, match=f"file offset {block * MIB} "):
         store.get(ticket, CPU)
 
@@ -450,7 +462,7 @@ def lose(store: NvmeStore, ticket: SwapTicket, start: int, nbytes: int) -> None:
     """Have older bytes in the third I/O block of what is stored, as where a part of a write was lost."""
     stale = store.ring.view(store.ring.slots.allocate(nbytes))  # type: ignore[arg-type]
     stale.copy_(noise(nbytes))
-    store.paths[0].writes.handles[0].write(stale, ticket.extent.offset + 2 * MIB + start)
+    store.paths[0].writes.handles[0].write(stale, part_of(ticket).extent.offset + 2 * MIB + start)
 
 
 @pytest.mark.parametrize("integrity", ["sampled", "full"])
@@ -482,7 +494,7 @@ def test_stale_bytes_after_a_lost_rewrite_are_seen(make_store: StoreFactory) -> 
     first = stored(store, noise(MIB))
     store.release(first)
     second = stored(store, noise(MIB))
-    assert second.extent == first.extent
+    assert part_of(second).extent == part_of(first).extent
     with pytest.raises(ActivationCorruptionError):
         store.get(second, CPU)
 
@@ -495,12 +507,13 @@ def test_a_lane_survives_what_no_backend_should_raise(make_store: StoreFactory) 
     store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
     data = noise(MIB)
     ticket = put(store, data)
-    until(lambda: ticket.state is TicketState.RESCUED, "the rescue")
+    until(lambda: part_of(ticket).state is PartState.RESCUED, "the rescue")
     assert torch.equal(store.get(ticket, CPU).data, data)
 
 
 def test_a_lent_slot_comes_back_with_its_tensor_and_not_before(make_store: StoreFactory, backend: IoBackend) -> None:
     store = make_store(backend, staging_bytes=4 * MIB)
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     pieces = [noise(2 * MIB), noise(2 * MIB)]
     tickets = [stored(store, piece) for piece in pieces]
     first = store.get(tickets[0], CPU).data
@@ -547,7 +560,7 @@ def test_a_hand_over_without_device_memory_may_be_tried_again(
                 store.get(ticket, CPU)
     assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])
     gate.opened.set()
-    until(lambda: tickets[2].state is TicketState.STORED, "the writes")
+    until(lambda: part_of(tickets[2]).state is PartState.STORED, "the writes")
     with monkeypatch.context() as patch:
         patch.setattr(store.ring.copies, "into", no_memory)
         patch.setattr(store.ring, "lend", no_memory)
@@ -572,8 +585,8 @@ def test_without_host_memory_a_failed_write_stays_in_its_slot(
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "clone", no_memory)
         ticket = put(store, data)
-        until(lambda: ticket.state is TicketState.RESCUED, "the failure")
-    assert ticket.host is None and ticket.slot is not None
+        until(lambda: part_of(ticket).state is PartState.RESCUED, "the failure")
+    assert part_of(ticket).host is None and part_of(ticket).slot is not None
     for _ in range(2):
         assert torch.equal(store.get(ticket, CPU).data, data)
     store.release(ticket)
@@ -650,6 +663,7 @@ def test_an_interrupt_while_a_slot_is_lent_gives_it_two_owners_never(
 ) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=2 * MIB, lanes=Lanes(1, 1))
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
 
     def interrupted(_data: torch.Tensor) -> Arrival:
         raise KeyboardInterrupt  # what was lent is gone with the frames
@@ -674,6 +688,7 @@ def test_an_interrupt_while_a_slot_is_lent_gives_it_two_owners_never(
 
 def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:
     store = make_store(staging_bytes=1 << 20)
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     device = torch.device("cpu")
     lent_bytes, wanted_bytes = 512 << 10, 768 << 10
     lent = store.put(torch.ones(lent_bytes, dtype=torch.uint8), wait=True)
@@ -701,9 +716,9 @@ def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFac
     del cycle
     with store.space.lock:
         gc.collect()
-        assert ticket.state is TicketState.STORED
+        assert part_of(ticket).state is PartState.STORED
     stored(store, noise(MIB))
-    assert ticket.state is TicketState.RELEASED
+    assert part_of(ticket).state is PartState.RELEASED
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
@@ -723,18 +738,19 @@ def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
     assert ahead.prefetched_bytes + ahead.early_bytes == MIB
     store.release(ticket)
     assert ahead.prefetched_bytes + ahead.early_bytes == 0
-    assert ticket.state is TicketState.ABANDONED and ticket.slot is not None and slots_in_use(store) == MIB
+    part = part_of(ticket)
+    assert part.state is PartState.ABANDONED and part.slot is not None and slots_in_use(store) == MIB
     with pytest.raises(StateError, match="given up"):
         store.get(ticket, CPU)
     gate.opened.set()
-    until(lambda: ticket.state is TicketState.RELEASED, "the lane")
+    until(lambda: part_of(ticket).state is PartState.RELEASED, "the lane")
     nothing_is_held(store)
 
 
 def test_illegal_moves_raise() -> None:
-    ticket = SwapTicket(1, None, None, None, None, CPU)  # type: ignore[arg-type]
-    with pytest.raises(StateError, match="illegal move of a ticket from 'in staging, write not started' to"):
-        ticket.move(TicketState.STORED)
+    part = Part(0, 1, None, None, None)  # type: ignore[arg-type]
+    with pytest.raises(StateError, match="illegal move of a part of a storage from 'in staging, write not started' to"):
+        part.move(PartState.STORED)
 
 
 def resident_bytes(memory: torch.Tensor) -> int:
@@ -772,6 +788,7 @@ def test_a_slot_that_cannot_be_lent_stays_with_its_ticket(
 ) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=2 * MIB, lanes=Lanes(1, 1))
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     first, wanted = store.put(noise(MIB), wait=True), noise(MIB)
     second = store.put(wanted.clone(), wait=True)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
@@ -792,18 +809,20 @@ def fails_for_want_of_memory(*_: object) -> None:
 
 def test_a_store_that_is_closed_takes_no_memory_for_reads(make_store: StoreFactory) -> None:
     store = make_store(staging_bytes=2 * MIB)
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     tickets = [stored(store, noise(MIB)) for _ in range(4)]
     store.close()
     for ticket in tickets:
         with pytest.raises(StateError, match="closed before backward"):
             store.get(ticket, CPU)
-    assert all(ticket.host is None and ticket.slot is None for ticket in tickets)
+    assert all(part_of(ticket).host is None and part_of(ticket).slot is None for ticket in tickets)
 
 
 def test_closing_waits_for_what_another_thread_is_copying_into_staging(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, is_copying, may_end = make_store(staging_bytes=2 * MIB), threading.Event(), threading.Event()
+    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     copy = store.ring.accelerator.copy
 
     def slow_copy(*arguments: Any) -> None:
@@ -859,7 +878,7 @@ def test_a_graph_may_go_while_a_store_is_closed(make_store: StoreFactory) -> Non
     store.get(second, CPU)  # handed over: its slot waits for this copy
     device.is_late = False
     gate.opened.set()
-    until(lambda: first.state is TicketState.LOADED, "it stays in staging")
+    until(lambda: part_of(first).state is PartState.LOADED, "it stays in staging")
     problems: list[BaseException] = []
 
     def close() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -307,7 +308,7 @@ def test_a_capture_is_refused(tmp_path: Path) -> None:
     device.end()
 
 
-def test_a_get_of_pieces_that_failed_half_way_may_be_repeated_on_another_stream(
+def test_a_get_of_parts_that_failed_half_way_may_be_repeated_on_another_stream(
     make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = make_device(late_compute=True)
@@ -319,18 +320,17 @@ def test_a_get_of_pieces_that_failed_half_way_may_be_repeated_on_another_stream(
     del data
     wait_for_writes(store)
     device.synchronize()
-    allocate, left = device.allocate, [None, None]  # for the whole, and two of its four pieces come
+    into, left = store.ring.copies.into, [None, None]  # two of its four parts come
 
-    def no_more(nbytes: int, where: torch.device) -> torch.Tensor:
-        if nbytes < MIB and not left:
+    def no_more(*arguments: Any, **more: Any) -> Any:
+        if not left:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        if nbytes < MIB:
-            left.pop()
-        return allocate(nbytes, where)
+        left.pop()
+        return into(*arguments, **more)
 
     first.longest_pause_s = 0.5
     with monkeypatch.context() as patch, device.on(first), pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(device, "allocate", no_more)
+        patch.setattr(store.ring.copies, "into", no_more)
         store.get(ticket, CPU)  # type: ignore[arg-type]
     exact: list[bool] = []
     with device.on(second):

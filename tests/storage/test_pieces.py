@@ -1,13 +1,15 @@
-"""Pieces: storages larger than a part of staging, or than all of it."""
+"""Storages of several parts: larger than a part of staging, or than all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from conftest import StoreFactory
 from support import hazards
+from support.disks import until
 from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
 from support.each_hazard import Scenario, scenarios
 from support.stores import CPU, noise, store_is_empty
@@ -16,15 +18,16 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationLostError
 from ds_tba.stats import PathMeter
 from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.base import Refusal, Ticket
-from ds_tba.storage.nvme import NvmeStore, PiecesTicket
+from ds_tba.storage.base import Refusal
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import SwapTicket
 
 KIB, MIB = 1 << 10, 1 << 20
 
 
-def put(store: NvmeStore, data: torch.Tensor) -> PiecesTicket:
+def put(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
     ticket = store.put(data, wait=True)
-    assert isinstance(ticket, PiecesTicket), ticket
+    assert isinstance(ticket, SwapTicket) and len(ticket.parts) > 1
     return ticket
 
 
@@ -60,7 +63,7 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
         path.meter = PathMeter(2, 2, lambda: 0.0)  # none is faster than another
     ticket = put(nvme, noise(24 * MIB))
     assert [path.extents.used_bytes for path in nvme.paths] == [8 * MIB] * 3
-    assert len(ticket.pieces) == 12
+    assert len(ticket.parts) == 12
 
 
 def test_what_was_only_in_staging_is_handed_over_as_the_only_copy(make_store: StoreFactory) -> None:
@@ -110,7 +113,7 @@ def test_a_get_that_fails_half_way_may_be_tried_again(
     store, data = nvme, noise(8 * MIB)
     ticket = put(store, data.clone())
     with monkeypatch.context() as patch:
-        patch.setattr(nvme, "get", _fails_after(3, nvme.get))
+        patch.setattr(nvme.ring.copies, "into", _fails_after(3, nvme.ring.copies.into))
         with pytest.raises(MemoryError):
             store.get(ticket, CPU)
     assert torch.equal(store.get(ticket, CPU).data, data)
@@ -126,17 +129,54 @@ def test_a_lost_piece_raises(make_store: StoreFactory) -> None:
         store.get(ticket, CPU)
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "largest"), [(CpuAccelerator, 4 * MIB), (EventAccelerator, MIB)], ids=["lent", "copied"]
-)
-def test_smaller_storages_pass_by(
-    make_store: StoreFactory, accelerator: Callable[[], CpuAccelerator], largest: int
+def test_no_part_is_larger_than_a_part_of_staging(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=4 * MIB)
+    tickets = [store.put(noise(nbytes), wait=True) for nbytes in (MIB, MIB + 1)]
+    assert [len(one.parts) for one in tickets if isinstance(one, SwapTicket)] == [1, 2]
+
+
+@pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_ahead(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, accelerator: Callable[[], CpuAccelerator]
 ) -> None:
-    """Where a slot becomes the tensor's memory, whatever fits into staging is not cut."""
-    store = make_store(staging_bytes=4 * MIB, accelerator=accelerator())
-    whole, cut = (store.put(noise(nbytes), wait=True) for nbytes in (largest, largest + 1))
-    assert isinstance(whole, Ticket) and not isinstance(whole, PiecesTicket)
-    assert isinstance(cut, PiecesTicket)
+    """The budget wants the room of what is ahead, but the first parts are nowhere else."""
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=accelerator(), lanes=Lanes(1, 1))
+    data = noise(8 * MIB)
+    ticket = put(store, data.clone())
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(store.ring.copies, "into", _fails_after(3, store.ring.copies.into))
+        store.get(ticket, CPU)
+    assert not store.cancel_prefetch(ticket)
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    gate.opened.set()
+    store.release(ticket)
+    assert store_is_empty(store)
+
+
+def test_two_threads_that_want_one_storage_get_memory_of_their_own(make_store: StoreFactory) -> None:
+    store, data = make_store(staging_bytes=4 * MIB, accelerator=EventAccelerator()), noise(6 * MIB)
+    ticket = put(store, data.clone())
+    wait_for_writes(store)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: store.get(ticket, CPU).data, range(8)))
+    assert len({one.data_ptr() for one in found}) == 8 and all(torch.equal(one, data) for one in found)
+
+
+@pytest.mark.parametrize("given_up", [False, True], ids=["wanted", "given up"])
+def test_a_storage_of_parts_is_read_ahead_into_its_memory(make_store: StoreFactory, given_up: bool) -> None:
+    store, data = make_store(staging_bytes=4 * MIB, accelerator=EventAccelerator()), noise(6 * MIB)
+    ticket = put(store, data.clone())
+    wait_for_writes(store)
+    assert store.prefetch(ticket) and ticket.destination is not None
+    memory = ticket.destination.data.data_ptr()
+    if given_up:
+        until(lambda: store.cancel_prefetch(ticket), "the reads")
+        assert ticket.destination is None and store.space.read_ahead.prefetched_bytes == 0
+    loaded = store.get(ticket, CPU)
+    assert torch.equal(loaded.data, data) and (given_up or loaded.data.data_ptr() == memory)
+    store.release(ticket)
+    assert store_is_empty(store)
 
 
 def _fails_after(calls: int, original: Callable[..., object]) -> Callable[..., object]:

@@ -20,7 +20,7 @@ from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.space import SwapPath
+from ds_tba.storage.path import SwapPath
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 

@@ -1,1 +1,1 @@
-"""What tests share: doubles of devices, disks and faults, hazards, programs that run trainings."""
+"""Modules that tests share: doubles of devices, disks and faults, hazards, programs that run trainings."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_tba.recompute.blocks import Block
+from ds_tba.recompute.passes import Block
 
 Event = tuple[str, int]
 
@@ -21,7 +20,7 @@ class Listener:
         self.events: list[Event] = []
         self.inputs: list[list[Tensor]] = []
 
-    def enter(self, block: Block, inputs: Sequence[Tensor]) -> Any | None:
+    def enter(self, block: Block, inputs: Sequence[Tensor]) -> int | None:
         self.events.append(("enter", block.index))
         self.inputs.append(list(inputs))
         return block.index if block.index in self.wanted else None
@@ -29,8 +28,10 @@ class Listener:
     def leave(self, block: Block) -> None:
         self.events.append(("leave", block.index))
 
-    def recompute(self, mark: Any) -> None:
-        self.events.append(("recompute", mark))
+    def recompute(self, saved_bytes: int) -> None:
+        self.events.append(("recompute", saved_bytes))
+
+    def save_again(self, tensor: Tensor) -> None: ...
 
     def count(self, what: str) -> int:
         return sum(event == what for event, _ in self.events)

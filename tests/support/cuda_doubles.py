@@ -43,7 +43,7 @@ class CompatMode(enum.IntEnum):
 
 
 class IOFuture:
-    """As the original: ``get`` gives the number of bytes, blocks, and may be called once."""
+    """A future whose ``get`` returns the number of bytes, blocks, and may be called once."""
 
     def __init__(self, inner: Future[int]) -> None:
         self._inner: Future[int] | None = inner

@@ -31,7 +31,7 @@ class Disk:
 
     @property
     def free_bytes(self) -> int:
-        """What a user who is not root may still take."""
+        """Bytes that a user who is not root may still take."""
         usage = os.statvfs(self.path)
         return usage.f_bavail * usage.f_frsize
 
@@ -56,13 +56,13 @@ class Disk:
         run("umount", "-l", str(self.path))
 
     def is_empty(self, free_bytes: int) -> bool:
-        """Whether it holds no file, and has as much free as given."""
+        """Return whether it holds no file, and has as much free as given."""
         run("sync", "-f", str(self.path))  # btrfs gives space back when it commits
         return self.free_bytes >= free_bytes and not [one for one in self.path.iterdir() if one.name != "lost+found"]
 
     @property
     def is_attached(self) -> bool:
-        """Whether the device still serves an image, which it does until its file system is gone."""
+        """Return whether the device still serves an image, which it does until its file system is gone."""
         return subprocess.run(["losetup", self.device], capture_output=True).returncode == 0
 
     def _limit(self, nbytes: int) -> None:

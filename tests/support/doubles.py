@@ -19,13 +19,20 @@ from ds_tba.errors import TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.path import Part, SwapTicket
 
 
 def wait_for_writes(store: NvmeStore) -> None:
-    """Until none is queued or under way."""
+    """Wait until no write is queued or under way."""
     with store.space.lock:
         while store.space.writes_under_way and not store.space.closed:
             store.space.changed.wait(1.0)
+
+
+def part_of(ticket: SwapTicket) -> Part:
+    """The only part of a storage that is small."""
+    (part,) = ticket.parts
+    return part
 
 
 class EventAccelerator(CpuAccelerator):

@@ -53,7 +53,7 @@ class Bert(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Of T5: in FP32, made of plain operations."""
+    """T5's norm: in FP32, of plain operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def t5(batch: int, sequence: int) -> Any:
 
 
 def encoder(batch: int, sequence: int) -> Any:
-    """What it returns is no loss; its inputs are floats."""
+    """Takes floats, and returns no loss."""
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.1, batch_first=True)
     return nn.TransformerEncoder(layer, DEPTH), (torch.zeros(batch, sequence, WIDTH),)
 

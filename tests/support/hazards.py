@@ -954,6 +954,94 @@ def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
     return [*seen, *grads(x, y)]
 
 
+class ReturnsNothingFor(torch.autograd.Function):
+    """Has no gradient for its input, and reads what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(b)
+        return b * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad * ctx.saved_tensors[0]
+
+
+def a_saved_tensor_that_becomes_a_gradient_after_another_read(saving: Saving) -> list[Tensor]:
+    """The gradient waits for one that does not come, and others want the bytes that it has."""
+    out = []
+    for constant in (torch.randn(SIDE, SIDE), torch.randn(8)):
+        x, y, z = leaf(*constant.shape), leaf(*constant.shape), leaf(*constant.shape)
+        with saving():
+            loss = ReturnsNothingFor.apply(x, y * 2).sum() + ReturnsItsConstant.apply(x, constant).sum()
+            later = (z * constant).sum()
+        loss.backward()
+        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        later.backward()
+        out += [*grads(x, y, z), constant]
+    return out
+
+
+def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
+    """Without hooks whoever else has saved it refers to the very tensor, so that a copy of it becomes ``.grad``."""
+    out = []
+    for shape in ((SIDE, SIDE), (8,)):
+        x, y, z = leaf(*shape), leaf(*shape), leaf(*shape)
+        with saving():
+            made = y * 2
+            later = (z * made).sum()
+            loss = ReturnsItsConstant.apply(x, made).sum()
+            del made
+        loss.backward()
+        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        out += [*grads(x), *torch.autograd.grad(later, z)]
+    return out
+
+
+def two_views_of_a_small_operand_that_one_function_saves(saving: Saving) -> list[Tensor]:
+    x, y = leaf(), leaf()
+    with saving():
+        scale = y.mean(1, keepdim=True) * 2
+        scaled = x * scale
+        later = (scaled * scaled * scaled).sum()
+        loss = SavesTwice.apply(x.mean(1, keepdim=True), scale, True).sum()
+    loss.backward()
+    return [*torch.autograd.grad(later, scaled), *grads(x)]
+
+
+def a_sparse_tensor_of_an_operand(saving: Saving) -> list[Tensor]:
+    x, y = leaf(), leaf(SIDE)
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, sparse: Tensor) -> Tensor:
+            ctx.save_for_backward(sparse)
+            return a * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return grad * ctx.saved_tensors[0].to_dense(), None
+
+    with saving():
+        values = y * 2
+        scaled = x * values
+        sparse = torch.sparse_coo_tensor(torch.arange(SIDE)[None], values.detach(), (SIDE,))
+        loss = (scaled * scaled).sum() + Saves.apply(x, sparse).sum()
+    return grads_after(loss, x, y)
+
+
+def overwritten_between_a_save_and_a_checkpoint(saving: Saving) -> list[Tensor]:
+    """A checkpoint saves its arguments without a node of its own."""
+    x, weight = leaf(), leaf()
+    with saving():
+        y = x * 2
+        metric = y.sin()
+        y.data.mul_(3)
+        loss = checkpoint(lambda a: (a @ weight).sin(), y, use_reentrant=False).sum()
+    del metric
+    return grads_after(loss, x, weight)
+
+
 SCENARIOS: list[Callable[[Saving], list[Tensor]]] = [
     function
     for name, function in list(globals().items())
@@ -1101,7 +1189,7 @@ def check_made_again(
             if not torch.equal(_bits(one), _bits(other)):
                 raise Wrong(f"{scenario.__name__}, run {number}: tensor {index} differs from the run without the cache")
         cache.end_micro_step()  # reads what is left of the answers
-        cache.sites.step += 1
+        cache.rematerialization.sites.step += 1
         check_nothing_is_left(cache, scenario.__name__)
 
 

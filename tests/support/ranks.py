@@ -35,7 +35,7 @@ _FORKS.set_forkserver_preload(list(PRELOADED))
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a process that trains."""
+    """Return the environment of a process that trains."""
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **more}
 
 
@@ -117,7 +117,7 @@ def _start_server() -> None:
 
 
 def _wait(processes: list[BaseProcess], until_s: float) -> None:
-    """Until all have ended; where one fails, the others would wait for it in a collective."""
+    """Wait until all have ended; where one fails, the others would wait for it in a collective."""
     # Each is asked once: it may end at any time.
     while running := [process for process in processes if process.exitcode is None]:
         running[0].join(0.1)

@@ -85,7 +85,7 @@ class Net(nn.Module):
         return loss
 
     def between(self) -> None:
-        """What the script does between forward and backward."""
+        """Do what the script does between forward and backward."""
 
 
 @pytest.fixture

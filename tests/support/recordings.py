@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.plan.recorder import MicroStepRecord, Recorder
+from ds_tba.plan.recorder import MicroStepRecord, Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.remat.where import RunningModule
 
 WIDTH, ROWS = 64, 32
 MIN_BYTES = 4096
@@ -64,9 +65,13 @@ class Stack(nn.Module):
         return self.head(x).square().mean()
 
 
+def running(model: nn.Module) -> RunningModule:
+    return RunningModule({id(module): path for path, module in model.named_modules()})
+
+
 @contextmanager
 def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recorder]:
-    recorder = Recorder(cache.eligibility_of, ticks, {id(module): path for path, module in model.named_modules()})
+    recorder = Recorder(Scene(cache, ticks, running(model)))
     with cache.saving(around=recorder.around):
         yield recorder
 

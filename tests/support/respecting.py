@@ -1,4 +1,4 @@
-"""What PyTorch 2.14 has for selective checkpoints under saved-tensor hooks, put into an older one: a double of the API.
+"""A double of PyTorch 2.14's API for selective checkpoints under saved-tensor hooks, for older versions.
 
 The argument ``respect_saved_tensors_hooks`` as pytorch #190581 merged it, with the functions behind ``checkpoint`` that
 know of it. Where it is None, 2.14 warns.

@@ -92,7 +92,7 @@ def launcher_script() -> Path:
 
 
 def once(key: Any, make: Callable[[], Any]) -> Any:
-    """What a function returns, which JSON can tell: called by the first process of a run of the tests that asks for it.
+    """Return what a function returns, which the first process of a run of the tests that asks for it calls.
 
     Args:
         key: what the answer depends on.
@@ -119,7 +119,7 @@ def run(
     told_local_rank: bool = True,
     **variables: str | None,
 ) -> Result:
-    """As :func:`launch`, without the launcher: the ranks are forked, and do not end as interpreters do.
+    """Run a script without the launcher: the ranks are forked, and do not end as interpreters do.
 
     Args:
         told_local_rank: the script has the launcher's argument ``--local_rank``.
@@ -133,7 +133,7 @@ def run(
 
 
 def run_once(config: dict[str, Any], directory: Path, *arguments: str, ranks: int = 1, **options: Any) -> Result:
-    """As :func:`run`, once in a run of the tests: for what many tests compare with, a run without the block."""
+    """Call :func:`run` once in a run of the tests: many tests compare with a run without the block."""
 
     def make() -> tuple[int, str]:
         found = run(config, directory, *arguments, ranks=ranks, **options)

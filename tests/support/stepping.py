@@ -27,7 +27,7 @@ def offloader_of(directory: Path, model: nn.Module, **block: Any) -> ActivationO
 
 
 def forward(model: nn.Module, x: Tensor, offloader: ActivationOffloader | None) -> Tensor:
-    """What the model returns, with the offloader saving what autograd saves."""
+    """Return what the model returns; the offloader saves what autograd saves."""
     with nullcontext() if offloader is None else offloader.saving():
         result: Tensor = model(x)
         return result

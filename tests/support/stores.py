@@ -1,4 +1,4 @@
-"""What tests of stores share: bytes, tickets of an NVMe store, and the states that they wait for."""
+"""Bytes, and tickets of an NVMe store, with the states that tests wait for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import torch
 
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.space import SwapTicket, TicketState
+from ds_tba.storage.path import PartState, SwapTicket
 from support.disks import until
 
 MIB = 1 << 20
@@ -19,7 +19,7 @@ def noise(nbytes: int) -> torch.Tensor:
 
 
 def slots_in_use(store: NvmeStore) -> int:
-    with store.space.lock:
+    with store.space.deferred, store.space.lock:
         store.space.settle_copies()
         return store.ring.slots.used_bytes
 
@@ -32,7 +32,7 @@ def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False) -> SwapTick
 
 def stored(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
     ticket = put(store, data)
-    until(lambda: ticket.state is TicketState.STORED, "stored")
+    until(lambda: all(part.state is PartState.STORED for part in ticket.parts), "stored")
     return ticket
 
 
@@ -46,7 +46,7 @@ def nothing_is_held(store: NvmeStore) -> None:
 
 def store_is_empty(store: NvmeStore) -> bool:
     for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
-        with store.space.lock:
+        with store.space.deferred, store.space.lock:
             store.space.settle_copies()
             if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
                 return True

@@ -28,7 +28,7 @@ def resources(
 
 
 def storage(pack_s: float, use_s: float, freed_s: float | None = None, blocks: tuple[int, ...] = (0,)) -> StorageTrace:
-    """Of SIZE bytes, not needed in forward after it was packed."""
+    """Return a storage of SIZE bytes that is not needed in forward after it was packed."""
     return StorageTrace(SIZE, "layer.0", blocks, pack_s, pack_s, use_s, use_s if freed_s is None else freed_s)
 
 
@@ -168,7 +168,7 @@ def limits(draw: st.DrawFn) -> Limits:
 
 
 def read(text: str) -> Trace:
-    """What ``Trace.to_json`` has written."""
+    """Return the trace that ``Trace.to_json`` has written."""
     data = json.loads(text)
     machine = data["resources"] | {"paths": tuple(PathRates(**path) for path in data["resources"]["paths"])}
     return Trace(

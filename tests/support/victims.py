@@ -41,7 +41,7 @@ class NoVictims(Exception):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the requests of ``call`` from number ``first`` to ``last``.
+    """The fate of the requests of ``call`` from number ``first`` to ``last``.
 
     Args:
         call: ``write``, ``read`` or ``allocate``; of DeepSpeed's op ``op_write`` or ``op_read``, where one block is one
@@ -59,7 +59,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Job:
-    """What a victim does.
+    """The acts of a victim.
 
     Args:
         layers: storages of 4 MiB that one forward saves.
@@ -135,7 +135,7 @@ class Victim:
 
     @property
     def is_silent(self) -> bool:
-        """Whether it has not come to its next pause, or end."""
+        """Return whether it has not come to its next pause, or end."""
         return not select.select([self._connection], [], [], 0)[0]
 
     def go_on(self) -> None:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_owned
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.nvme import NvmeStore
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
@@ -386,7 +387,7 @@ class Sweep:
         cache = TensorCache([store] if placement == "nvme" else [], "cpu", 1, wait_for_staging=True)
         # Alone, everything eligible goes to the drive; else what can be made again stays away from it.
         if not is_alone or placement == "keep":
-            cache.rematerialize(Sites(cache, CpuAccelerator()))
+            cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
         before = store.stats.offloaded_bytes
         # In half of the draws backward reads from the drive, in the others it may come before the write has ended.
         reads = placement == "nvme" and (is_alone or program.number % 2 == 0)

@@ -25,6 +25,7 @@ from torch.nn import functional
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "evidence" / "reports.md"
@@ -39,12 +40,12 @@ SIDE = 64
 def cache(tmp_path: Path) -> Iterator[TensorCache]:
     """Everything of 4 KiB and more goes to the drive, but for what can be made again."""
     with hazards.nvme_cache(tmp_path) as cache:
-        cache.rematerialize(Sites(cache, CpuAccelerator()))
+        cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
         yield cache
 
 
 def moved_bytes(cache: TensorCache) -> int:
-    return sum(store.stats.offloaded_bytes for store in cache._stores)
+    return sum(store.stats.offloaded_bytes for store in cache.stores)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_torchtune_2456_a_function_that_wants_its_tensor_on_the_cpu(tmp_path: Pa
             return grad * 2
 
     with hazards.nvme_cache(tmp_path) as like:
-        cache = TensorCache(like._stores, "cuda:0", 1)
+        cache = TensorCache(like.stores, "cuda:0", 1)
         x = leaf(SIDE, SIDE)
         with cache.saving():
             loss = WantsCpu.apply(x).sum()

@@ -43,14 +43,19 @@ from ds_tba.cli.plan.model import (
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import Keeper, nbytes_of
-from ds_tba.core.tensors import mark_inputs, mark_owned, shows_graph
+from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ModelError
-from ds_tba.plan.recorder import Recorder
+from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.recompute.blocks import Block, Blocks, find_blocks
+from ds_tba.recompute.blocks import Blocks, find_blocks
+from ds_tba.recompute.passes import Block
+from ds_tba.remat import recipe as recipes
 from ds_tba.remat import sites
+from ds_tba.remat.rules import is_supported
+from ds_tba.remat.store import RematStore
+from ds_tba.remat.where import RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
 
@@ -80,8 +85,8 @@ def dry_run(
     runs_on = "meta" if training.autocast is None else "cpu"
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
     cache = TensorCache([], runs_on, offload.min_tensor_bytes)
-    if offload.rematerialize_enabled and shows_graph():
-        cache.rematerialize(AssumedSites(cache, excluded, clock))
+    if offload.rematerialize_enabled and is_supported():
+        cache.rematerialize(RematStore(cache, AssumedSites(cache, excluded, clock)))
     doing = "making the model"
     try:
         with torch.device(runs_on):
@@ -114,7 +119,7 @@ def dry_run(
     notes = [*subject.notes]
     if training.autocast is not None:
         notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-    if offload.rematerialize_enabled and not shows_graph():
+    if offload.rematerialize_enabled and not is_supported():
         notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
     if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
@@ -122,7 +127,7 @@ def dry_run(
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
-    used = [one.site for one in recorder.record.storages]
+    origins = [one.origin for one in recorder.record.storages]
     whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     passing_bytes = max(whole_bytes, default=0)
@@ -141,7 +146,7 @@ def dry_run(
         meter.peak_bytes + passing_bytes,
         meter.whole_peak_bytes + passing_bytes,
         sorted(attention),
-        tuple(site.op if isinstance(site, sites.Site) else "" for site in used),
+        tuple("" if one is None else one.op for one in origins),
         tuple(notes),
         sum(one.numel() * one.element_size() for one in parameters if one.requires_grad),
         largest,
@@ -154,7 +159,8 @@ def _micro_step(
 ) -> tuple[Recorder, PeakMeter]:
     """Run one forward and one backward."""
     model = subject.model
-    recorder = Recorder(cache.eligibility_of, clock, {id(module): path for path, module in model.named_modules()})
+    paths = {id(module): path for path, module in model.named_modules()}
+    recorder = Recorder(Scene(cache, clock, RunningModule(paths)))
     for module in model.modules():
         mark_owned(module)
     mark_inputs(subject.inputs)
@@ -166,7 +172,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, Passes(recorder), may_recompute=False).listening(),
+            Blocks(blocks, Passes(recorder), may_recompute=False).watching(),
             casting,
         ):
             output = subject.forward()
@@ -202,8 +208,11 @@ class Passes:
     def leave(self, _block: Block) -> None:
         self._recorder.leave()
 
-    def recompute(self, token: Any) -> None:
-        """Never: no pass has one."""
+    def recompute(self, _saved_bytes: int) -> None:
+        """Do nothing: no pass runs again."""
+
+    def save_again(self, _tensor: torch.Tensor) -> None:
+        """Do nothing, likewise."""
 
 
 # ---- what could be made again ---------------------------------------------------------------------------------------
@@ -216,13 +225,13 @@ class AssumedSites(sites.Sites):
         super().__init__(cache, CpuAccelerator(), exclude)
         self._clock = clock
 
-    def site_of(self, recipe: sites.Recipe) -> sites.Site:
+    def site_of(self, recipe: recipes.Recipe) -> recipes.Site:
         """Return a site with the time that the bytes of its ops take on the device."""
         moving_s = self._clock.moving_s(_moved_bytes(recipe))
-        return sites.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
+        return recipes.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
 
 
-def _moved_bytes(recipe: sites.Recipe) -> int:
+def _moved_bytes(recipe: recipes.Recipe) -> int:
     """Return the bytes that an op and the steps between read and write."""
 
     def nbytes(one: Any) -> int:

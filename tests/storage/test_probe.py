@@ -17,11 +17,11 @@ from support.doubles import CpuAccelerator, ScriptedBackend, fails, wait_for_wri
 from ds_tba.errors import PathError
 from ds_tba.plan.rates import Rates
 from ds_tba.stats import PathMeter
-from ds_tba.storage import bandwidth_probe as probe_module
+from ds_tba.storage import probe as probe_module
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.bandwidth_probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.staging import SpanAllocator
 
 MIB = 1 << 20

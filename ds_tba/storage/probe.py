@@ -22,7 +22,8 @@ from ds_tba.errors import PathError, TransferError
 from ds_tba.stats import Kind
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.space import LANE_CHECK_S, LaneGroup, SwapPath, SwapSpace
+from ds_tba.storage.path import LANE_CHECK_S, LaneGroup, SwapPath
+from ds_tba.storage.space import SwapSpace
 from ds_tba.storage.staging import Span
 
 REGION_BYTES = 32 << 20  # of each path
@@ -72,7 +73,7 @@ def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], f
 
 
 class _Probe:
-    """What the lanes of a probe share."""
+    """The state that the lanes of a probe share."""
 
     def __init__(self, space: SwapSpace, integrity: Integrity, clock: Callable[[], float]) -> None:
         self.space = space
@@ -89,7 +90,7 @@ class _Probe:
 
 
 def _lanes_of(path: SwapPath, probe: _Probe, noise: torch.Tensor) -> list[_Lane]:
-    """What the lanes of a path have to do; nothing where it has no room for all of them."""
+    """Return the parts of a path's lanes; empty where it has no room for all of them."""
     ring, extents = probe.space.ring, path.extents
     kinds = [Kind.WRITE] * len(path.writes.handles) + [Kind.READ] * len(path.reads.handles)
     region_bytes = min(REGION_BYTES, extents.capacity_bytes - extents.used_bytes)

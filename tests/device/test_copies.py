@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Factory, StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, wait_for_writes
+from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, part_of, wait_for_writes
 from support.late_device import LateDevice
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from ds_tba.errors import StateError
 from ds_tba.storage.base import Always, Refusal, Store, Ticket
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.path import SwapTicket
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def saved_by(store: Store[Any], device: LateDevice, nbytes: int = MIB, value: in
 
 
 def is_ahead(ticket: Any) -> bool:
-    return ticket.arrival is not None
+    return (part_of(ticket) if isinstance(ticket, SwapTicket) else ticket).arrival is not None
 
 
 @every_store

@@ -20,6 +20,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.remat import sites as sites_module
 from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
 
 KIB = 1 << 10
 SIZE = (128, 128)  # 64 KiB
@@ -29,7 +30,7 @@ STEPS = 4
 def cache_of(*stores: Any, with_sites: bool = True) -> TensorCache:
     cache = TensorCache(stores, "cpu", 1024, wait_for_staging=True)
     if with_sites:
-        cache.rematerialize(Sites(cache, CpuAccelerator()))
+        cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
     return cache
 
 
@@ -138,7 +139,7 @@ def peak_in_backward(cache: TensorCache, forward: Callable[[list[Parameter]], Te
     for _ in range(STEPS):
         with cache.saving(around=looking):
             loss = forward(inputs)
-        for store in cache._stores:
+        for store in cache.stores:
             wait_for_writes(store)
         cache.settle()
         peak = 0

@@ -1,0 +1,288 @@
+"""Copies between a device and the host, in streams of their own, and the device memory that they use.
+
+Knows one device. Cannot see what is saved, nor why it is copied.
+
+[Note: Ordering] A copy out waits, on the device, for what its tensor's stream was given so far, and the tensor is
+held until the copy is done: freed earlier, its memory could go to the next tensor of that stream while it is read. A
+copy in waits for the point at which its memory was allocated, because kernels that were queued before may use it for
+its former tenant; the stream that consumes the bytes waits for the copy. The host waits for neither.
+
+[Note: Pools] A caching allocator keeps a pool for each stream, and a block of one pool is no use to another. Therefore
+the thread that asks for bytes allocates their memory, on its own current stream (:meth:`Copies.room`): what comes back
+takes the blocks that training itself has freed. On the stream of the copies it would take as much memory again, and a
+device that is sized by its budget would give back and take blocks all the time. The allocator is told of any other
+stream that reads the bytes (``record_stream``); memory that nobody wants before its copy is done is held until then
+(:meth:`Copies.drop`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
+
+
+class PendingCopy:
+    """A copy out of device memory that is under way. Holds that memory until the copy is done: see [Note: Ordering]."""
+
+    __slots__ = ("_source", "event", "nbytes")
+
+    def __init__(self, event: Event, source: torch.Tensor) -> None:
+        self.event = event
+        self.nbytes = source.numel()
+        self._source: torch.Tensor | None = source
+
+    def is_done(self) -> bool:
+        """Return whether the copy is done, and free the memory if so. Never blocks."""
+        if self._source is not None and self.event.query():
+            self._source = None
+        return self._source is None
+
+    def wait(self) -> None:
+        """Block the calling host thread until the copy is done."""
+        if self._source is not None:
+            self.event.synchronize()
+            self._source = None
+
+
+class Release(NamedTuple):
+    """Device memory that the host has freed, and events of the streams that may still use it."""
+
+    nbytes: int
+    events: list[Event]
+
+    def is_passed(self) -> bool:
+        return all(event.query() for event in self.events)
+
+    def wait(self) -> None:
+        """Block the calling host thread until the streams have come so far."""
+        for event in self.events:
+            event.synchronize()
+
+
+class Releases:
+    """Device memory that the host has freed, oldest first, until the allocator can hand it out again.
+
+    The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
+    when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
+    one lock. ``passed`` is told how many bytes are free.
+    """
+
+    def __init__(self, accelerator: Accelerator | None, passed: Callable[[int], None]) -> None:
+        self.nbytes = 0
+        self._accelerator = accelerator
+        self._passed = passed
+        self._pending: deque[Release] = deque()
+
+    @property
+    def oldest(self) -> Release | None:
+        return self._pending[0] if self._pending else None
+
+    def add(self, nbytes: int, streams: Iterable[Stream]) -> None:
+        """Wait for these streams with memory that the host has freed, and they use."""
+        accelerator = self._accelerator
+        if accelerator is None or accelerator.is_capturing():  # an event of a capture says nothing of the device
+            self._passed(nbytes)
+            return
+        events = []
+        for stream in streams:
+            events.append(accelerator.new_event())
+            events[-1].record(stream)
+        self._pending.append(Release(nbytes, events))
+        self.nbytes += nbytes
+
+    def settle(self) -> None:
+        """Tell how much is free by now. Never blocks."""
+        while self._pending and self._pending[0].is_passed():
+            nbytes = self._pending.popleft().nbytes
+            self.nbytes -= nbytes
+            self._passed(nbytes)
+
+
+class Arrival:
+    """Device memory into which a copy is under way.
+
+    Args:
+        event: done with the copy; None where that was done at once.
+        owner: the stream that the memory was allocated on.
+
+    Attributes:
+        event: as given.
+        consumers: streams that use the memory beside its owner.
+    """
+
+    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event")
+
+    def __init__(
+        self, accelerator: Accelerator | None, data: torch.Tensor, event: Event | None, owner: Stream | None = None
+    ) -> None:
+        self._accelerator = accelerator
+        self._data = data
+        self._owner = owner
+        self.event = event
+        self.consumers: list[Stream] = []
+
+    @classmethod
+    def done(cls, data: torch.Tensor) -> Arrival:
+        """Return memory that holds its bytes already."""
+        return cls(None, data, None)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has made the copy. Never blocks."""
+        return self.event is None or bool(self.event.query())
+
+    def join(self) -> torch.Tensor:
+        """Return the memory (uint8, 1-D) for the calling thread's current stream, which waits for the copy."""
+        if self.event is not None and self._accelerator is not None:
+            consumer = self._accelerator.current_stream()
+            consumer.wait_event(self.event)
+            # Else the allocator would give the memory away while the consumer still reads it.
+            if consumer not in (self._owner, *self.consumers):  # not "!=": no stream of torch is unequal to None
+                self._accelerator.share(self._data, consumer)
+                self.consumers.append(consumer)
+        return self._data
+
+    def wait(self) -> None:
+        """Block the calling host thread until the copy is done."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Destination(NamedTuple):
+    """New device memory for bytes that come back. See [Note: Pools].
+
+    Attributes:
+        data: the memory (uint8, 1-D).
+        allocated: event right after the allocation.
+        stream: the stream that it was allocated on.
+    """
+
+    data: torch.Tensor
+    allocated: Event
+    stream: Stream
+
+    def part(self, start: int, nbytes: int) -> Destination:
+        """Return a range of the memory, for a part of the bytes."""
+        return self._replace(data=self.data[start : start + nbytes])
+
+
+class Copies:
+    """The copies between one store and the device. See [Note: Ordering]."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._out_stream = accelerator.new_stream()
+        self._in_stream = accelerator.new_stream()
+        self._pending: deque[PendingCopy] = deque()
+        self._dropped: list[Arrival] = []
+        self.is_full = False  # no device memory, so that none is asked for ahead of need until somebody has got some
+
+    def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy | None:
+        """Copy device bytes to the beginning of ``target``; return None where that is done already."""
+        accelerator = self._accelerator
+        target = target[: data.numel()]
+        if accelerator.is_synchronized_device():
+            accelerator.copy(data, target)
+            return None
+        produced = moment(accelerator)
+        with accelerator.on(self._out_stream):
+            # Else it would read what kernels that are queued have not made yet.
+            self._out_stream.wait_event(produced)
+            accelerator.copy(data, target)
+            copied = moment(accelerator)
+        pending = PendingCopy(copied, data)
+        self._pending.append(pending)
+        return pending
+
+    def room(self, nbytes: int, device: torch.device) -> Destination:
+        """Allocate memory for bytes that come back, on the calling thread's current stream; see [Note: Pools].
+
+        Raises:
+            RuntimeError, MemoryError: the device has none now.
+        """
+        accelerator = self._accelerator
+        try:
+            data = accelerator.allocate(nbytes, device)
+        except (RuntimeError, MemoryError):
+            self.is_full = True  # the allocator has given back all that it kept, which is not to come each time
+            raise
+        self.is_full = False
+        # Here and not where the copy is queued: the event would stand behind whatever the stream was given since.
+        return Destination(data, moment(accelerator), accelerator.current_stream())
+
+    def into(self, source: torch.Tensor, destination: Destination, after: Iterable[PendingCopy] = ()) -> Arrival:
+        """Copy as many bytes of ``source`` as the destination has room for.
+
+        Args:
+            after: copies that fill ``source``.
+        """
+        accelerator, data = self._accelerator, destination.data
+        source = source[: data.numel()]
+        if accelerator.is_synchronized_device():
+            accelerator.copy(source, data)
+            return Arrival.done(data)
+        with accelerator.on(self._in_stream):
+            # Else kernels that are queued for the former tenant of the memory would write over the bytes.
+            self._in_stream.wait_event(destination.allocated)
+            for copy in after:  # else it would read a slot that is not filled yet
+                self._in_stream.wait_event(copy.event)
+            try:
+                accelerator.copy(source, data)
+                event = moment(accelerator)
+            except BaseException:
+                self._in_stream.synchronize()  # a copy that nobody knows of may be under way into memory about to go
+                raise
+        return Arrival(accelerator, data, event, destination.stream)
+
+    def drop(self, arrival: Arrival) -> None:
+        """Hold memory that nobody wants any more until the copy into it is done, or it would hit the next tenant.
+
+        Call it under the store's lock.
+        """
+        # A finalizer may run while its thread captures a graph, which a question to an event would spoil.
+        if self._accelerator.is_capturing() or not arrival.is_done:
+            self._dropped.append(arrival)
+
+    def whole(self, destination: Destination, parts: Sequence[Arrival]) -> Arrival:
+        """Return the memory whose parts are all on their way, for any stream."""
+        accelerator = self._accelerator
+        if accelerator.is_synchronized_device():
+            return Arrival.done(destination.data)
+        if len(parts) == 1:
+            event = parts[0].event
+        else:
+            with accelerator.on(self._in_stream):
+                event = moment(accelerator)  # the copies of the parts are in this stream, in any order
+        return Arrival(accelerator, destination.data, event, destination.stream)
+
+    def settle(self) -> None:
+        """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
+        while self._pending and self._pending[0].is_done():
+            self._pending.popleft()
+        self._dropped = [arrival for arrival in self._dropped if not arrival.is_done]
+
+    def finish(self) -> None:
+        """Block until nothing of a store that is closed is copied any more. Call it under the store's lock."""
+        self.hold_at_most(0)
+        while self._dropped:
+            self._dropped.pop().wait()
+
+    def hold_at_most(self, nbytes: int) -> None:
+        """Block until copies out hold no more device bytes than that. Call it under the store's lock."""
+        self.settle()
+        while sum(copy.nbytes for copy in self.under_way) > nbytes:
+            self._pending.popleft().wait()
+
+    def drain(self) -> None:
+        """Block until every copy out is done, also one that failed after it was queued."""
+        self._out_stream.synchronize()
+
+    @property
+    def under_way(self) -> list[PendingCopy]:
+        """The copies out, oldest first, as far as :meth:`settle` knows."""
+        return list(self._pending)

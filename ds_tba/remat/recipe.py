@@ -1,0 +1,285 @@
+"""How is a storage rematerialized? The ops to run, what on, and with which kernels; and whether that was proven.
+
+Knows rules and the objects that autograd holds; cannot see the graph, nor where storages go.
+
+[Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
+flush denormals: the last bits may follow from that. So what was made by so many threads, with oneDNN or without, and
+with ``torch.set_flush_denormal`` or without, is rematerialized likewise.
+
+[Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
+last bits of an element may depend on where it lies in memory. Steps get their operands in the strides of forward, and
+give their results in the same, but for copies and casts: the graph does not tell into which memory format. Behind one
+of those only such ops are rematerialized whose results are rounded once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
+from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter
+from ds_tba.device.accelerator import Clock
+from ds_tba.remat.rules import NoRecipeError, Saved, Step
+
+logger = logging.getLogger(__name__)
+
+# Visits of a site after which it is compared again at the latest.
+PERIOD = 64
+
+
+@dataclass(slots=True, eq=False)
+class Site:
+    """An op in the graph whose output can be made again; see [Note: Proof].
+
+    Attributes:
+        op: the last of its recipe's.
+        key: tells it apart from the others.
+        reason: why it is not used; empty where nothing speaks against it.
+        visits: how often a tensor was saved here.
+        next_visit: that is compared again.
+        equal_in: the last step in which it was compared, and equal; None before the first.
+        unseen_since: the first step since then in which a tensor was left out and not compared; None without any.
+        measured_s: that making the output took, when that was compared last.
+    """
+
+    op: str
+    key: int
+    reason: str = ""
+    visits: int = 0
+    next_visit: int = 0
+    equal_in: int | None = None
+    unseen_since: int | None = None
+    measured_s: float = 0.0
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether a comparison was equal, and nothing has spoken against the site since."""
+        return self.equal_in is not None and not self.reason
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this visit is to be compared; see [Note: Proof, again]."""
+        return not self.is_proven or self.visits >= self.next_visit
+
+    @property
+    def seconds(self) -> float | None:
+        """Of making the output, as measured; None unless it is proven."""
+        return self.measured_s if self.is_proven else None
+
+    def compared(self) -> None:
+        """This visit is compared."""
+        interval = min(PERIOD, self.visits)
+        self.next_visit = self.visits + interval - self.key % max(1, interval // 2)
+
+    def refuse(self, reason: str) -> None:
+        """Use it no more."""
+        if not self.reason:
+            self.reason = reason
+            logger.debug("%s is not rematerialized: %s", self.op, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Makeable:
+    """How a storage could be rematerialized.
+
+    Attributes:
+        site: the op that makes it.
+        depth: how many storages lie behind each other that can be made one from the other.
+        sources: the storages that it is made of.
+    """
+
+    site: Site
+    depth: int
+    sources: tuple[StorageKey, ...]
+
+    @property
+    def op(self) -> str:
+        return self.site.op
+
+    @property
+    def seconds(self) -> float | None:
+        return self.site.seconds
+
+
+class Kernels(NamedTuple):
+    """What chooses among the kernels of a CPU; see [Note: Kernels]."""
+
+    threads: int
+    with_onednn: bool
+    flushes_denormals: bool
+
+    @classmethod
+    def present(cls) -> Kernels:
+        """As they are chosen now, in this thread."""
+        # The processor does for Python's numbers what it does for PyTorch's, which has no name for asking.
+        flushes = sys.float_info.min * 0.5 == 0.0
+        return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes)
+
+    def choose(self) -> None:
+        """Choose them."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        torch._C._set_mkldnn_enabled(self.with_onednn)
+        torch.set_flush_denormal(self.flushes_denormals)
+
+
+@contextmanager
+def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
+    """No graph, no autocast (which has acted in forward), no modes of the user; the same kernels."""
+    with ExitStack() as state:
+        state.enter_context(torch.no_grad())
+        state.enter_context(torch._C.DisableTorchFunction())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                state.enter_context(torch.autocast(kind, enabled=False))
+        if torch._C._len_torch_dispatch_stack():
+            state.enter_context(_disable_current_modes())
+        present = None if kernels is None else Kernels.present()
+        if kernels is not None and present is not None and kernels != present:
+            kernels.choose()
+            state.callback(present.choose)
+        yield
+
+
+class Recipe(NamedTuple):
+    """How the storage of a saved tensor is made again.
+
+    Attributes:
+        site: whose output it is.
+        steps: each behind those it needs; the last gives the storage itself.
+        spec: how the storage was laid out.
+        kernels: that made it.
+        depth: how many storages lie behind each other that can be made one from the other, with this one.
+    """
+
+    site: Site
+    steps: tuple[Step, ...]
+    spec: ViewSpec
+    kernels: Kernels | None
+    depth: int
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Intermediate bytes held while it runs, at most."""
+        return sum(step.nbytes for step in self.steps[:-1])
+
+    @property
+    def work_bytes(self) -> int:
+        """At most, of all that is in memory at once while the storage is made and compared."""
+        return 2 * self.steps[-1].nbytes + self.scratch_bytes + sum(_work_bytes(one) for one in set(self.records()))
+
+    @property
+    def sources(self) -> tuple[StorageKey, ...]:
+        """The saved storages that it is made of."""
+        return tuple(dict.fromkeys(record.key for record in self.records()))
+
+    def held(self) -> Iterator[Held]:
+        """What it needs, each once."""
+        return iter({id(one): one for step in self.steps for one in step.operands if isinstance(one, Held)}.values())
+
+    def records(self) -> Iterator[SavedStorage]:
+        """The saved storages that it is made of, as often as they are held."""
+        return (held.record for held in self.held() if isinstance(held, SavedView))
+
+    def bound(self, cache: Keeper) -> Recipe:
+        """Return the same with views of its own. Call it under the cache's lock."""
+        return self._with({id(one): cache.lend(one) for one in self.held() if isinstance(one, SavedView)})
+
+    def copied(self, cache: Keeper) -> Recipe:
+        """The same with copies of its own of parameters and buffers, as they are now."""
+        copies: dict[int, Held] = {}
+        for one in self.held():
+            if is_of_a_module(one):
+                with torch.no_grad():
+                    copy = one.held.detach().clone()
+                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")
+        return self._with(copies) if copies else self
+
+    def _with(self, own: Mapping[int, Held]) -> Recipe:
+        steps = (step._replace(operands=tuple(own.get(id(one), one) for one in step.operands)) for step in self.steps)
+        return self._replace(steps=tuple(steps))
+
+    def make(
+        self, restore: Callable[[Saved], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+    ) -> torch.Tensor:
+        """The output of the op, laid out as in forward.
+
+        Args:
+            restore: gives the tensor that is held; asked for those of one step at a time.
+            clock: None where nothing is timed.
+            marks: where marks of the clock around each step are added, without what ``restore`` takes.
+
+        Raises:
+            NoRecipeError: it cannot be the same bits.
+        """
+        spec, last = self.spec, self.steps[-1]
+        results: list[torch.Tensor] = []
+        with as_in_forward(self.kernels):
+            for step in self.steps:
+                operands = [
+                    one
+                    if one is None or isinstance(one, torch.Tensor)
+                    else results[one]
+                    if isinstance(one, int)
+                    else restore(one)
+                    for one in step.operands
+                ]
+                before = None if clock is None else clock.mark()
+                result = step.run(operands)
+                taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
+                if step is last and result.untyped_storage().data_ptr() in taken:
+                    result = result.clone()
+                if clock is not None:
+                    marks.append((before, clock.mark()))
+                results.append(result)
+            if result.stride() != spec.stride or result.untyped_storage().nbytes() != last.nbytes:
+                strides = zip(result.shape, result.stride(), spec.stride, strict=True)
+                is_same_order = all(size == 1 or one == other for size, one, other in strides)
+                if not (is_same_order or last.rule.is_rounded_once(last.constants)):
+                    raise NoRecipeError("made again it has another order of elements")
+                result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)
+        return result
+
+
+def _work_bytes(record: SavedStorage) -> int:
+    """Return the bytes of an operand, with what loading it takes at most."""
+    return record.nbytes if record.ticket is None else max(record.nbytes, record.ticket.load_bytes)
+
+
+class Comparison(NamedTuple):
+    """A comparison under way, or done.
+
+    Attributes:
+        flags: whether any bit differs, and whether the elements do; in host memory, once ``done``.
+        done: event; None where it is done.
+        marks: of the clock, around each step of the making.
+        step: of training, in which the tensor was saved.
+        visit: of the site.
+        module: path of the module in which the tensor was saved; empty where the site was not proven before.
+    """
+
+    recipe: Recipe
+    flags: torch.Tensor
+    done: Any
+    marks: list[tuple[Any, Any]]
+    step: int
+    visit: int
+    module: str
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it can be read without waiting for the device."""
+        return self.done is None or bool(self.done.query())
+
+
+def is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:
+    """Whether it is a parameter or buffer, whose owner may change it at any time."""
+    return isinstance(held, PassedThrough) and (is_parameter(held.held) or is_owned(held.held))

@@ -1,0 +1,225 @@
+"""What is a saved tensor made of? The steps of its recipe, found in the graph.
+
+Knows graph nodes, rules, and the objects that autograd holds; cannot see what was proven.
+
+[Note: Operands] A node's saved operands are the objects that our pack hook returned for them: they are looked up, never
+unpacked, and no hook of the user is called. An operand that the node does not hold may have been saved by another node:
+each saved view is noted at the node that made it, in the node's ``metadata``, and lives no longer for that. Else it is
+rematerialized in turn, within a bound of steps and of bytes; a node that is wanted twice is one step. A recipe holds
+views of its own of what it needs, not the nodes: another backward may free the buffers of a node.
+
+[Note: What is refused] The output of an op is rematerialized only where it is whole, dense and untouched since, and
+where all that it is made of is under autograd's eye until backward. So no operand is a parameter, a buffer of a module
+or an input of the model, whose owners change them without a version: ZeRO's optimizer in ``engine.step()``, a data
+loader. Of a parameter or buffer that the op itself saves, a norm's weight say, a copy is the operand, taken in forward,
+if it is small beside what need not be saved for it. No graph of an earlier forward is entered: what was changed in
+between, it does not tell. What the graph cannot tell even of this forward, a change through ``tensor.data`` say, only
+the comparisons see.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView
+from ds_tba.core.tensors import has_plain_storage, is_input, is_owned, is_parameter
+from ds_tba.remat.rules import NoRecipeError, Operand, Output, Rule, Step, constant, is_passing
+
+# Steps of a recipe.
+MAX_STEPS = 8
+UNSAVED = "an operand that nobody saves"
+_NOTE = "ds_tba"
+_NORMS: frozenset[CodeType] = frozenset(
+    getattr(functional, name).__code__ for name in ("layer_norm", "rms_norm") if hasattr(functional, name)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """The part of a graph that may be entered.
+
+    Attributes:
+        cache: whose saved views are operands.
+        rules: by the names of nodes.
+        first_node: the number of the first node of the forward that runs.
+    """
+
+    cache: Keeper
+    rules: Mapping[str, Rule]
+    first_node: float
+
+    def has(self, node: Any) -> bool:
+        """Whether a node was made in the forward that runs."""
+        return bool(node._sequence_nr() >= self.first_node)
+
+
+class Search:
+    """The steps of one recipe, as they are found.
+
+    Attributes:
+        steps: each behind those it needs.
+    """
+
+    def __init__(self, searched: Searched) -> None:
+        self.steps: list[Step] = []
+        self._searched = searched
+        self._entered = 0
+        self._found: dict[tuple[int, int], tuple[Any, int]] = {}  # with the node, so that its id stays its own
+        self._is_copied: list[bool] = []  # of each step: whether its strides may be others than in forward
+
+    def add(self, node: Any, rule: Rule, number: int) -> int:
+        """The number of the step that makes the output of a node; the same for the same output."""
+        known = self._found.get((id(node), number))
+        if known is not None:
+            return known[1]
+        self._entered += 1  # before those it needs: what is too large is not looked at to its end
+        if self._entered > MAX_STEPS:
+            raise NoRecipeError("too many steps")
+        if not self._searched.has(node):
+            raise NoRecipeError("made in an earlier forward")
+        operands = [self._operand(node, one) for one in rule.operands]
+        if rule.listed:
+            operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
+        constants = tuple([constant(_of_node(node, f"_saved_{name}")) for name in rule.constants])
+        is_copied = any(self._is_copied[one] for one in operands if isinstance(one, int))
+        if is_copied and not rule.is_rounded_once(constants):
+            raise NoRecipeError("behind a copy that may have another order of elements")
+        if rule.needs_epsilon:
+            constants += (_epsilon(node),)
+        metadata = node._input_metadata[number]
+        output = Output(torch.Size(metadata.shape), metadata.dtype, number)
+        self.steps.append(Step(rule, tuple(operands), constants, output))
+        self._is_copied.append(is_copied or rule.is_copy)
+        self._found[id(node), number] = node, len(self.steps) - 1
+        return len(self.steps) - 1
+
+    def _operand(self, node: Any, operand: Operand) -> int | Held | torch.Tensor | None:
+        if operand.attribute:
+            found = self._attribute(node, operand.attribute)
+            if found is not None:
+                return found
+        made_by, number = (None, 0) if operand.edge is None else node.next_functions[operand.edge]
+        if made_by is None:
+            if operand.is_optional:
+                return None
+            raise NoRecipeError(UNSAVED)
+        return self._output(made_by, number)
+
+    def _output(self, node: Any, number: int) -> int | Held | torch.Tensor:
+        """The output of a node, for another one that has it as input."""
+        if type(node).__name__ == "AccumulateGrad":
+            is_parameter = isinstance(node.variable, torch.nn.Parameter)
+            raise NoRecipeError("a parameter" if is_parameter else "an input of the model")
+        noted = node.metadata.get((_NOTE, number)) if self._searched.has(node) else None
+        view = None if noted is None else noted()
+        if view is not None:
+            return self._usable(view)
+        if is_passing(node):
+            passed, number = node.next_functions[0]
+            if passed is None:
+                raise NoRecipeError(UNSAVED)
+            return self._output(passed, number)
+        rule = self._searched.rules.get(type(node).__name__)
+        if rule is None or (number and not rule.is_view):
+            raise NoRecipeError(UNSAVED)
+        if rule.result and self._searched.has(node):
+            found = self._attribute(node, rule.result)
+            if found is not None:
+                return found
+        if not rule.operands:
+            raise NoRecipeError(UNSAVED)
+        return self.add(node, rule, number)
+
+    def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
+        """What a node holds; None where it holds nothing."""
+        return self._held(_of_node(node, f"_raw_saved_{name}"))
+
+    def _held(self, saved: Any) -> Held | torch.Tensor | None:
+        data = saved.data
+        if data is None:
+            return None
+        if saved.unpack_hook is None:
+            if _is_number(data):  # autograd calls no hooks for those
+                return data
+            raise NoRecipeError("saved without our hooks")
+        held = data if isinstance(data, Held) else getattr(data, "held", None)
+        if not isinstance(held, Held):
+            raise NoRecipeError("saved by hooks of the user")
+        return self._usable(held)
+
+    def _usable(self, held: Held) -> Held:
+        if not held.is_of(self._searched.cache):
+            raise NoRecipeError("saved by hooks of another engine")
+        if not held.is_unmodified:
+            raise NoRecipeError("an operand was changed in place")
+        tensor = held.held
+        if tensor is None:
+            return held
+        if not has_plain_storage(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor):
+            raise NoRecipeError("an operand that is not dense")
+        if is_parameter(tensor) or is_owned(tensor):
+            if not tensor.numel() or not tensor.is_contiguous() or not isinstance(held, PassedThrough):
+                raise NoRecipeError("a parameter or buffer of a module")  # ZeRO-3 may have let go of it
+        elif isinstance(held, PassedThrough) and tensor.dim():
+            raise NoRecipeError("an operand that is not on the device")
+        if is_input(tensor):
+            raise NoRecipeError("an input of the model")
+        return held
+
+
+def _of_node(node: Any, name: str) -> Any:
+    """An attribute of a node, of which each PyTorch has its own: 2.14 holds no epsilon of a group norm any more."""
+    try:
+        return getattr(node, name)
+    except AttributeError:
+        raise NoRecipeError(f"{type(node).__name__}, which has no {name} in this PyTorch") from None
+
+
+def made_by(tensor: torch.Tensor) -> tuple[Any, int]:
+    """The node that made a tensor, and the number of the tensor among its outputs."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    while node is not None and is_passing(node):
+        node, number = node.next_functions[0]
+    return node, number
+
+
+def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
+    """A tensor was saved: what recipes may want to know of it later; see [Note: Operands]."""
+    node: Any = tensor.grad_fn
+    # One that was changed in place may have had other values when the next op took it.
+    if isinstance(held, SavedView) and node is not None and not tensor._version:
+        node.metadata[_NOTE, tensor.output_nr] = weakref.ref(held)
+    # The statistics of a norm, whose node does not hold its epsilon. Only a fused RMS norm's have a gradient.
+    is_of_norm = node is None or type(node).__name__ == "FusedRmsNormBackward0"
+    if is_of_norm and has_plain_storage(tensor) and tensor.shape[-1:] == (1,):
+        held.eps = _epsilon_in_frames()
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor without hooks is one that PyTorch has made of a number, which is nobody else's."""
+    return not tensor.dim() and not tensor._version and tensor.device.type == "cpu"
+
+
+def _epsilon_in_frames() -> tuple[Any] | None:
+    """The ``eps`` of PyTorch's function of a norm, in a tuple, if one saves its statistics at this moment."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(("ds_tba.", "contextlib")):
+        frame = frame.f_back
+    return (frame.f_locals["eps"],) if frame is not None and frame.f_code in _NORMS else None
+
+
+def _epsilon(node: Any) -> Any:
+    name = "result2" if hasattr(node, "_raw_saved_result2") else "result1"
+    held = _of_node(node, f"_raw_saved_{name}").data
+    held = held if isinstance(held, Held) else getattr(held, "held", None)
+    if not isinstance(held, SavedCounted | SavedView) or held.eps is None:
+        raise NoRecipeError("a norm whose eps is not known")
+    return held.eps[0]
