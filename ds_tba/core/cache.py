@@ -598,6 +598,13 @@ class TensorCache(Lender):
 
     def _reloaded(self, record: SavedStorage) -> Reloaded:
         """Load a record, if it is not there; see [Note: Loads]."""
+        try:
+            return self._load_or_wait(record)
+        except BaseException as error:  # an interrupt between two critical sections leaves it LOADING for ever
+            self.finalizers.note_exception(error)
+            raise
+
+    def _load_or_wait(self, record: SavedStorage) -> Reloaded:
         while True:
             self.wait_for_room(self.residency.loading_bytes(record))
             with self.finalizers, self.finalizers.lock:

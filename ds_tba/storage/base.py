@@ -141,6 +141,13 @@ class Store(ABC, Generic[OwnTicket]):
     def release(self, ticket: OwnTicket) -> None:
         """Give the bytes up. Never blocks, and may be called from a finalizer in any thread at any point."""
 
+    def refuse_broken(self) -> None:
+        """Refuse to go on where an exception has left the store's bookkeeping half changed.
+
+        Raises:
+            StateError: one has.
+        """
+
     @abstractmethod
     def settle(self) -> None:
         """Free the memory that finished copies still hold. Never blocks on the device."""

@@ -27,6 +27,7 @@ from ds_tba.errors import DsTbaError, StateError
 
 Item = TypeVar("Item")
 FOLLOW_S = 1.0
+THREAD_PREFIX = "ds_tba-"  # of the names of our threads
 
 
 class Notice(weakref.ref, Generic[Item]):  # type: ignore[type-arg]
@@ -56,6 +57,7 @@ class DeferredFinalizers(Generic[Item]):
     exception that leaves a section and is no refusal of ours (an interrupt, Python's memory that ran out, a defect) may
     have left it half changed, also between an item's way out of the queue and the end of acting on it. That is
     remembered: the next forward refuses (:meth:`refuse_broken`), because a later step could have a wrong gradient.
+    Threads of ours are no part of that: no signal handler runs in them, and lanes act on what fails in them.
 
     Args:
         lock: not reentrant, or an item left in a critical section would be acted on in the middle of it.
@@ -77,7 +79,7 @@ class DeferredFinalizers(Generic[Item]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            self._note_exception(error)
+            self.note_exception(error)
         self.act_if_free()  # on an item that came in the meantime, and found the lock taken
 
     def refuse_broken(self) -> None:
@@ -93,8 +95,10 @@ class DeferredFinalizers(Generic[Item]):
                 "program."
             )
 
-    def _note_exception(self, error: BaseException) -> None:
-        if not (self._broken_by or _is_refusal(error)):
+    def note_exception(self, error: BaseException) -> None:
+        """Remember an exception that has left what the lock guards half changed, if it is no refusal of ours."""
+        is_ours = threading.current_thread().name.startswith(THREAD_PREFIX)
+        if not (self._broken_by or is_ours or _is_refusal(error)):
             self._broken_by = type(error).__name__  # not itself: it holds frames, and all tensors in them
 
     def watch(self, watched: object, item: Item) -> None:
@@ -121,7 +125,7 @@ class DeferredFinalizers(Generic[Item]):
                 try:
                     self.act()
                 except BaseException as error:
-                    self._note_exception(error)
+                    self.note_exception(error)
                     raise
                 finally:
                     self.lock.release()

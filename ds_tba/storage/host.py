@@ -201,6 +201,9 @@ class HostStore(Store[HostTicket]):
     def release(self, ticket: HostTicket) -> None:
         self._deferred.leave(ticket)
 
+    def refuse_broken(self) -> None:
+        self._deferred.refuse_broken()
+
     def settle(self) -> None:
         with self._deferred, self._deferred.lock:
             self._settle()

@@ -311,6 +311,9 @@ class NvmeStore(Store[SwapTicket]):
     def release(self, ticket: SwapTicket) -> None:
         self.space.deferred.leave(ticket)
 
+    def refuse_broken(self) -> None:
+        self.space.deferred.refuse_broken()
+
     def settle(self) -> None:
         with self.space.deferred, self.space.deferred.lock:
             self.space.settle_copies()

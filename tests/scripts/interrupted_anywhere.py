@@ -27,7 +27,7 @@ from ds_tba.offloader import ActivationOffloader
 
 HUNG_S = 30.0
 TOKENS = 64
-EXACT, REFUSED, WRONG, UNSEEN = 0, 3, 4, 5
+EXACT, REFUSED, WRONG, UNSEEN, OTHER = 0, 3, 4, 5, 6
 
 
 class Interrupter:
@@ -74,7 +74,11 @@ def outcome(directory: Path, placement: str, at: int, expected: list[torch.Tenso
         try:
             found = step(model, x, offloader)
         except StateError as error:
-            return REFUSED if "in the middle of ds_tba's bookkeeping" in str(error) else WRONG
+            if "in the middle of ds_tba's bookkeeping" in str(error):
+                return REFUSED
+            sys.stdout.write(f"{error}\n")
+            sys.stdout.flush()
+            return OTHER
         if not all(map(torch.equal, found, expected)):
             return WRONG
     return EXACT
