@@ -60,7 +60,7 @@ def test_smaller_programs_are_others() -> None:
 
 def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One byte of one reloaded storage is enough."""
-    load, loaded = TensorCache._load, []
+    load, loaded = TensorCache.load, []
 
     def wrong(self: TensorCache, view: SavedView) -> torch.Tensor:
         data = load(self, view)
@@ -70,7 +70,7 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             data.numpy()[3] ^= 1
         return data
 
-    monkeypatch.setattr(TensorCache, "_load", wrong)
+    monkeypatch.setattr(TensorCache, "load", wrong)
     usual = replace(draw(0).steps[0], kind="usual", rows=64, micro_steps=1)
     program = replace(
         draw(0), blocks=(("Mlp",),) * 2, width=64, stem="linear", steps=(usual,) * 4, batches="fresh", device="cpu",
@@ -83,5 +83,5 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_draw_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    [result] = workers.run("trainings", Trainings(), [7], str(tmp_path), jobs=1, limit_s=10)
+    [result] = workers.run("trainings", Trainings(), [7], str(tmp_path), jobs=1, limit_s=40)
     assert result.kinds == "hang" and "seed 7" in str(result) and "running.py" in str(result)
