@@ -83,5 +83,5 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_draw_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sitecustomize.py").write_text(HANG)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    [result] = workers.run("trainings", Trainings(), [7], str(tmp_path), jobs=1, limit_s=10)
+    [result] = workers.run("trainings", Trainings(), [7], str(tmp_path), jobs=1, limit_s=40)
     assert result.kinds == "hang" and "seed 7" in str(result) and "running.py" in str(result)
