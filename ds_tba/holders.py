@@ -1,4 +1,4 @@
-"""Who filled the device? A table of the modules and ops whose tensors are saved.
+"""The holders of saved bytes: a table of the modules and ops whose tensors are saved.
 
 Knows names and bytes only; ``explain/sample.py`` finds them.
 """

@@ -92,7 +92,6 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
         for name in ("fp32.3", "bf16.1", "varies.1", "masked.0"):
             report = found[name, rank]["report"]
             assert report["plans"] >= 1 and report["plan"]["bytes"]["nvme"] > 0
-            assert report["plan"]["blocks"] == 2 * MICRO_BATCHES
             assert report["steps"] == report["micro_steps"]
         assert found["masked.0", rank]["report"]["budget_excess_bytes"] == 0
     first, last = (found["fp32.0", rank]["report"]["peak_saved_bytes"] for rank in range(2))
