@@ -549,7 +549,13 @@ class TensorCache(Lender):
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         nbytes = storage.nbytes()
         self.wait_for_room(nbytes)
-        copy = bytes_of(storage).clone().untyped_storage()
+        source, device = bytes_of(storage), self._accelerator
+        if device is None:
+            copy = source.clone().untyped_storage()
+        else:  # on the consumer's stream, which may be behind the load of these bytes
+            target = device.allocate(nbytes, self._device)
+            device.copy(source, target)
+            copy = target.untyped_storage()
         with self.finalizers, self.finalizers.lock:
             self.residency.count(copy, nbytes)
         return copy
