@@ -24,6 +24,7 @@ from ds_tba.cli.plan.rows import (
     LOGITS,
     Row,
     Setup,
+    detail_rows,
     fixed,
     groups_of,
     holders,
@@ -586,6 +587,28 @@ def test_the_budget_is_the_room_that_is_left() -> None:
     room = int((0.9 * int(6.5 * SIZE) - 16 * 1000) / 1.05 - SIZE // 2)
     assert block["activation_budget_bytes"] == room and row.cost.peak_saved_bytes <= room and row.verdict == "fits"
     OffloadConfig.model_validate(block)
+
+
+@pytest.mark.parametrize(
+    ("synchronous", "backend", "on_device"),
+    [(True, None, True), (False, "gds", True), (False, "posix", False)],
+    ids=["cpu", "gds", "posix"],
+)
+def test_staging_counts_where_it_is_memory_of_the_device(
+    synchronous: bool, backend: str | None, on_device: bool
+) -> None:
+    trace, sizes = stack(2), (1 << 20, 3 << 20)
+    there = replace(trace, resources=replace(trace.resources, is_synchronous=synchronous))
+    blocks = ({"io": {"backend": backend, "staging_bytes": nbytes}} for nbytes in sizes)
+    less, more = (setup_of(there, 1 << 30, block=block) for block in blocks)
+    before, after = ([*rows_of(setup)[0], *detail_rows(setup)] for setup in (less, more))
+    assert {row.name for row in before if row.cost.written_bytes} >= {"+ checkpointing and NVMe", "offload all"}
+    for one, other in zip(before, after, strict=True):
+        grown_bytes = sizes[1] - sizes[0] if one.cost.written_bytes else 0
+        assert other.need_bytes - one.need_bytes == (grown_bytes if on_device else 0)
+        assert other.host_bytes - one.host_bytes == (0 if on_device else grown_bytes)
+    room = [one.limits(one.training).activation_budget_bytes or 0 for one in (less, more)]
+    assert room[0] - room[1] == pytest.approx((sizes[1] - sizes[0]) / 1.05 if on_device else 0, abs=1)
 
 
 def test_offloading_the_optimizer_makes_room_and_takes_time() -> None:

@@ -4,7 +4,8 @@
 latter for what the allocator cannot use; the optimizer's step may need more. A need above ``TIGHT`` of the memory is
 tight. The peak of saved tensors and that of temporary ones need not coincide. Settings that make no plan are replayed
 beside the temporary tensors of each operation; for a plan both peaks are added. With everything kept both
-together are measured, and no other row needs more.
+together are measured, and no other row needs more. Staging counts where it is memory of the training device: all of
+it, although on a CPU up to half of it may be the memory of tensors that were loaded.
 
 [Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
 backward take as long as all of it takes in one direction at least, and the optimizer's step as long as its states take
@@ -154,17 +155,42 @@ class Setup:
         if moving_bytes is None:
             moving_bytes = cost.peak_saved_bytes + self.run.temporary_bytes
         moving = min(self.run.kept_bytes, moving_bytes)
+        staging_bytes = training.offload.io.ring_bytes if cost.written_bytes else 0
+        staged_on_device = staging_bytes if self.stages_on_device(training) else 0
         stepping = sum(held.always.values()) + held.stepping_bytes
-        need = max(stepping, held.nbytes + int(moving * (1 + FRAGMENTATION)))
+        need = staged_on_device + max(stepping, held.nbytes + int(moving * (1 + FRAGMENTATION)))
         verdict = ""
         if memory_bytes is not None:
             verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
         per_day = (cost.written_bytes + zero.written_bytes) * DAY_S / cost.step_s if cost.step_s else 0.0
-        staging_bytes = training.offload.io.ring_bytes if cost.written_bytes else 0
-        host_bytes = zero.host_bytes + staging_bytes + cost.host_bytes
+        host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
         swap_bytes = zero.swap_bytes + cost.written_bytes // training.micro_steps
         life = life_days(self.tbw - self.used_tbw, per_day)
         return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
+
+    def fixed_row(
+        self,
+        name: str,
+        training: Training,
+        placement: Placement,
+        merged: dict[str, Any],
+        *,
+        recompute: bool = False,
+    ) -> Row:
+        """Return the row of a setting that makes no plan; see :func:`assign`."""
+        assigned = assign(self.trace(training), placement, recompute=recompute)
+        moving_bytes = None if self.run.temporary is None else peak_beside(*assigned, self.run.temporary)
+        advice = CHECKPOINTING if recompute else ""
+        return self.row(name, replay(*assigned).cost, training, merged, advice, moving_bytes)
+
+    @property
+    def nvme_block(self) -> dict[str, Any]:
+        """The block that offloads everything, to paste."""
+        return {BLOCK: {"enabled": True, "nvme_path": self.nvme_path, "placement": "nvme"}}
+
+    def stages_on_device(self, training: Training) -> bool:
+        """Return whether staging is memory of the training device: it is on a CPU, and with GPUDirect Storage."""
+        return self.run.trace.resources.is_synchronous or training.offload.io.backend == "gds"
 
     def limits(self, training: Training) -> Limits:
         """Return the config's limits; the room that the device has for activations is the budget where it is known."""
@@ -174,7 +200,8 @@ class Setup:
         if memory_bytes is None:
             return limits
         held = held_of(training, self.run, self.ranks, self.device.kind)
-        room = (TIGHT * memory_bytes - held.nbytes) / (1 + FRAGMENTATION) - self.run.temporary_bytes
+        staging_bytes = offload.io.ring_bytes if self.stages_on_device(training) else 0
+        room = (TIGHT * memory_bytes - held.nbytes - staging_bytes) / (1 + FRAGMENTATION) - self.run.temporary_bytes
         return replace(limits, activation_budget_bytes=max(0, int(room)))
 
 
@@ -198,33 +225,29 @@ def trainings(training: Training) -> Iterator[tuple[str, Training, dict[str, Any
         yield OFFLOADED, replace(training, config=config), {"zero_optimization": zero}
 
 
-def fixed_rows(
-    setup: Setup, training: Training, ending: str, merged: dict[str, Any], *, moves_all: bool = False
-) -> Iterator[Row]:
-    """Yield settings that make no plan; with ``moves_all`` also everything to NVMe, without checkpointing."""
-    trace, nvme = setup.trace(training), {"enabled": True, "nvme_path": setup.nvme_path, "placement": "nvme"}
-
-    def row(name: str, block: dict[str, Any], where: Placement, *, recompute: bool = False) -> Row:
-        config = {**({BLOCK: block} if block else {}), **merged}
-        assigned, beside = assign(trace, where, recompute=recompute), setup.run.temporary
-        moving_bytes = None if beside is None else peak_beside(*assigned, beside)
-        advice = CHECKPOINTING if recompute else ""
-        return setup.row(f"{name}{ending}", replay(*assigned).cost, training, config, advice, moving_bytes)
-
-    yield row("as it is", {}, Placement.KEEP)
+def fixed_rows(setup: Setup, training: Training, ending: str, merged: dict[str, Any]) -> Iterator[Row]:
+    """Yield settings that make no plan."""
+    offloads = {**setup.nvme_block, **merged}
+    yield setup.fixed_row(f"as it is{ending}", training, Placement.KEEP, merged)
     if training.offload.rematerialize_enabled:
-        yield row("+ rematerialize", {"enabled": True, "placement": "keep"}, Placement.REMATERIALIZE)
-    if trace.blocks:
-        yield row("+ checkpointing", {}, Placement.KEEP, recompute=True)
-        yield row("+ checkpointing and NVMe", nvme, Placement.NVME, recompute=True)
-    if moves_all:
-        yield row("offload all", nvme, Placement.NVME)
+        block = {BLOCK: {"enabled": True, "placement": "keep"}, **merged}
+        yield setup.fixed_row(f"+ rematerialize{ending}", training, Placement.REMATERIALIZE, block)
+    if setup.run.trace.blocks:
+        name = f"+ checkpointing{ending}"
+        yield setup.fixed_row(name, training, Placement.KEEP, merged, recompute=True)
+        name = f"+ checkpointing and NVMe{ending}"
+        yield setup.fixed_row(name, training, Placement.NVME, offloads, recompute=True)
+
+
+def everything_offloaded(setup: Setup, training: Training, ending: str = "", **merged: Any) -> Row:
+    """Return the row of everything to NVMe without checkpointing."""
+    return setup.fixed_row(f"offload all{ending}", training, Placement.NVME, {**setup.nvme_block, **merged})
 
 
 def detail_rows(setup: Setup) -> list[Row]:
     """Return rows of everything to NVMe, and of plans for smaller budgets."""
     training, trace = setup.training, setup.trace(setup.training)
-    found = [setup.row("offload all", fixed(trace, Placement.NVME), training, {})]
+    found = [everything_offloaded(setup, training)]
     for budget in (int(part * fixed(trace).peak_saved_bytes) for part in BUDGET_FRACTIONS):
         cost = adaptive(trace, replace(setup.limits(training), activation_budget_bytes=budget)).prediction
         name = f"budget {budget}{'' if cost.peak_saved_bytes <= budget else ' (cannot be held)'}"
@@ -375,12 +398,11 @@ def longest_of(setup_of: Setups, first: int) -> list[Longest]:
 
     @cache
     def rows(sequence: int) -> dict[str, Row]:
-        setup = setup_of(sequence)
-        found = (
-            fixed_rows(setup, training, ending, merged, moves_all=True)
-            for ending, training, merged in trainings(setup.training)
-        )
-        return {row.name: row for each in found for row in each}
+        setup, found = setup_of(sequence), list[Row]()
+        for ending, training, merged in trainings(setup.training):
+            found += fixed_rows(setup, training, ending, merged)
+            found.append(everything_offloaded(setup, training, ending, **merged))
+        return {row.name: row for row in found}
 
     def longest(name: str) -> Longest:
         """See [Note: Longest]."""
