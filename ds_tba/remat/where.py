@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from ds_tba.core.tensors import Eligibility
+
 _OURS = (__name__.partition(".")[0] + ".", "contextlib")
 _CALL = nn.Module._wrapped_call_impl.__code__
 
@@ -109,9 +111,9 @@ class ChosenModules:
             return (one for one in self._patterns.get(key, ()) if any(fnmatchcase(path, one) for path in inside_of))
 
         if "only" in self._patterns and not any(matching("only")):
-            return f'excluded by name: "only" has {", ".join(self._patterns["only"])}'
+            return f'{Eligibility.EXCLUDED.value}: "only" has {", ".join(self._patterns["only"])}'
         found = next(matching("except"), None)
-        return "" if found is None else f'excluded by name: "except" has {found}'
+        return "" if found is None else f'{Eligibility.EXCLUDED.value}: "except" has {found}'
 
 
 def _outer(path: str) -> Iterator[str]:

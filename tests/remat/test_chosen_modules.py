@@ -233,6 +233,13 @@ def test_blocks_of_which_a_part_is_excluded_are_not_recomputed(make: Any) -> Non
     assert "layers.1" in str(left_out) and offloader.report().recomputed_bytes > 0
 
 
+def test_who_runs_out_of_memory_is_told_which_pattern_keeps_most(make: Any) -> None:
+    ours = model()
+    offloader = make(ours, placement="nvme", **{"except": ["*.mlp"]})
+    steps(ours, offloader, 1)
+    assert f"let more tensors leave: most of what stays is {BY_EXCEPT}" in offloader.explain()
+
+
 # ---- checkpoints and compiled code ----------------------------------------------------------------------------------
 
 
