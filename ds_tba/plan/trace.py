@@ -154,7 +154,6 @@ class Trace:
         end_s: the end of backward.
         optimizer_s: the time of a step outside of its micro-steps; ``rest_s`` in JSON.
         micro_steps: of one step.
-        recompute_factor: the time of recomputing a block, as a fraction of its forward: as measured, else 1.
         forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
             forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/saved.py``.
 
@@ -168,15 +167,12 @@ class Trace:
     end_s: float
     optimizer_s: float = 0.0
     micro_steps: int = 1
-    recompute_factor: float = 1.0
     forwards: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_resources(self.resources)
         if self.micro_steps < 1:
             raise TraceError(f"micro_steps is {self.micro_steps}: a step has one at least")
-        if not 0 < self.recompute_factor < math.inf:
-            raise TraceError(f"recompute_factor is {self.recompute_factor}: it must be a number above 0")
         _check_order("the step", 0.0, self.end_s, math.inf)
         _check_order("the rest of the step", 0.0, self.optimizer_s, math.inf)
         for number, block in enumerate(self.blocks):
@@ -216,7 +212,6 @@ class Trace:
                 "end_s": self.end_s,
                 "rest_s": self.optimizer_s,
                 "micro_steps": self.micro_steps,
-                "recompute_factor": self.recompute_factor,
                 "forwards": self.forwards,
                 "resources": asdict(self.resources),
                 "blocks": _table(self.blocks, BlockTrace),
