@@ -522,9 +522,6 @@ class Recording:
         Args:
             resources: the machine.
             micro_steps: of one step.
-
-        Raises:
-            TraceError: it is not consistent.
         """
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])

@@ -13,7 +13,7 @@ from support.late_device import LateDevice
 from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
 from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Rates
-from ds_tba.plan.trace import PathRates, Resources, Trace, slowest
+from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.staging import COPY_BYTES, TIMES, StagingRing, measure_copies
@@ -87,7 +87,6 @@ def test_a_machine_without_nvme(make_device: type[CpuAccelerator], staging_bytes
     assert found.paths == () and found.staging_bytes == staging_bytes
     assert found.copy_out_bytes_per_s > 0 and found.copy_in_bytes_per_s > 0
     assert found.is_synchronous is device.is_synchronized_device()
-    Trace((), (), found, 1.0)  # consistent
 
 
 @pytest.mark.parametrize("make_device", [CpuAccelerator, LateDevice])
