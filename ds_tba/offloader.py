@@ -203,9 +203,11 @@ class ActivationOffloader:
 
     def _open_machine(self, everyone: Agreement) -> Machine:
         from ds_tba.plan.rates import Machine, Rates
+        from ds_tba.storage.probe import DriveProbe
 
-        accelerator = self._accelerator
-        rates = Rates(self._tiers.nvme, accelerator, self.config.io.ring_bytes)
+        accelerator, nvme = self._accelerator, self._tiers.nvme
+        drives = None if nvme is None else DriveProbe(nvme.space, nvme.integrity)
+        rates = Rates(drives, accelerator, self.config.io.ring_bytes)
         _measure_together(rates, everyone)
         self._reporter.note_measured()
         memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)

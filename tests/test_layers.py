@@ -48,7 +48,7 @@ TESTED_ELSEWHERE = {
     "storage.transfers": "faults of drives, in tests/storage/test_nvme.py",
 }
 CORE = {"core", "storage", "device", "stats", "wear", "holders", "report", "config", "errors"}
-LONGEST_CHAIN = 11  # 8 is the goal: the planner stands on the store, and the store on files of one noun each
+LONGEST_CHAIN = 10  # 8 is the goal: the store stands on files of one noun each
 FILES, LINES = 96, 24_000  # the goal of the house is 80 and 17,000
 AIR = 1.05
 MODULES = {
