@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -104,12 +104,12 @@ class MicroStepRecord:
     """
 
     clock: Clock
-    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    pauses: list[tuple[object, object]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
     scopes: list[_Scope] = field(default_factory=list)
     forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
-    ended: Any = None
+    ended: object = None
     # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
     ends: DeferredFinalizers[int] = field(init=False)
 
@@ -216,7 +216,7 @@ class Recorded:
         record.ends.watch(self, index)
 
 
-class Saver(Protocol):
+class SavingCache(Protocol):
     """Whoever saves tensors: the cache."""
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
@@ -245,7 +245,7 @@ class Scene:
         listener: is told what a recorder comes by.
     """
 
-    saver: Saver
+    saver: SavingCache
     clock: Clock
     running: RunningModule
     listener: RecorderListener | None = None
@@ -411,8 +411,8 @@ class Recording:
         self._done: list[MicroStepRecord] = []
         self._of_step: list[MicroStepRecord] = []  # not done before the step is
         self._is_broken = False  # this step had a forward without its backward
-        self._backward_ended: Any = None
-        self._optimizer_steps: list[tuple[Any, Any]] = []
+        self._backward_ended: object = None
+        self._optimizer_steps: list[tuple[object, object]] = []
         self.current: Recorder | None = None
         self.steps = 0
 
@@ -459,7 +459,7 @@ class Recording:
         else:
             self._is_broken = True
 
-    def end_step(self, ended: Any, *, has_compiled: bool = False) -> None:
+    def end_step(self, ended: object, *, has_compiled: bool = False) -> None:
         """End the step.
 
         Args:
