@@ -103,6 +103,7 @@ def hook(engine_class: type) -> None:
         ds_config = arguments.get("config_class")
         param_dict = getattr(ds_config, "_param_dict", None) or {}
         trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
+        # Before DeepSpeed's own work: a bad block is told at once, and leaves no half built engine.
         update = _update_config(param_dict, ds_config, trains=trains)
         offloader = _build(param_dict, ds_config, trains=trains, device_rank=_device_rank(arguments.get("args")))
         try:

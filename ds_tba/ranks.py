@@ -96,7 +96,7 @@ def agree(problem: Exception | None) -> dict[str, int]:
         return {}
     store = distributed.distributed_c10d._get_default_store()
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    build = store.add(f"ds_tba/{rank}/builds", 1)
+    build = store.add(f"ds_tba/{rank}/builds", 1)  # or a second engine would read the verdict about the first
     text = problem and f"{type(problem).__name__}: {problem}"
     store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": text, "machine": machine()}))
     verdict = f"ds_tba/verdict/{build}"

@@ -183,7 +183,7 @@ class KindMeter:
     def learn(self, transfer: Transfer) -> None:
         """Add a transfer that has ended to the rates."""
         busy_s, charged_s = self.busy_s - transfer.busy_s, self.charged_s - transfer.charged_s
-        if busy_s <= 0:
+        if busy_s <= 0:  # shorter than the clock tells: a division by it would end the lane
             return
         beside = (self.concurrent_s - transfer.concurrent_s) / busy_s
         for rate, part in ((self.recent, 1.0), (self.alone, 1 - beside), (self.concurrent, beside)):

@@ -98,6 +98,7 @@ class Ranks(Alone):
     def broadcast(self, value: Value, leader: int) -> Value:
         box: list[Any] = [value if self.rank == leader else None]
         source = distributed.get_global_rank(self._group, leader)
+        # On the CPU by name: else the bytes would pass through the current device, and wait for its kernels.
         distributed.broadcast_object_list(box, src=source, group=self._group, device=torch.device("cpu"))
         return box[0]
 

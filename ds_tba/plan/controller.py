@@ -188,7 +188,8 @@ class Controller:
             with self._answering("steps say nothing about the plan"):
                 self._wanted = max(self._wanted, self._decide())
         is_steady = self.in_force is not None and self._recording is None
-        if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:  # alike on all ranks
+        # By what is alike on all ranks: by anything else, one would wait in a collective that the others never enter.
+        if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:
             wanted, self._wanted = self._wanted, Action.GO_ON
             self._do(Action(self._agreement.all_reduce_max(wanted)))
 
@@ -285,6 +286,7 @@ class Controller:
         if self.in_force is None:
             return Action.RECORD if self.feedback.may_record(self._steps) else Action.GO_ON
         step = self._ended[0]
+        # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
         if step.mismatch.growth > MAX_DRIFT:

@@ -105,6 +105,7 @@ class Feedback:
             step_s: seconds of its step.
             moving_s: seconds that offloading added to its kernels, as far as that is known.
         """
+        # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
         self.kept_s = max(step_s / 2, step_s - moving_s)
         self._times_s.clear()
 

@@ -273,6 +273,7 @@ class ByPlan:
         self._end_part()
         at, plan = self._part // 2, self._plan
         number = plan.passes[at] if at < len(plan.passes) else None
+        # Another block than planned: recomputed in its place, it would drop what the plan keeps for other passes.
         if number is None or plan.trace.blocks[number].module != module:
             self.mismatch.unknown_saves += 1
             return None
@@ -298,8 +299,8 @@ class ByPlan:
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """Return the plan's choice for the storage that comes next."""
-        if key in self._seen:
-            return self._kept  # it has its place
+        if key in self._seen:  # counted again, it would shift all that comes after it by one place
+            return self._kept
         self._seen.add(key)
         if self._position >= len(self._expected):
             self.mismatch.unknown_saves += 1

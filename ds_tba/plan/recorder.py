@@ -307,7 +307,7 @@ class Recorder:
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         record = self.record
-        if record.ended is not None:
+        if record.ended is not None:  # a graph that outlives its micro-step has no times in the trace
             return self._hooks[1](recorded.held)
         with self._pause():
             tensor = self._hooks[1](recorded.held)
