@@ -87,7 +87,7 @@ class Controller:
         self._clock = machine.clock
         running = RunningModule({id(module): path for path, module in watched.model.named_modules()})
         is_synchronous = machine.rates.is_synchronous
-        self._scene = Scene(cache, machine.clock, running, self)
+        self._scene = Scene(cache, machine.clock, running, self, is_synchronous)
         self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute)
         # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
         # gathers parameters, which takes all ranks.

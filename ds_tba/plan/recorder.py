@@ -27,6 +27,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from statistics import median
 from typing import Protocol
 
@@ -37,6 +38,7 @@ from ds_tba.core.saved import (
     Hooks,
     Origin,
     PassedThrough,
+    RecordState,
     SavedCounted,
     SavedView,
     StorageKey,
@@ -53,6 +55,15 @@ MAX_RECORDED_STEPS = 5
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
 _NOTHING = -1
+_WATCH = "_ds_tba_watch"
+
+
+class _End(Enum):
+    """An end in the life of a storage."""
+
+    FREED = auto()  # autograd has released a saved tensor
+    EVICTED = auto()  # its loaded bytes are free again, though autograd may want it once more (``retain_graph``)
+    LEFT = auto()  # forward has released a storage that was offloaded
 
 
 @dataclass(slots=True)
@@ -62,13 +73,14 @@ class _Storage:
     nbytes: int
     module: str
     packed: int
-    left: int  # by forward: saved for the last time
+    left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
     origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
-    freed: int | None = None  # autograd has released it; None before that
+    freed: int | None = None
+    is_evicted: bool = False
 
 
 @dataclass(slots=True)
@@ -111,14 +123,20 @@ class MicroStepRecord:
     uses: list[tuple[int, int]] = field(default_factory=list)
     ended: object = None
     # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
-    ends: DeferredFinalizers[int] = field(init=False)
+    ends: DeferredFinalizers[tuple[_End, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ends = DeferredFinalizers(threading.Lock(), self._note)
 
-    def _note(self, index: int) -> None:
-        if index != _NOTHING and self.ended is None:
-            self.storages[index].freed = len(self.pauses)
+    def _note(self, found: tuple[_End, int]) -> None:
+        end, index = found
+        if index == _NOTHING or self.ended is not None:
+            return
+        storage, now = self.storages[index], len(self.pauses)
+        if end is _End.LEFT:
+            storage.left = now
+        elif not storage.is_evicted:
+            storage.freed, storage.is_evicted = now, end is _End.EVICTED
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
@@ -193,6 +211,11 @@ class MicroStepRecord:
         )
 
 
+def _leaves(view: SavedView) -> bool:
+    """Whether the bytes of a view have left device memory, or will once the operation that saves them is over."""
+    return view.is_offloaded or view.record.state is RecordState.LEAVING
+
+
 def _before(times: list[float], moment: int | None) -> float:
     """Return the time just before that pause: a storage freed in it is gone when it begins. None is the end."""
     if moment is None or moment >= len(times):
@@ -213,7 +236,16 @@ class Recorded:
         self.index = index
         self.scope = scope
         self.backward: int | None = None  # autograd's number of that which has read it last
-        record.ends.watch(self, index)
+        record.ends.watch(self, (_End.FREED, index))
+
+
+class _Watch:
+    """Lies on memory that holds a storage; its end tells that the memory is free."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, record: MicroStepRecord, end: _End, index: int) -> None:
+        record.ends.watch(self, (end, index))
 
 
 class SavingCache(Protocol):
@@ -243,12 +275,15 @@ class Scene:
         clock: of the training device.
         running: tells which module runs.
         listener: is told what a recorder comes by.
+        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
+            copy is done, which says nothing about when forward releases the tensor.
     """
 
     saver: SavingCache
     clock: Clock
     running: RunningModule
     listener: RecorderListener | None = None
+    is_synchronous: bool = True
 
 
 class Recorder:
@@ -321,6 +356,8 @@ class Recorder:
                 recorded.backward = backward
             if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
                 record.storages[recorded.index].unpacked = now
+                if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
+                    setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, _End.EVICTED, recorded.index))
             return tensor
 
     def end(self) -> None:
@@ -372,6 +409,9 @@ class Recorder:
                 self.record.storages[index].sources = tuple(sorted(found))
         storage = self.record.storages[index]
         storage.left = len(self.record.pauses)
+        if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
+            storage.left = None
+            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
         if scope.pass_number not in storage.passes:
             storage.passes.append(scope.pass_number)
         return index

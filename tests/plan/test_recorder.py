@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import StoreFactory
+from support.doubles import wait_for_writes
 from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record, recorded, running
 from torch import nn
 from torch.nn.modules import module as module_hooks
@@ -82,17 +83,20 @@ def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
     assert len({block.inputs for block in trace.blocks}) == 3
 
 
-def test_what_a_retained_graph_saves_lives_until_its_last_backward(cache: TensorCache, ticks: Ticks) -> None:
+def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: TensorCache, ticks: Ticks) -> None:
     model = Stack(ticks)
     with recorded(cache, ticks, model) as recorder:
         loss = model(torch.randn(ROWS, WIDTH), recorder)
+    for store in cache.stores:
+        wait_for_writes(store)  # what is handed over before is nowhere else, and stays
     ticks.now_s = 10.0
     loss.backward(retain_graph=True)
     ticks.now_s = 20.0
     loss.backward()
     recorder.end()
     trace = recorder.record.trace(MACHINE, optimizer_s=0.5)
-    assert {storage.freed_s for storage in movable(trace)} == {20.0}
+    freed_s = {storage.freed_s for storage in movable(trace)}
+    assert freed_s == ({20.0} if not cache.stores else {10.0})  # what was kept lives as long as the graph
 
 
 def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:
