@@ -30,7 +30,7 @@ RESTING_FACTOR = 100  # seconds idle for each second that waking takes
 LOCK_LIMIT_S = 2.0
 
 
-class Stores(Protocol):
+class Restable(Protocol):
     """The tiers, as far as they are taken and given back; see ``storage/tiers.py``."""
 
     def wake(self) -> None:
@@ -76,7 +76,7 @@ class Resting:
         waking_s: seconds that opening the tiers took.
     """
 
-    def __init__(self, tiers: Stores, cache: TensorCache, rank: int, waking_s: float) -> None:
+    def __init__(self, tiers: Restable, cache: TensorCache, rank: int, waking_s: float) -> None:
         self._tiers = tiers
         self._cache = cache
         self._rank = rank

@@ -125,7 +125,7 @@ class Exclusion(Protocol):
 
 
 class _Taken(NamedTuple):
-    """What is known of a storage before it is entered: where it comes from, and the ticket if it was taken."""
+    """A storage before it is entered: its origin, and its ticket if a store has taken it."""
 
     origin: Origin | None = None
     ticket: Ticket | None = None

@@ -60,7 +60,7 @@ NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
 class Keeper(ABC):
-    """What the objects below hold of the cache that made them.
+    """The cache, as the objects below see it that it has made.
 
     Attributes:
         lock: guards everything that the cache changes. It is not reentrant on purpose: a finalizer that found it free
@@ -100,7 +100,7 @@ class Keeper(ABC):
 
 
 class RecordState(Enum):
-    """Where the bytes of a saved storage are."""
+    """The place of the bytes of a saved storage."""
 
     KEPT = "kept in device memory"
     LEAVING = "kept until the operation that saves them is over"
@@ -638,7 +638,7 @@ class ResidencyGuard:
 
 
 class ViewGone:
-    """What the end of a view tells its record.
+    """Tells a record the end of one of its views.
 
     Attributes:
         is_away: the view holds no bytes.
@@ -678,7 +678,7 @@ Finalized = ViewGone | MemoryGone
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Of its elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 

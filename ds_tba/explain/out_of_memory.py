@@ -279,12 +279,12 @@ class Diagnosis:
         return paths[0] if paths else "/local_nvme"
 
     def _budget(self, most_bytes: int) -> str:
-        keys: dict[str, Any] = {"placement": "adaptive"} if self.config.placement != "adaptive" else {}
+        keys: dict[str, object] = {"placement": "adaptive"} if self.config.placement != "adaptive" else {}
         keys |= {} if self.config.nvme_paths else {"nvme_path": self._drive}
         return _keys({BLOCK: {**keys, "activation_budget_bytes": max(MIB, most_bytes // MIB * MIB)}})
 
 
-def _keys(keys: Mapping[str, Any]) -> str:
+def _keys(keys: Mapping[str, object]) -> str:
     return f"{json.dumps(keys)} in ds_config.json"
 
 

@@ -32,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -121,12 +121,12 @@ class MicroStepRecord:
     """
 
     clock: Clock
-    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    pauses: list[tuple[object, object]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
     scopes: list[_Scope] = field(default_factory=list)
     forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
-    ended: Any = None
+    ended: object = None
     # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
     ends: DeferredFinalizers[tuple[_End, int]] = field(init=False)
 
@@ -253,7 +253,7 @@ class _Watch:
         record.ends.watch(self, (end, index))
 
 
-class Saver(Protocol):
+class SavingCache(Protocol):
     """Whoever saves tensors: the cache."""
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
@@ -284,7 +284,7 @@ class Scene:
             copy is done, which says nothing about when forward releases the tensor.
     """
 
-    saver: Saver
+    saver: SavingCache
     clock: Clock
     running: RunningModule
     listener: RecorderListener | None = None
@@ -347,7 +347,7 @@ class Recorder:
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         record = self.record
-        if record.ended is not None:
+        if record.ended is not None:  # a graph that outlives its micro-step has no times in the trace
             return self._hooks[1](recorded.held)
         with self._pause():
             tensor = self._hooks[1](recorded.held)
@@ -459,8 +459,8 @@ class Recording:
         self._done: list[MicroStepRecord] = []
         self._of_step: list[MicroStepRecord] = []  # not done before the step is
         self._is_broken = False  # this step had a forward without its backward
-        self._backward_ended: Any = None
-        self._optimizer_steps: list[tuple[Any, Any]] = []
+        self._backward_ended: object = None
+        self._optimizer_steps: list[tuple[object, object]] = []
         self.current: Recorder | None = None
         self.steps = 0
 
@@ -507,7 +507,7 @@ class Recording:
         else:
             self._is_broken = True
 
-    def end_step(self, ended: Any, *, has_compiled: bool = False) -> None:
+    def end_step(self, ended: object, *, has_compiled: bool = False) -> None:
         """End the step.
 
         Args:
@@ -530,9 +530,6 @@ class Recording:
         Args:
             resources: the machine.
             micro_steps: of one step.
-
-        Raises:
-            TraceError: it is not consistent.
         """
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])

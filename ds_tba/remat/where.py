@@ -34,7 +34,7 @@ def position_in_code() -> int:
 
 
 class RunningModule:
-    """Which module of a model runs, read from the call stack: no module has a hook for that.
+    """Tells which module of a model runs. It reads the call stack: no module has a hook for that.
 
     Args:
         paths: for each module (by ``id``) its path in the model.
@@ -48,7 +48,7 @@ class RunningModule:
         self._paths |= {id(module): path for path, module in model.named_modules()}
 
     def path(self) -> str:
-        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
+        """Return the path of the innermost module that the caller's thread runs; empty outside of all."""
         frame = inspect.currentframe()
         while frame is not None:
             path = self.path_of(frame)
@@ -58,7 +58,7 @@ class RunningModule:
         return ""
 
     def path_of(self, frame: FrameType) -> str | None:
-        """Of the module of the model that a frame calls; None where it calls none."""
+        """Return the path of the module that a frame calls; None where it calls none."""
         return self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
 
 
