@@ -289,8 +289,9 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
         _hook_methods(type(engine), _AROUND)
-        everyone = _agreement() if offloader.config.is_planned else None
-        agreement = everyone and (_agreement_of_stage(engine) or everyone)
+        config = offloader.config
+        everyone = _agreement() if config.is_planned or config.patterns else None
+        agreement = (_agreement_of_stage(engine) or everyone) if config.is_planned else None
         offloader.watch(engine.module, agreement, everyone=everyone, meter=_EngineMemory(engine))
         engine.activation_offloader = offloader
         for module in engine.module.modules():

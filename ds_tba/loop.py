@@ -48,7 +48,7 @@ class Offloader:
         model: whose forward runs in :meth:`saving`. Without it nothing is planned: the placement is ``"nvme"``,
             ``"host"`` or ``"keep"``.
         device: of the training; None takes that of the model's parameters, or the current CUDA device if there is one.
-        keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings.
+        keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings; ``"except"`` as ``except_``.
 
     Raises:
         ConfigError: a key is unknown or has a bad value, or it asks for what a loop cannot tell.
@@ -141,7 +141,8 @@ class Offloader:
         if self._model is None:
             return
         agreement: Agreement | None = None
-        if self._offloader.config.is_planned and _ranks() > 1:
+        config = self._offloader.config
+        if (config.is_planned or config.patterns) and _ranks() > 1:
             from ds_tba.plan.agreement import Ranks
 
             agreement = Ranks()
@@ -172,6 +173,11 @@ def _refuse_untold(config: OffloadConfig, model: nn.Module | None) -> None:
         )
     if not config.enabled:
         raise ConfigError("enabled is false: make no ds_tba.Offloader, contextlib.nullcontext() stands in.")
+    if model is None and config.patterns:
+        raise ConfigError(
+            f"{' and '.join(config.patterns)} choose among the modules of a model: give it, as in "
+            "ds_tba.Offloader(model, ...)."
+        )
     if model is None and config.is_planned:
         asks = 'placement "adaptive" plans for' if config.placement == "adaptive" else "report.trace_path records"
         raise ConfigError(

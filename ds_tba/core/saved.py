@@ -368,6 +368,12 @@ class SavedCounted(_Kept):
         return self._cache is cache
 
 
+class SavedExcluded(SavedCounted):
+    """A tensor that could be moved, and is kept because of the module that has saved it."""
+
+    __slots__ = ()
+
+
 class SavedView:
     """Held by autograd in place of one saved tensor with a record.
 

@@ -77,6 +77,7 @@ class Eligibility(Enum):
     UNDER_A_MODE = "under a dispatch mode of the user"
     OF_GRAPH = "of a CUDA graph"
     CAST_OF_PARAMETER = "a parameter in another dtype"
+    EXCLUDED = "excluded by name"
 
 
 @dataclass(frozen=True, slots=True)

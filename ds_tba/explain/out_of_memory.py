@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from ds_tba.config import BLOCK, OffloadConfig
+from ds_tba.core.tensors import Eligibility
 from ds_tba.holders import Holder
 from ds_tba.stats import readable
 
@@ -255,7 +256,9 @@ class Diagnosis:
             yield f"{less} the limit of saved tensors, a step may take longer: {self._budget(most_bytes)}"
         if kept:
             reason = max(kept, key=kept.__getitem__)
-            if "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
+            if reason.startswith(Eligibility.EXCLUDED.value):
+                yield f"let more tensors leave: most of what stays is {reason}"
+            elif "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
                 least = _keys({BLOCK: {"min_tensor_bytes": config.min_tensor_bytes // 16}})
                 yield f"move smaller tensors, too: {least}"
             elif "staging" in reason:

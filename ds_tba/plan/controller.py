@@ -49,11 +49,13 @@ class Watched:
     Attributes:
         blocks: those of its modules that may run again; none where ``recompute`` is off.
         may_recompute: whether plans may choose to.
+        excluded: paths of the blocks in which the config keeps tensors by name.
     """
 
     model: nn.Module
     blocks: Sequence[Block] = ()
     may_recompute: bool = False
+    excluded: frozenset[str] = frozenset()
 
 
 class Controller:
@@ -88,7 +90,7 @@ class Controller:
         running = RunningModule({id(module): path for path, module in watched.model.named_modules()})
         is_synchronous = machine.rates.is_synchronous
         self._scene = Scene(cache, machine.clock, running, self, is_synchronous)
-        self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute)
+        self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute, excluded=watched.excluded)
         # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
         # gathers parameters, which takes all ranks.
         is_sharded = any(hasattr(one, "ds_id") for one in watched.model.parameters())

@@ -9,6 +9,9 @@ may be recorded while everything goes to NVMe, which is the safe thing to do bef
 [Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope
 here, which may not be moved: their bytes count, and go with a block that is recomputed.
 
+[Note: Excluded by name] The bytes of a storage that a module keeps stay in memory, also where another module that has
+saved it would let them leave: moving them, or making them again, frees nothing.
+
 [Note: Guards] Code that ``torch.compile`` has compiled is compiled again when the hooks on modules change, also those
 on all modules, and runs without compilation once that has happened too often. So recording puts no hooks on modules and
 takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
@@ -40,6 +43,7 @@ from ds_tba.core.saved import (
     PassedThrough,
     RecordState,
     SavedCounted,
+    SavedExcluded,
     SavedView,
     StorageKey,
 )
@@ -75,6 +79,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
+    is_excluded: bool = False  # a module has saved it that may not let it leave, whoever else has
     origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
@@ -204,8 +209,8 @@ class MicroStepRecord:
             min(max(packed_s, left_s), used_s),
             used_s,
             max(used_s, freed_s),
-            found.is_movable,
-            None if found.origin is None else found.origin.seconds,
+            found.is_movable and not found.is_excluded,
+            None if found.origin is None or found.is_excluded else found.origin.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
         )
@@ -397,7 +402,10 @@ class Recorder:
             return _NOTHING
         if not scope.has_saved:
             scope.has_saved = not has_plain_storage(tensor) or stamp_of(tensor.untyped_storage()) not in scope.given
-        if isinstance(held, SavedCounted):
+        if isinstance(held, SavedExcluded):
+            index = self._index_of(StorageKey.of(tensor), False)
+            self.record.storages[index].is_excluded = True
+        elif isinstance(held, SavedCounted):
             index = self._index_of_small(held, scope)
         else:
             index = self._index_of(held.record.key, self._scene.saver.eligibility_of(tensor) is Eligibility.ELIGIBLE)

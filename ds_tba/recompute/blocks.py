@@ -83,6 +83,10 @@ _READ_TWICE = (
     "a custom Function in it reads ctx.saved_tensors twice in one backward, for which a checkpoint has them only once: "
     "have it read them once"
 )
+_EXCLUDED = (
+    '"only" or "except" keeps tensors that are saved in it, which recomputing would free: have them keep none of it to '
+    "have plans choose"
+)
 _UNSEEN = (
     "no pass through it was seen, with gradients, in the engine's forward. If torch.compile compiles what it is part "
     "of, compile the blocks one by one instead, before deepspeed.initialize (layers[i] = torch.compile(layers[i])); if "
@@ -104,9 +108,17 @@ class Blocks:
         blocks: from :func:`find_blocks`.
         listener: is told of each pass inside :meth:`watching` and :meth:`recomputing`.
         may_recompute: whether a pass may be recomputed.
+        excluded: paths of the blocks in which the config keeps tensors by name.
     """
 
-    def __init__(self, blocks: Sequence[Block], listener: PassListener, *, may_recompute: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        listener: PassListener,
+        *,
+        may_recompute: bool = True,
+        excluded: Collection[str] = (),
+    ) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
         self.may_recompute = may_recompute
         self._listener = listener
@@ -114,7 +126,9 @@ class Blocks:
         self._compared: set[str] = set()  # paths of blocks whose first recomputation gave the same output
         self._is_watched = False  # by now
         self._seen: set[str] = set()
-        self._why: dict[str, str] = {} if SHOWS_HOOKS else dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
+        self._why: dict[str, str] = dict.fromkeys(excluded, _EXCLUDED)
+        if not SHOWS_HOOKS:
+            self._why = dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
         self._told: set[str] = set()
         self._watchers = [_Watcher(self, block) for block in self.all]
         self._forwards = [_Forward(self, block) for block in self.all]
