@@ -7,6 +7,7 @@ imports no DeepSpeed. Cannot see when a backward is over: the next forward, or t
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -63,6 +64,8 @@ class Offloader:
         self._owned = OwnedStorages()
         self._has_forward = False  # since the last micro-step ended
         self._offloader = _built(model, device, keys)
+        # Without the context nobody may call close(). At interpreter exit the offloader closes by itself.
+        weakref.finalize(self, self._offloader.close_soon).atexit = False
         try:
             self._watch()
         except BaseException:

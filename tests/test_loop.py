@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from support import runs
+from support.disks import until
 from support.ranks import environment, free_port
 from torch import nn
 
@@ -207,6 +208,17 @@ def test_a_closed_one_refuses_the_next_forward() -> None:
         loop(offloader, model_of())
     with pytest.raises(StateError, match="after close"):
         loop(offloader, model_of())
+
+
+def test_one_that_nobody_refers_to_any_more_closes(tmp_path: Path) -> None:
+    """A cell of a notebook that runs again, without the context."""
+    model, path = model_of(), tmp_path / "report.json"
+    offloader = Offloader(model, nvme_path=str(tmp_path), placement="nvme", report={"path": str(path)}, **SMALL)
+    loop(offloader, model)
+    inner = offloader._offloader
+    del offloader
+    until(lambda: inner.is_closed, "the end of the tiers")
+    until(lambda: path.exists() and json.loads(path.read_text())["state"] == "finished", "the last report")
 
 
 def test_steps_that_are_not_told_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
