@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -428,9 +430,28 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
     Raises:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
-    keys = {"except" if key == "except_" else key: value for key, value in keys.items()}  # no keyword may be "except"
-    _refuse_auto(keys, call)
-    return validate(OffloadConfig, keys, call, refused=f"{call}(...)")
+    # No keyword of Python may be "except".
+    block = _as_json({"except" if key == "except_" else key: value for key, value in keys.items()})
+    _refuse_auto(block, call)
+    return validate(OffloadConfig, block, call, refused=f"{call}(...)")
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value of a program as a file has it: paths are strings, tuples lists, NumPy's numbers plain ones."""
+    match value:
+        case Mapping():
+            return {key: _as_json(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_as_json(one) for one in value]
+        case os.PathLike():
+            return os.fspath(value)
+        case bool():
+            return value
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            return float(value)
+    return value
 
 
 def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "ds_config.json") -> Validated:

@@ -27,7 +27,12 @@ STEADY_BYTES = 64 << 20
 @dataclass
 class StoreStats:
     """Counters of a store. Bytes are those of tensors, except for ``written_bytes`` and ``read_bytes``, which are those
-    that the drives moved for them."""
+    that the drives moved for them.
+
+    Attributes:
+        rescued_storages: number of storages with a part whose write failed.
+        fallbacks: number of its refusals, by reason; another store may have taken the storage, or been asked again.
+    """
 
     offloaded_bytes: int = 0
     written_bytes: int = 0
@@ -35,6 +40,7 @@ class StoreStats:
     cancelled_bytes: int = 0
     forwarded_bytes: int = 0
     rescued_bytes: int = 0
+    rescued_storages: int = 0
     stall_s: float = 0.0
     fallbacks: Counter[str] = field(default_factory=Counter)
 
@@ -68,6 +74,7 @@ class CacheStats:
     Attributes:
         saved: what autograd would hold without us.
         resident: what is in device memory of that.
+        fallbacks: number of storages that no store took, each once, by the reason of the last store.
     """
 
     packed_tensors: int = 0
@@ -76,6 +83,7 @@ class CacheStats:
     rematerialized_bytes: int = 0
     recomputed_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
     micro_steps: int = 0
     moving_s: float = 0.0  # host time in copies, and in waiting for copies and stores
     saved: Gauge = field(default_factory=Gauge)

@@ -366,6 +366,9 @@ class Residency:
                 self.give(record, taken, tensor)
                 return ""
             reason = taken.value
+        if choice.stores and not record.is_refused:  # once: a budget tries again at each save
+            record.is_refused = True
+            self._stats.fallbacks[reason] += 1
         return reason
 
     def give(self, record: SavedStorage, ticket: Ticket, tensor: torch.Tensor) -> None:

@@ -221,6 +221,7 @@ class SavedStorage(StateMachine):
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
+        is_refused: no store took it when it was to leave.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
         operation: the one that saved it last.
@@ -234,8 +235,8 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "handed_out", "index", "is_complete", "kept_views", "key", "lent", "loading", "memory",
-        "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
+        "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loading",
+        "memory", "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
@@ -247,6 +248,7 @@ class SavedStorage(StateMachine):
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
         self.is_complete = True
+        self.is_refused = False
         self.fingerprint: Fingerprint | None = None
         self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.operation: Operation | None = None
