@@ -79,6 +79,7 @@ from ds_tba.core.tensors import (
     is_cast_of_parameter,
     is_complete,
     is_parameter,
+    is_read_by_an_extension,
     is_under_a_mode,
     next_sequence_number,
     uncompiled_hooks,
@@ -497,10 +498,14 @@ class TensorCache(Lender):
         self._originals.forget_last()
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
-        if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
+        if isinstance(held, PassedThrough):
             tensor = held.restore()
-        else:
+        elif self._originals.is_for_users_function:
             tensor = self._hand_out(held)
+        else:
+            tensor = held.restore()
+            if is_read_by_an_extension():
+                tensor = self._own(held, tensor)
         self._originals.add(tensor, held)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
@@ -537,6 +542,19 @@ class TensorCache(Lender):
         memory = self.residency.memory_of(storage)
         owner.handed_out = HandedOut(storage, self._accelerator, [] if memory is None else memory.consumers)
         return held.over(storage)
+
+    def _own(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a saved tensor to a Function in C++, in memory of its own if others read the bytes.
+
+        It, too, may write into that without a version, and what it returns may become ``.grad``. Nothing tells whether
+        it reads once more, so that each read has another memory.
+        """
+        owner = held.record if isinstance(held, SavedView) else held.memory
+        if not (owner.is_operand or (isinstance(owner, SavedStorage) and owner.reloaded is not None)):
+            return tensor
+        if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.clone()
+        return held.over(self._copied(tensor.untyped_storage()))
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         nbytes = storage.nbytes()
