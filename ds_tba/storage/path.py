@@ -383,16 +383,17 @@ class SwapTicket(Ticket):
         parts: the parts, in the order of their bytes.
         destination: device memory for the whole storage, from when it is wanted until it is handed over.
         is_loading: a thread is handing it over.
+        is_taken: all of its parts found room, so that it counts as offloaded.
     """
 
-    __slots__ = ("destination", "device", "is_loading", "parts")
+    __slots__ = ("destination", "device", "is_loading", "is_taken", "parts")
 
     def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device) -> None:
         super().__init__(nbytes, store)
         self.device = device
         self.parts: list[Part] = []
         self.destination: Destination | None = None
-        self.is_loading = False
+        self.is_loading = self.is_taken = False
 
     def place_of(self, part: Part) -> Destination | None:
         """Return the place of a part in the destination, where there is one."""

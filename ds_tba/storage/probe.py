@@ -72,6 +72,28 @@ def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], f
         ) from error
 
 
+class DriveProbe:
+    """The drives of a store, as plans ask for them: measured together, and their rates of now."""
+
+    def __init__(self, space: SwapSpace, integrity: Integrity) -> None:
+        self._space = space
+        self._integrity = integrity
+
+    def measure(self) -> None:
+        """Measure all working paths; see :func:`measure_drives`."""
+        measure_drives(self._space, self._integrity)
+
+    def rates(self) -> list[tuple[float, float, float, float]]:
+        """Return :meth:`SwapPath.rates` of each path that works."""
+        with self._space.lock:
+            return [path.rates() for path in self._space.paths if path.failure is None]
+
+    def moved_bytes(self) -> int:
+        """Return the bytes that the lanes have written and read since the beginning."""
+        with self._space.lock:
+            return sum(path.meter.writes.moved_bytes + path.meter.reads.moved_bytes for path in self._space.paths)
+
+
 class _Probe:
     """The state that the lanes of a probe share."""
 

@@ -13,12 +13,17 @@ from support.late_device import LateDevice
 from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
 from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Rates
-from ds_tba.plan.trace import PathRates, Resources, Trace, slowest
+from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.staging import COPY_BYTES, TIMES, StagingRing, measure_copies
+from ds_tba.storage.probe import DriveProbe
+from ds_tba.storage.staging import TIMES, measure_copies
 
 MIB = 1 << 20
+
+
+def drives_of(store: NvmeStore) -> DriveProbe:
+    return DriveProbe(store.space, store.integrity)
 
 
 class Paced(CpuAccelerator):
@@ -87,23 +92,6 @@ def test_a_machine_without_nvme(make_device: type[CpuAccelerator], staging_bytes
     assert found.paths == () and found.staging_bytes == staging_bytes
     assert found.copy_out_bytes_per_s > 0 and found.copy_in_bytes_per_s > 0
     assert found.is_synchronous is device.is_synchronized_device()
-    Trace((), (), found, 1.0)  # consistent
-
-
-@pytest.mark.parametrize("make_device", [CpuAccelerator, LateDevice])
-def test_copies_are_measured_through_the_ring_and_leave_it_free(
-    make_store: StoreFactory, make_device: type[CpuAccelerator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = make_device()
-    store = make_store(accelerator=device)
-    real, looks = StagingRing.view, []
-    monkeypatch.setattr(StagingRing, "view", lambda ring, slot: looks.append(slot.nbytes) or real(ring, slot))
-    Rates(store, device, 32 * MIB).measure()
-    assert looks == [COPY_BYTES] and store.ring.slots.used_bytes == 0
-    with store.space.lock:
-        store.ring.slots.allocate(32 * MIB)
-    Rates(store, device, 32 * MIB).measure()  # staging is in use: beside it
-    assert looks == [COPY_BYTES] and store.ring.slots.used_bytes == 32 * MIB
 
 
 def test_measuring_again_makes_no_more_streams() -> None:
@@ -150,7 +138,7 @@ def rates_of(path: PathRates) -> tuple[float, ...]:
 def test_the_paths_are_as_they_are_now(make_store: StoreFactory) -> None:
     store, device = make_store(paths=2), CpuAccelerator()
     first, second = measured(store, 0, 10, 20, 5, 8), measured(store, 1, 40, 80, 30, 30)
-    rates = Rates(store, device, 32 * MIB)
+    rates = Rates(drives_of(store), device, 32 * MIB)
     found = rates.resources()
     assert [rates_of(path) for path in found.paths] == [pytest.approx((10, 20, 5, 8)), pytest.approx((40, 80, 30, 30))]
     for _ in range(3):
@@ -166,17 +154,17 @@ def test_the_paths_are_as_they_are_now(make_store: StoreFactory) -> None:
 def test_what_was_seen_beside_only_counts_for_both(make_store: StoreFactory) -> None:
     store = make_store()
     clock = measured(store, 0, 10, 20)
-    found = Rates(store, CpuAccelerator(), MIB).resources()
+    found = Rates(drives_of(store), CpuAccelerator(), MIB).resources()
     assert rates_of(found.paths[0]) == pytest.approx((10, 20, 10, 20))
     store.paths[0].meter = meter = PathMeter(1, 1, clock)
     read = meter.start(Kind.READ, 64 * MIB)
     move(meter, clock, Kind.WRITE, 4.0)
     meter.stop(read)
-    assert rates_of(Rates(store, CpuAccelerator(), MIB).resources().paths[0]) == pytest.approx((4, 4, 4, 4))
+    assert rates_of(Rates(drives_of(store), CpuAccelerator(), MIB).resources().paths[0]) == pytest.approx((4, 4, 4, 4))
 
 
 def test_a_path_that_nobody_measured_is_no_figure(make_store: StoreFactory) -> None:
-    rates = Rates(make_store(), CpuAccelerator(), MIB)
+    rates = Rates(drives_of(make_store()), CpuAccelerator(), MIB)
     with pytest.raises(StateError, match="was not measured before its rates were asked for"):
         rates.resources()
 
@@ -220,7 +208,7 @@ def measured_rates(store: NvmeStore, device: CpuAccelerator) -> Rates:
     extent = path.reserve(64 * MIB)  # the file grows: there is something to measure
     assert extent is not None
     path.extents.free(extent)
-    rates = Rates(store, device, 32 * MIB)
+    rates = Rates(drives_of(store), device, 32 * MIB)
     rates.measure()
     return rates
 
@@ -239,7 +227,7 @@ def test_drives_are_measured_again_but_not_all_the_time(
 ) -> None:
     now = {"s": 1000.0}
     monkeypatch.setattr("ds_tba.plan.rates.time.monotonic", lambda: now["s"])
-    rates = Rates(make_store(), CpuAccelerator(), MIB)
+    rates = Rates(drives_of(make_store()), CpuAccelerator(), MIB)
     monkeypatch.setattr("ds_tba.plan.rates.measure_copies", lambda *_: now.update(s=1002.0) or rates.copies)
     rates.measure()
     for at_s, expected in ((1100.0, False), (1002.0 + 1.99 / MEASURING_FRACTION, False), (1203.0, True)):
