@@ -284,7 +284,7 @@ class ActivationOffloader:
             IncompatibleError: the stream is being captured into a graph.
             StateError: an exception came in the middle of our bookkeeping.
         """
-        self._refuse_broken()
+        self.cache.refuse_broken()
         if self._accelerator.is_capturing():
             raise IncompatibleError(
                 "forward is being captured into a graph (torch.cuda.graph), whose replays would neither write nor read "
@@ -338,7 +338,7 @@ class ActivationOffloader:
         Raises:
             StateError: an exception came in the middle of our bookkeeping.
         """
-        self._refuse_broken()
+        self.cache.refuse_broken()
         if self._is_forked():
             return nullcontext()
         self._has_trained = True
@@ -350,7 +350,7 @@ class ActivationOffloader:
         Raises:
             StateError: an exception came in the middle of our bookkeeping: its gradients may be wrong.
         """
-        self._refuse_broken()
+        self.cache.refuse_broken()
         if self._is_forked():
             return
         self._saver.end_micro_step()
@@ -413,10 +413,6 @@ class ActivationOffloader:
             self._reporter.refresh(now=True)
         except Exception:  # nothing may hide the user's error
             logger.exception("memory ran out, and what fills it cannot be told")
-
-    def _refuse_broken(self) -> None:
-        self.cache.finalizers.refuse_broken()
-        self._tiers.refuse_broken()
 
     def _where(self) -> str:
         return f"rank {self._writer.rank}, step {self._writer.steps + 1}"

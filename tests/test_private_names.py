@@ -93,6 +93,7 @@ NAMES = [
     Name("torch._C._set_mkldnn_enabled", AGAIN),
     Name("torch.ops.aten._fused_rms_norm", "RMS norms made again", since="2.8"),
     Name("torch._C._current_graph_task_id", ALL),
+    Name("torch._C._current_autograd_node", ALL),
     Name("torch.autograd.Variable._execution_engine.queue_callback", ALL),
     Name("._engine_run_backward", "where memory ran out: it says forward",
          "torch.autograd.graph._engine_run_backward"),

@@ -49,6 +49,7 @@ from ds_tba.core.saved import (
     NO_INDEX,
     CountedMemory,
     Finalized,
+    HandedOut,
     Hooks,
     Lender,
     Loading,
@@ -79,6 +80,7 @@ from ds_tba.core.tensors import (
     is_cast_of_parameter,
     is_complete,
     is_parameter,
+    is_read_by_an_extension,
     is_under_a_mode,
     next_sequence_number,
     uncompiled_hooks,
@@ -143,19 +145,6 @@ class _InUse(NamedTuple):
     choice: Choice
     operation: Operation
     stream: Any
-
-
-class _Entered(NamedTuple):
-    """One more view of a storage.
-
-    Attributes:
-        offloaded: its bytes are elsewhere.
-        answer: whether they are those of the record, where a device tells that later; the view keeps them until then.
-    """
-
-    record: SavedStorage
-    offloaded: bool
-    answer: Answer | None = None
 
 
 class TensorCache(Lender):
@@ -368,12 +357,12 @@ class TensorCache(Lender):
         forward, first = self.forward, self.rematerialization
         if self._doubted:
             self._read_doubts()
-        entered: _Entered | None = None
+        view: SavedView | None = None
         with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
             if key in forward.by_key or (first is None and not self.residency.may_wait):
-                entered = self._enter(forward, tensor, key, choice, _Taken())
-        if entered is None:  # something may have to be proven or waited for first
+                view = self._enter(forward, tensor, key, choice, _Taken())
+        if view is None:  # something may have to be proven or waited for first
             taken = _Taken()
             if first is not None:
                 first.settle()
@@ -381,14 +370,7 @@ class TensorCache(Lender):
                     taken = _Taken(*first.take(tensor, is_wanted=choice.rematerialize))
             self.wait_for_room(key.nbytes)
             with self.finalizers, self.finalizers.lock:
-                entered = self._enter(forward, tensor, key, choice, taken)
-        record, offloaded, answer = entered
-        view = SavedView(self, record, tensor, offloaded=offloaded)
-        if answer is not None:
-            self._doubted.append((weakref.ref(view), answer))
-        elif not offloaded:
-            # Without the lock: a view that is not listed yet keeps its bytes, even if the record is evicted meanwhile.
-            record.kept_views.append(weakref.ref(view))
+                view = self._enter(forward, tensor, key, choice, taken)
         if self._accelerator is not None:
             # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
             self._accelerator.share(tensor, self._accelerator.current_stream())
@@ -398,8 +380,11 @@ class TensorCache(Lender):
 
     def _enter(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
-    ) -> _Entered:
-        """Enter one more view of a storage, which is new unless it has a record with the same bytes."""
+    ) -> SavedView:
+        """Enter one more view of a storage, which is new unless it has a record with the same bytes.
+
+        A view that a device has yet to compare keeps its bytes until then.
+        """
         record, answer, operation = forward.by_key.get(key), None, self._operation()
         is_away = record is not None and not record.is_kept
         # What one operation saves has the same bytes: nothing runs in between.
@@ -419,7 +404,13 @@ class TensorCache(Lender):
         record.operation = operation
         record.views += 1
         record.pending += offloaded
-        return _Entered(record, offloaded, answer)
+        # Under the lock: an interrupt between the count and the view whose end takes it back would leave it for ever.
+        view = SavedView(self, record, tensor, offloaded=offloaded)
+        if answer is not None:
+            self._doubted.append((weakref.ref(view), answer))
+        elif not offloaded:
+            record.kept_views.append(weakref.ref(view))
+        return view
 
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
@@ -492,7 +483,7 @@ class TensorCache(Lender):
         else:
             record.index = record.micro_step.add(record)
 
-    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
+    def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         self.wait_for_room(nbytes)
         with self.finalizers, self.finalizers.lock:
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
@@ -501,6 +492,7 @@ class TensorCache(Lender):
             self._stats.saved.add(added_bytes)
             if reason:
                 self._stats.kept_bytes[reason] += added_bytes
+            self.finalizers.watch(user, MemoryGone(memory, is_free=False))
         return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
@@ -523,10 +515,14 @@ class TensorCache(Lender):
         self._originals.forget_last()
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
-        if isinstance(held, PassedThrough) or not self._originals.is_for_users_function:
+        if isinstance(held, PassedThrough):
             tensor = held.restore()
-        else:
+        elif self._originals.is_for_users_function:
             tensor = self._hand_out(held)
+        else:
+            tensor = held.restore()
+            if is_read_by_an_extension():
+                tensor = self._own(held, tensor)
         self._originals.add(tensor, held)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
@@ -544,9 +540,9 @@ class TensorCache(Lender):
         if held.held is not None and not owner.is_operand:
             tensor = held.restore()
             if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
-                owner.handed_out = weakref.ref(tensor.untyped_storage())
+                owner.handed_out = HandedOut(tensor.untyped_storage(), None, [])
             return tensor
-        storage = None if owner.handed_out is None else owner.handed_out()
+        storage = None if owner.handed_out is None else owner.handed_out.storage()
         if storage is not None:
             tensor = held.over(storage)
             if isinstance(held, SavedView):
@@ -558,10 +554,24 @@ class TensorCache(Lender):
         if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor.clone()
         storage = tensor.untyped_storage()
-        if owner.is_operand or (isinstance(owner, SavedStorage) and owner.reloaded is not None):
+        if _others_read(owner):
             storage = self._copied(storage)
-        owner.handed_out = weakref.ref(storage)
+        memory = self.residency.memory_of(storage)
+        owner.handed_out = HandedOut(storage, self._accelerator, [] if memory is None else memory.consumers)
         return held.over(storage)
+
+    def _own(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a saved tensor to a Function in C++, in memory of its own if others read the bytes.
+
+        It, too, may write into that without a version, and what it returns may become ``.grad``. Nothing tells whether
+        it reads once more, so that each read has another memory.
+        """
+        owner = held.record if isinstance(held, SavedView) else held.memory
+        if not _others_read(owner):
+            return tensor
+        if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor.clone()
+        return held.over(self._copied(tensor.untyped_storage()))
 
     def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         nbytes = storage.nbytes()
@@ -680,30 +690,38 @@ class TensorCache(Lender):
         return twin
 
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
-        with self.finalizers, self.finalizers.lock:
-            if record.state is RecordState.DROPPED:
-                return False
-            record.views, record.lent = record.views + 1, record.lent + 1  # or it might be dropped meanwhile
+        is_wanted = is_back = False
         try:
-            self._reloaded(record)
-        finally:
             with self.finalizers, self.finalizers.lock:
-                is_back = record.reloaded is not None
-                if record.reloaded is not None:
-                    record.reloaded = record.reloaded._replace(is_only=True)
-                self.finalize(ViewGone(record, is_away=True, is_lent=True))
-                if is_back and leaves and record.state is RecordState.BACK:
-                    self.residency.evict(record)
+                is_wanted = record.state is not RecordState.DROPPED
+                if is_wanted:  # one user more, or it might be dropped meanwhile
+                    record.views, record.lent = record.views + 1, record.lent + 1
+            if is_wanted:
+                self._reloaded(record)
+        finally:
+            if is_wanted:
+                is_back = self._end_hold(record, leaves=leaves)
+        return is_back
+
+    def _end_hold(self, record: SavedStorage, *, leaves: bool) -> bool:
+        with self.finalizers, self.finalizers.lock:
+            is_back = record.reloaded is not None
+            if record.reloaded is not None:
+                record.reloaded = record.reloaded._replace(is_only=True)
+            self.finalize(ViewGone(record, is_away=True, is_lent=True))
+            if is_back and leaves and record.state is RecordState.BACK:
+                self.residency.evict(record)
         return is_back
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
         self.wait_for_room(nbytes)
-        with self.finalizers, self.finalizers.lock:
-            self.residency.make_room(nbytes)
-            counted_bytes = nbytes if self.residency.is_limited else 0
-            self._stats.resident.add(counted_bytes)
+        counted_bytes = 0
         try:
+            with self.finalizers, self.finalizers.lock:
+                self.residency.make_room(nbytes)
+                counted_bytes = nbytes if self.residency.is_limited else 0
+                self._stats.resident.add(counted_bytes)
             yield
         finally:
             with self.finalizers, self.finalizers.lock:
@@ -775,6 +793,16 @@ class TensorCache(Lender):
         """Have an observer make the hooks of each forward from now on from those that there are."""
         self._observers.append(observer)
 
+    def refuse_broken(self) -> None:
+        """Refuse to go on where an exception has left records or a store half changed.
+
+        Raises:
+            StateError: one has; see [Note: Broken] in ``finalizers.py``.
+        """
+        self.finalizers.refuse_broken()
+        for store in self.residency.watched:
+            store.refuse_broken()
+
     def exclude(self, exclusion: Exclusion) -> None:
         """Keep what is excluded as it is from now on: it is neither offloaded nor rematerialized."""
         self._exclusion = exclusion
@@ -825,3 +853,8 @@ class TensorCache(Lender):
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
+
+
+def _others_read(owner: SavedStorage | CountedMemory) -> bool:
+    """Return whether bytes that backward has just got are what another tensor is made of, or another reader's, too."""
+    return owner.is_operand or (isinstance(owner, SavedStorage) and owner.reloaded is not None)

@@ -263,6 +263,8 @@ class Residency:
     def add_back(self, record: SavedStorage, loaded: Loaded) -> Reloaded:
         """Hold the bytes of a record that were loaded."""
         data, arrival = loaded.data, loaded.arrival
+        # First: a device without memory for what makes room leaves the bytes where the next load finds them.
+        record.reloaded = reloaded = Reloaded(arrival, data._version, not loaded.stored)
         storage = data.untyped_storage()
         memory = self.memory_of(storage)
         if memory is None or memory is not record.memory:
@@ -271,8 +273,7 @@ class Residency:
         memory.consumers = arrival.consumers
         if self.is_limited:
             self._movable[record] = None
-        record.reloaded = Reloaded(arrival, data._version, not loaded.stored)
-        return record.reloaded
+        return reloaded
 
     def prefetch(self, record: SavedStorage) -> bool:
         """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
@@ -326,11 +327,12 @@ class Residency:
 
     def evict(self, record: SavedStorage) -> None:
         """Hold the bytes of a record no longer, if a store has them or takes them, or a recipe makes them again."""
+        # First: add_early() evicts until few are left, and another thread may have evicted and prefetched this one.
+        self._early.pop(record, None)
         if record.state is RecordState.AHEAD:
             if record.ticket is not None and record.ticket.store.cancel_prefetch(record.ticket):
                 self.end_prefetch(record)
             return
-        self._early.pop(record, None)
         kept_at = self._movable.pop(record, None)
         reloaded = record.reloaded
         everywhere = Choice(self._stores, wait=True)
@@ -373,10 +375,14 @@ class Residency:
 
     def give(self, record: SavedStorage, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Leave the bytes of a record, which are those of a tensor's storage, to the store that issued a ticket."""
+        try:
+            record.left(tensor, self._accelerator)
+        except BaseException:  # the device has no memory for a fingerprint: everything stays as it was
+            ticket.store.release(ticket)
+            raise
         if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
             record.ticket.store.release(record.ticket)
         is_kept, record.ticket = record.is_kept, ticket
-        record.left(tensor, self._accelerator)
         record.move(RecordState.AWAY)
         record.reloaded = None
         self._largest_bytes = max(self._largest_bytes, record.nbytes)

@@ -25,9 +25,9 @@ import copy
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol
 
@@ -39,6 +39,7 @@ from ds_tba.core.tensors import (
     Stamp,
     VersionWitness,
     ViewSpec,
+    bytes_of,
     form_of,
     kept,
     lineage_of,
@@ -46,7 +47,7 @@ from ds_tba.core.tensors import (
     stamp_of,
     with_counter_of,
 )
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, Stream, moment
 from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.stats import CacheStats
@@ -80,10 +81,11 @@ class Keeper(ABC):
         """
 
     @abstractmethod
-    def count_kept(self, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
+    def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
 
         Args:
+            user: with whose end it is counted no longer.
             reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
         """
 
@@ -160,6 +162,35 @@ class Reloaded(NamedTuple):
     is_only: bool
 
 
+class HandedOut:
+    """Memory that a Function of the user's has read, for its other reads. Does not hold the memory.
+
+    Args:
+        accelerator: of the memory, if its bytes come on the calling thread's current stream; None if they are there.
+        consumers: gets the streams that use the memory beside that one.
+    """
+
+    __slots__ = ("_accelerator", "_consumers", "_ready", "_storage", "_stream")
+
+    def __init__(self, storage: torch.UntypedStorage, accelerator: Accelerator | None, consumers: list[Stream]) -> None:
+        self._storage = weakref.ref(storage)
+        self._accelerator = accelerator
+        self._consumers = consumers
+        self._stream = None if accelerator is None else accelerator.current_stream()
+        self._ready = None if accelerator is None else moment(accelerator)
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Return the memory for the calling thread's current stream; None if nobody holds it any more."""
+        storage, device = self._storage(), self._accelerator
+        if storage is not None and device is not None and self._ready is not None:
+            stream = device.current_stream()
+            stream.wait_event(self._ready)  # else it would read what the copy, in another stream, has not written yet
+            if stream not in (self._stream, *self._consumers):
+                device.share(bytes_of(storage), stream)
+                self._consumers.append(stream)
+        return storage
+
+
 class Loading(NamedTuple):
     """The bytes of a record on their way into device memory.
 
@@ -223,7 +254,7 @@ class SavedStorage(StateMachine):
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
         is_refused: no store took it when it was to leave.
         fingerprint: of the bytes that left; None while they have not.
-        handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
+        handed_out: the memory that the last read by a Function of the user's got.
         operation: the one that saved it last.
         index: in its micro-step.
         views: how many are alive.
@@ -250,7 +281,7 @@ class SavedStorage(StateMachine):
         self.is_complete = True
         self.is_refused = False
         self.fingerprint: Fingerprint | None = None
-        self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
+        self.handed_out: HandedOut | None = None
         self.operation: Operation | None = None
         self.memory = CountedMemory()  # until it is counted
         self.micro_step = micro_step
@@ -359,8 +390,7 @@ class SavedCounted(_Kept):
         self._cache = cache
         self.eps: tuple[Any] | None = None
         self.nbytes = nbytes
-        self.memory = cache.count_kept(tensor, nbytes, reason)
-        cache.finalizers.watch(self, MemoryGone(self.memory, is_free=False))
+        self.memory = cache.count_kept(self, tensor, nbytes, reason)
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor with these bytes, and with the version counter of the one that was saved."""
@@ -592,17 +622,16 @@ class CountedMemory:
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
         is_operand: a recipe makes another storage from a tensor in this memory.
-        handed_out: the memory that the last read by a Function of the user's got of tensors without a record, while
-            anybody holds it.
+        handed_out: the memory that the last read by a Function of the user's got of tensors without a record.
     """
 
     users: int = 0
     nbytes: int = 0
     savers: int = 0
     saved_bytes: int = 0
-    consumers: Sequence[Any] = ()
+    consumers: list[Stream] = field(default_factory=list)
     is_operand: bool = False
-    handed_out: weakref.ref[torch.UntypedStorage] | None = None
+    handed_out: HandedOut | None = None
 
     def save(self, nbytes: int) -> int:
         """One saver more; returns the bytes that this adds."""

@@ -154,6 +154,11 @@ def is_of_a_users_function(context: type) -> bool:
     return not module.startswith(_TRUSTED) or module.startswith(_OF_USERS)
 
 
+def is_read_by_an_extension() -> bool:
+    """Whether backward runs a Function of a C++ extension in this thread, which reads what it has saved."""
+    return type(torch._C._current_autograd_node()).__name__ == "CppFunction"
+
+
 def note_save_by_function(storage: torch.UntypedStorage) -> None:
     """Count that a Function of the user's saves a storage, whose bytes it may have changed without a version."""
     setattr(storage, _FUNCTION_SAVES, saves_by_functions(storage) + 1)

@@ -199,6 +199,8 @@ class Sites:
                 host = self._answers.take()
                 self.accelerator.copy(flags.view(torch.uint8), host.view(torch.uint8))
                 flags = host
+        except RematerializationError:  # of another site, whose answer came while room was made: it must be heard
+            raise
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, StorageError) or is_out_of_memory(error):
                 return None  # backward will want the operand, too; or another time

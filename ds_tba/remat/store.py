@@ -27,7 +27,7 @@ from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import ActivationModifiedError, StateError, StorageError
+from ds_tba.errors import ActivationModifiedError, RematerializationError, StateError
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe
 from ds_tba.remat.search import note
 from ds_tba.storage.base import Loaded, Refusal, Ticket
@@ -252,7 +252,11 @@ class RematStore(TensorStore[RecipeTicket]):
                 if not self._pending or not (is_wanted or self._pending[0].comparison.is_done):
                     return
                 pending = self._pending.popleft()
-            is_equal, ticket = self.sites.read(pending.comparison), pending.ticket  # without the lock: it may wait
+            try:
+                is_equal, ticket = self.sites.read(pending.comparison), pending.ticket  # without the lock: it may wait
+            except BaseException as error:  # an interrupt loses an answer, which nobody would ask for again
+                self._deferred.note_exception(error)
+                raise
             if ticket is not None and is_equal:
                 self._add(ticket)
             elif ticket is not None:
@@ -296,6 +300,9 @@ class RematStore(TensorStore[RecipeTicket]):
     def release(self, ticket: RecipeTicket) -> None:
         self._deferred.leave(ticket)
 
+    def refuse_broken(self) -> None:
+        self._deferred.refuse_broken()
+
     def _free(self, ticket: RecipeTicket) -> None:
         self._tickets.pop(ticket, None)
         ticket.recipe = ticket.held = ticket.record = None
@@ -310,10 +317,13 @@ class RematStore(TensorStore[RecipeTicket]):
             found = [one for one in list(self._tickets) if _takes_more(one)]
         for ticket in found:
             record = ticket.record
-            # Raised again where backward wants it; or there will be room another time.
-            with suppress(ActivationModifiedError, StorageError, RuntimeError):
+            try:
                 if record is not None and cache.hold(record):
                     self.release(ticket)  # it drops the operands; the cache holds the bytes
+            except RuntimeError as error:
+                # Raised again where backward wants it, or there will be room another time; but not what a site tells.
+                if isinstance(error, RematerializationError):
+                    raise
 
 
 def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:

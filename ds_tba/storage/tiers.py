@@ -92,15 +92,6 @@ class Tiers:
     def paths(self) -> list[SwapPath]:
         return self.nvme.paths if self.nvme is not None else []
 
-    def refuse_broken(self) -> None:
-        """Refuse to go on where a store was left half changed; see [Note: Broken] in ``finalizers.py``.
-
-        Raises:
-            StateError: one was.
-        """
-        for store in self.by_placement.values():
-            store.refuse_broken()
-
     @property
     def offloaded_bytes(self) -> int:
         """Bytes of storages that the stores have taken so far."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -15,7 +19,11 @@ from torch import Tensor, nn
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import RecordState
+from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
+from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
+from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 
 MIB = 1 << 20
@@ -178,3 +186,59 @@ def test_saved_tensors_can_still_be_written_and_loaded(make_store: StoreFactory,
     torch.save({"batch": batch, "view": batch[0]}, tmp_path / "batch.pt")
     assert torch.equal(torch.load(tmp_path / "batch.pt", weights_only=True)["batch"], batch)
     loss.backward()
+
+
+# ---- interrupts -----------------------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """What a signal handler of the user's raises."""
+
+
+def interrupted_step(cache: TensorCache, at: int) -> bool:
+    """Train a step, and interrupt it as the function of ds_tba of that number is called; False if there is none."""
+    calls = 0
+
+    def interrupt(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("ds_tba."):
+            calls += 1
+            if calls == at:
+                sys.setprofile(None)
+                raise Interrupted
+
+    x = torch.randn(32, 32, requires_grad=True)
+    sys.setprofile(interrupt)
+    try:
+        with cache.saving():
+            made = x.sin() * 2
+            loss = (made * made * made.mean(1, keepdim=True)).sum()
+        del made
+        loss.backward()
+    except Interrupted:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_an_interrupted_step_is_remembered_or_leaves_nothing() -> None:
+    """What is counted in one section, and taken back in another, must not be lost between the two."""
+    host, at, left = HostStore(CpuAccelerator(), MIB), 1, list[int]()
+    while True:
+        cache = TensorCache([host], "cpu", 1024)
+        cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
+        cache.limit_resident(64 << 10)
+        interrupted_step(cache, 0)
+        if not interrupted_step(cache, at):
+            break
+        with suppress(StateError):
+            cache.refuse_broken()
+            gc.collect()
+            cache.end_micro_step()
+            cache.settle()
+            if cache.live_records or cache.stats.saved.now or cache.stats.resident.now:
+                left.append(at)
+        at += 3
+    assert at > 100 and left == []
+    host.close()

@@ -122,3 +122,50 @@ def test_a_load_that_fails_leaves_the_record_to_the_next(run: Run) -> None:
     run.end(first, second)
     assert isinstance(run.found[0], ActivationLostError) and torch.equal(run.found[1], run.expected)
     assert run.view.record.loading is None
+
+
+def test_memory_that_runs_out_once_the_bytes_are_there_leaves_them_to_the_next(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load is tried again when the allocator has memory."""
+    run.store.gate.set()
+    run.cache.limit_resident(1 << 20)
+    residency, rooms = run.cache.residency, [1 << 20, 0]
+    make_room = residency.make_room
+
+    def no_more(nbytes: int) -> None:
+        if rooms and not rooms.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        make_room(nbytes)
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(residency, "make_room", no_more)
+        run.view.restore()
+    assert rooms == []
+    run.read()
+    assert torch.equal(run.found[0], run.expected)
+
+
+def test_what_another_thread_evicts_while_it_is_loaded_early_holds_up_nobody(run: Run) -> None:
+    """It is away, and prefetched, as it is noted as loaded early; such bytes cannot be cancelled in host memory."""
+    cache, record, others = run.cache, run.view.record, list[SavedView]()
+
+    def pack(tensor: torch.Tensor) -> SavedView:
+        others.append(cache.pack(tensor))
+        return others[-1]
+
+    with cache.saving(around=lambda hooks: (pack, hooks[1])):
+        x = torch.randn(64, 64, requires_grad=True)
+        graph = [(x * number).sin() for number in range(4)]
+    run.store.gate.set()
+
+    def load_early() -> None:
+        with cache.finalizers, cache.finalizers.lock:
+            cache.residency.add_early(record)
+            assert cache.residency.prefetch(record) and record.state is RecordState.AHEAD
+            for one in others:
+                cache.residency.add_early(one.record)
+
+    run.end(run.thread(load_early))
+    run.read()
+    assert torch.equal(run.found[0], run.expected) and len(graph) == 4

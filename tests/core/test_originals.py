@@ -14,7 +14,13 @@ from support.recomputed_training import Net, Plain, check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ds_tba.core import cache as cache_module
+from ds_tba.core.cache import TensorCache
+from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.remat.sites import Sites
+from ds_tba.remat.store import RematStore
+from ds_tba.storage.host import HostStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 make = recomputed_training.make
@@ -95,3 +101,42 @@ def test_the_parameter_is_the_one_that_was_saved(
         assert report.recomputed_bytes > 0
     elif config.get("placement") != "keep":
         assert report.offloaded_bytes > 0
+
+
+class InAnExtension(torch.autograd.Function):
+    """Writes into what it saved, and returns it, as one of C++ may: nothing tells of its reads but the node."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (b,) = ctx.saved_tensors
+        b.data.mul_(3)
+        return b, None
+
+
+@pytest.mark.parametrize("is_rematerialized", [False, True])
+def test_a_function_of_an_extension_changes_nothing_that_others_read(
+    monkeypatch: pytest.MonkeyPatch, is_rematerialized: bool
+) -> None:
+    cache = TensorCache([] if is_rematerialized else [HostStore(CpuAccelerator(), 1 << 20)], "cpu", 1024)
+    if is_rematerialized:
+        cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
+    monkeypatch.setattr(InAnExtension, "__module__", "torch.extension")
+    monkeypatch.setattr(cache_module, "is_read_by_an_extension", lambda: is_in_extension)
+    x, y = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+    with cache.saving():
+        b = y * 2
+        first = InAnExtension.apply(x, b).sum()
+        later = b.sin() if is_rematerialized else b
+        wanted, of_third = later.detach().clone(), b.detach().clone()
+        second = (later * later).sum()
+        third = (x * b).sum()
+    is_in_extension = True
+    first.backward()
+    is_in_extension = False
+    assert torch.equal(torch.autograd.grad(second, later)[0], wanted + wanted)
+    assert torch.equal(torch.autograd.grad(third, x)[0], of_third)

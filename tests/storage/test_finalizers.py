@@ -10,9 +10,11 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +25,10 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.remat.store import RematStore
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.finalizers import DeferredFinalizers
+from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.path import LaneGroup
 
 HERE = Path(__file__).parents[1]
@@ -234,10 +238,29 @@ def test_an_exception_that_leaves_a_section_half_done_is_remembered(
     assert not deferred.lock.locked()
 
 
-def test_after_an_interrupted_section_no_forward_and_no_step_goes_on(tmp_path: Path) -> None:
+def of_cache(offloader: ActivationOffloader) -> DeferredFinalizers[Any]:
+    return offloader.cache.finalizers
+
+
+def of_store(offloader: ActivationOffloader) -> DeferredFinalizers[Any]:
+    (store,) = offloader.cache.stores
+    assert isinstance(store, NvmeStore)
+    return store.space.deferred
+
+
+def of_recipes(offloader: ActivationOffloader) -> DeferredFinalizers[Any]:
+    store = offloader.cache.rematerialization
+    assert isinstance(store, RematStore)
+    return store._deferred
+
+
+@pytest.mark.parametrize("whose", [of_cache, of_store, of_recipes])
+def test_after_an_interrupted_section_no_forward_and_no_step_goes_on(
+    tmp_path: Path, whose: Callable[[ActivationOffloader], DeferredFinalizers[Any]]
+) -> None:
     config = OffloadConfig(nvme_path=str(tmp_path), io={"backend": "posix", "staging_bytes": 1 << 20})
     offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
-    with pytest.raises(KeyboardInterrupt), offloader.cache.finalizers, offloader.cache.finalizers.lock:
+    with pytest.raises(KeyboardInterrupt), whose(offloader), whose(offloader).lock:
         raise KeyboardInterrupt
     for call in (offloader.saving, offloader.interleaving, offloader.note_micro_step):
         with pytest.raises(StateError, match="KeyboardInterrupt came in the middle"):
