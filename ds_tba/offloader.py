@@ -207,6 +207,8 @@ class ActivationOffloader:
         accelerator = self._accelerator
         rates = Rates(self._tiers.nvme, accelerator, self.config.io.ring_bytes)
         _measure_together(rates, everyone)
+        if advice := rates.advice() if self._writer.rank == 0 else "":
+            logger.warning("%s", advice)
         self._reporter.note_measured()
         memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.

@@ -21,6 +21,7 @@ from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.storage.base import Store
+from ds_tba.storage.codec import BlockIo
 from ds_tba.storage.host import HostStore, host_memory
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.probe import measure_drives
@@ -54,6 +55,7 @@ class Rates:
         self.copies = CopyRates(math.inf, math.inf)
         self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
         self._compute_s_per_byte = 0.0
+        self._plain_bytes_per_s: float | None = None  # of round trips without the codec
         self._again_at_s = 0.0  # by ``time.monotonic()``: then measuring is affordable again
 
     @property
@@ -67,9 +69,12 @@ class Rates:
         Raises:
             PathError: a write or a read failed.
         """
-        started_s, cpu_s, before = time.monotonic(), time.process_time(), self._moved_bytes()
+        started_s = time.monotonic()
+        if self._store is not None and self._store.io.codec is not None and self._plain_bytes_per_s is None:
+            self._plain_bytes_per_s = self._measure_plain(self._store)
+        cpu_s, before = time.process_time(), self._moved_bytes()
         if self._store is not None:
-            measure_drives(self._store.space, self._store.integrity)
+            measure_drives(self._store.space, self._store.io)
         moved_bytes = self._moved_bytes() - before
         if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
             self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
@@ -79,6 +84,36 @@ class Rates:
             self._compute_s_per_byte = LINK_FRACTION / self.copies.out_bytes_per_s
         now_s = time.monotonic()
         self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
+
+    def _measure_plain(self, store: NvmeStore) -> float:
+        """Return the bytes per second of round trips without the codec, which leaves the drives' rates unknown."""
+        self._forget(store)  # those with it, if the bytes are divided among paths
+        measure_drives(store.space, BlockIo(store.io.integrity, store.ring))
+        found = self._round_trips()
+        self._forget(store)
+        return found
+
+    def _forget(self, store: NvmeStore) -> None:
+        with store.space.lock:
+            for path in store.paths:
+                path.meter.writes.forget_rates()
+                path.meter.reads.forget_rates()
+
+    def _round_trips(self) -> float:
+        return sum(1 / (1 / one.write_bytes_per_s + 1 / one.read_bytes_per_s) for one in self._paths())
+
+    def advice(self) -> str:
+        """Return what to say about a codec with which the drives are slower than without; empty where they are not."""
+        if self._store is None or self._store.io.codec is None or self._plain_bytes_per_s is None:
+            return ""
+        found, name = self._round_trips(), self._store.io.codec.name
+        if found >= self._plain_bytes_per_s:
+            return ""
+        return (
+            f'io.compression "{name}" costs more time here than it saves: bytes go out and back at {found / 1e9:.2f} '
+            f"GB/s with it, at {self._plain_bytes_per_s / 1e9:.2f} GB/s without. Leave it out unless the drive's life "
+            "counts for more, or raise io.write_lanes and io.read_lanes: each compresses on a core of its own"
+        )
 
     def may_measure(self) -> bool:
         """Return whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
@@ -148,6 +183,10 @@ class Places(Protocol):
         """Return the terabytes that the drives still take."""
         ...
 
+    def stored_share(self) -> float:
+        """Return the bytes that drives were written for a byte of storages."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -168,11 +207,12 @@ class Machine:
 
     def limits(self, step_s: float) -> Limits:
         """Return the limits of the cost of a plan for a step that takes so many seconds."""
-        left_tbw = self.tiers.left_tbw()
-        write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s)
+        left_tbw, stored_share = self.tiers.left_tbw(), self.tiers.stored_share()
+        # In bytes of storages, as plans count.
+        write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s) / stored_share
         host_bytes = self.tiers.host.capacity_bytes() if self.tiers.host is not None else 0
         found = Limits.of(self.config, write_limit)
-        return replace(found, endurance_tbw=left_tbw, host_budget_bytes=host_bytes)
+        return replace(found, endurance_tbw=left_tbw, stored_share=stored_share, host_budget_bytes=host_bytes)
 
     def resources(self) -> Resources:
         """Return the rates of now."""
