@@ -112,18 +112,19 @@ class BloscCodec(Codec):
     def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
         view = host_view(packed)
         try:
-            # First: blosc2 believes the length that stands in the bytes, and would write beyond ``into``.
             nbytes, packed_bytes, _ = self._blosc2.get_cbuffer_sizes(view)
-            if (nbytes, packed_bytes) != (into.numel(), packed.numel()):
-                raise ValueError(f"they say that they are {packed_bytes} bytes, of {nbytes}")
-            self._blosc2.decompress2(view, dst=host_view(into), nthreads=1)
+            is_ours = (nbytes, packed_bytes) == (into.numel(), packed.numel())
+            if is_ours:  # else blosc2, which believes the length that stands in the bytes, would write beyond ``into``
+                self._blosc2.decompress2(view, dst=host_view(into), nthreads=1)
         except (RuntimeError, ValueError) as error:
             raise self._failure("decompress", packed.numel(), error) from error
+        if not is_ours:
+            raise self._failure("decompress", packed.numel(), f"they tell of {packed_bytes}, made of {nbytes}")
 
-    def _failure(self, verb: str, nbytes: int, error: Exception) -> Exception:
-        if is_out_of_memory(error):
-            return MemoryError(str(error))
-        return TransferError(f"{self.name} cannot {verb} {nbytes} bytes ({error})")
+    def _failure(self, verb: str, nbytes: int, why: Exception | str) -> Exception:
+        if isinstance(why, Exception) and is_out_of_memory(why):
+            return MemoryError(str(why))
+        return TransferError(f"{self.name} cannot {verb} {nbytes} bytes ({why})")
 
 
 class BlockIo:
