@@ -210,7 +210,11 @@ class LateDevice(CpuAccelerator):
             to_bytes.copy_(from_bytes)
             self.copies_under_way.remove(copy)
 
-        self.current_stream().run(work)
+        stream, is_on_device = self.current_stream(), hasattr(target.untyped_storage(), "_tenant")
+        if isinstance(stream, LaggingStream) and is_on_device:  # a kernel, which the next operator comes after
+            work()
+        else:
+            stream.run(work)
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         tenant = getattr(tensor.untyped_storage(), "_tenant", None)

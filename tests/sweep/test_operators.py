@@ -72,14 +72,14 @@ def test_what_writes_after_it_was_packed_is_known(record_property: Callable[[str
 
 @pytest.mark.long
 def test_a_wrong_gradient_is_seen(sweep: operators.Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = TensorCache._load
+    right = TensorCache.load
 
     def wrong(cache: TensorCache, view: Any) -> Tensor:
         data = right(cache, view).clone()
         data[0] ^= 1
         return data
 
-    monkeypatch.setattr(TensorCache, "_load", wrong)
+    monkeypatch.setattr(TensorCache, "load", wrong)
     told = sweep.over(["exp"]).differences
     assert any("float32, alone, nvme: tensor 1 of 2" in line for line in told)
 
