@@ -250,10 +250,12 @@ def test_a_store_that_another_thread_closes_hands_out_no_wrong_byte(make_store: 
 # ---- memory that runs out in a lane ---------------------------------------------------------------------------------
 
 
-def struck(directory: Path, lanes: str, first: int, stride: int, limit_s: int, times: int) -> tuple[int, int, int]:
+def struck(
+    directory: Path, lanes: str, first: int, stride: int, limit_s: int, times: int, *codec: str
+) -> tuple[int, int, int]:
     """Strike lines of lanes; returns how many lines were struck, and how many storages came back and were lost."""
     program = ROOT / "tests" / "scripts" / "memory_in_lanes.py"
-    told = map(str, (program, directory, lanes, first, stride, limit_s, times))
+    told = map(str, (program, directory, lanes, first, stride, limit_s, times, *codec))
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     done = subprocess.run(
         [sys.executable, *told],
@@ -268,9 +270,12 @@ def struck(directory: Path, lanes: str, first: int, stride: int, limit_s: int, t
     return number, exact, lost
 
 
+@pytest.mark.parametrize("codec", [(), ("lz4",)], ids=["plain", "lz4"])
 @pytest.mark.parametrize("lanes", ["write", "read"])
-def test_memory_that_runs_out_in_a_lane_hangs_nobody_and_loses_nothing(tmp_path: Path, lanes: str) -> None:
-    number, exact, lost = struck(tmp_path, lanes, 11, 37, 300, 1)
+def test_memory_that_runs_out_in_a_lane_hangs_nobody_and_loses_nothing(
+    tmp_path: Path, lanes: str, codec: tuple[str, ...]
+) -> None:
+    number, exact, lost = struck(tmp_path, lanes, 11, 37, 300, 1, *codec)
     assert number > 10 and exact > 6 * number and not lost
 
 
