@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -136,6 +138,7 @@ Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number), AfterValidator(_not_per_cent)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
+Patterns = Annotated[list[NonEmptyStr], Field(min_length=1)]
 FilePath = Annotated[NonEmptyStr, BeforeValidator(_path)]
 
 
@@ -224,6 +227,8 @@ class OffloadConfig(Block):
     ] = True
     recompute: StrictBool = False
     blocks: list[NonEmptyStr] | None = None
+    only: Patterns | None = None
+    except_: Patterns | None = Field(default=None, alias="except")  # a word of Python's
     host_budget_bytes: Bytes | None = 0
     until_backward: StrictBool = False
     io: IoConfig = IoConfig()
@@ -246,6 +251,11 @@ class OffloadConfig(Block):
     def rematerialize_exclude(self) -> frozenset[str]:
         """Ops whose outputs are not rematerialized."""
         return frozenset(() if isinstance(self.rematerialize, bool) else self.rematerialize.exclude)
+
+    @property
+    def patterns(self) -> dict[str, list[str]]:
+        """The patterns of modules' paths that choose what may leave device memory, by their key."""
+        return {key: found for key, found in (("only", self.only), ("except", self.except_)) if found is not None}
 
     @property
     def uses_nvme(self) -> bool:
@@ -287,6 +297,9 @@ class OffloadConfig(Block):
         repeated = sorted(path for path, count in Counter(self.blocks).items() if count > 1)
         if repeated:
             yield f"blocks names {', '.join(repeated)} more than once; name each layer once"
+        in_both = sorted(set(self.only or ()) & set(self.except_ or ()))
+        if in_both:
+            yield f"only and except both name {', '.join(in_both)}; take it out of one of them"
         if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
             yield (
                 f"ssd.min_life_days is {self.ssd.min_life_days} without ssd.rated_endurance_tbw: a drive's life "
@@ -425,8 +438,28 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
     Raises:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
-    _refuse_auto(keys, call)
-    return validate(OffloadConfig, keys, call, refused=f"{call}(...)")
+    # No keyword of Python may be "except".
+    block = _as_json({"except" if key == "except_" else key: value for key, value in keys.items()})
+    _refuse_auto(block, call)
+    return validate(OffloadConfig, block, call, refused=f"{call}(...)")
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value of a program as a file has it: paths are strings, tuples lists, NumPy's numbers plain ones."""
+    match value:
+        case Mapping():
+            return {key: _as_json(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_as_json(one) for one in value]
+        case os.PathLike():
+            return os.fspath(value)
+        case bool():
+            return value
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            return float(value)
+    return value
 
 
 def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "ds_config.json") -> Validated:
@@ -456,6 +489,7 @@ _RULES = {
     "list_type": "it must be a list",
     "string_too_short": "it must not be empty",
     "string_type": "it must be a string",
+    "too_short": "it must have one member at least; leave the key out to choose nothing",
     "string_unicode": "it must have no half of a surrogate pair, in no key and no value; take that character out",
 }
 
@@ -508,7 +542,7 @@ def _keys_at(model: type[BaseModel], steps: list[int | str]) -> list[str]:
     for step in steps:
         field = model.model_fields.get(str(step))
         model = model if field is None else next(_models_in(field.annotation), model)
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

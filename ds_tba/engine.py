@@ -62,6 +62,34 @@ _OWNED = "_ds_tba_owned"
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 
 
+class Config(Protocol):
+    """The part of ``DeepSpeedConfig`` that is read here."""
+
+    _param_dict: Mapping[str, object]
+
+
+class Engine(Protocol):
+    """The parts of ``DeepSpeedEngine`` that are read and set here."""
+
+    module: torch.nn.Module
+    optimizer: object
+    device: torch.device
+    global_rank: int
+    global_steps: int
+    global_samples: int
+    activation_offloader: ActivationOffloader
+    interleaved_optimizer_update: InterleavedUpdate
+    _config: Config
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the sequences of a micro-batch."""
+        ...
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of a step."""
+        ...
+
+
 def hook(engine_class: type) -> None:
     """Let every engine built from now on look for the block. Idempotent."""
     original = engine_class.__init__  # type: ignore[misc]
@@ -70,11 +98,12 @@ def hook(engine_class: type) -> None:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+    def __init__(self: Engine, *args: object, **kwargs: object) -> None:  # noqa: N807
         arguments = signature.bind(self, *args, **kwargs).arguments
         ds_config = arguments.get("config_class")
         param_dict = getattr(ds_config, "_param_dict", None) or {}
         trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
+        # Before DeepSpeed's own work: a bad block is told at once, and leaves no half built engine.
         update = _update_config(param_dict, ds_config, trains=trains)
         offloader = _build(param_dict, ds_config, trains=trains, device_rank=_device_rank(arguments.get("args")))
         try:
@@ -102,7 +131,7 @@ def hook_config(config_class: type) -> None:
         return
 
     @functools.wraps(original)
-    def _initialize_params(self: Any, param_dict: Mapping[str, Any]) -> None:
+    def _initialize_params(self: object, param_dict: Mapping[str, object]) -> None:
         refuse_misnamed(param_dict)
         original(self, param_dict)
 
@@ -110,7 +139,7 @@ def hook_config(config_class: type) -> None:
     config_class._initialize_params = _initialize_params  # type: ignore[attr-defined]
 
 
-def attach(engine: Any) -> ActivationOffloader:
+def attach(engine: Engine) -> ActivationOffloader:
     """Attach an offloader to a ``DeepSpeedEngine`` that exists already, and return it; the present one, if it has one.
 
     Raises:
@@ -134,7 +163,7 @@ def attach(engine: Any) -> ActivationOffloader:
 
 
 def _build(
-    param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool = True, device_rank: int = -1
+    param_dict: Mapping[str, object], ds_config: object, *, trains: bool = True, device_rank: int = -1
 ) -> ActivationOffloader | None:
     """Return the offloader for a config, or None without an enabled block; ranks succeed or fail together.
 
@@ -182,7 +211,7 @@ def _build(
     return on_all_ranks(make)
 
 
-def _config_in(variable: str) -> dict[str, Any]:
+def _config_in(variable: str) -> dict[str, object]:
     """Return the block in an environment variable or the file that it names, with ``"aio"`` of a whole config."""
     is_text = variable.lstrip().startswith("{")
     try:
@@ -194,7 +223,7 @@ def _config_in(variable: str) -> dict[str, Any]:
     return {key: config[key] for key in (BLOCK, "aio") if key in config}
 
 
-def _device_rank(args: Any) -> int:
+def _device_rank(args: object) -> int:
     """Return the index that ``DeepSpeedEngine._set_distributed_vars`` will make current; below 0 it changes nothing."""
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or -1
     return int(getattr(args, "device_rank", local_rank))
@@ -203,7 +232,7 @@ def _device_rank(args: Any) -> int:
 def _new_offloader(
     config: OffloadConfig,
     aio_config: AioConfig,
-    param_dict: Mapping[str, Any],
+    param_dict: Mapping[str, object],
     device_rank: int,
     ranks_on_machine: int,
 ) -> ActivationOffloader:
@@ -224,7 +253,7 @@ def _new_offloader(
     )
 
 
-def _refuse_incompatible(ds_config: Any, block: str = BLOCK) -> None:
+def _refuse_incompatible(ds_config: object, block: str = BLOCK) -> None:
     import deepspeed
 
     version = deepspeed.__version__.partition("+")[0]
@@ -242,7 +271,7 @@ def _refuse_incompatible(ds_config: Any, block: str = BLOCK) -> None:
         )
 
 
-def _update_config(param_dict: Mapping[str, Any], ds_config: Any, *, trains: bool) -> UpdateConfig | None:
+def _update_config(param_dict: Mapping[str, object], ds_config: object, *, trains: bool) -> UpdateConfig | None:
     """Return the block of the optimizer update, or None without an enabled one."""
     if UPDATE_BLOCK not in param_dict or not trains:
         return None
@@ -256,12 +285,13 @@ def _update_config(param_dict: Mapping[str, Any], ds_config: Any, *, trains: boo
 # ---- from offloader to engine ---------------------------------------------------------------------------------------
 
 
-def _join(engine: Any, offloader: ActivationOffloader) -> None:
+def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
         _hook_methods(type(engine), _AROUND)
-        everyone = _agreement() if offloader.config.is_planned else None
-        agreement = everyone and (_agreement_of_stage(engine) or everyone)
+        config = offloader.config
+        everyone = _agreement() if config.is_planned or config.patterns else None
+        agreement = (_agreement_of_stage(engine) or everyone) if config.is_planned else None
         offloader.watch(engine.module, agreement, everyone=everyone, meter=_EngineMemory(engine))
         engine.activation_offloader = offloader
         for module in engine.module.modules():
@@ -283,7 +313,7 @@ def _join(engine: Any, offloader: ActivationOffloader) -> None:
 class _EngineMemory:
     """Counts what an engine holds on its device beside activations, for as long as the engine lives."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
     def memory(self) -> ModelMemory:
@@ -301,7 +331,7 @@ class _EngineMemory:
         )
 
 
-def _join_update(engine: Any, config: UpdateConfig) -> None:
+def _join_update(engine: Engine, config: UpdateConfig) -> None:
     """Take the optimizer updates of a built engine over; ranks succeed or fail together."""
     from deepspeed.accelerator import get_accelerator
 
@@ -324,7 +354,7 @@ def _join_update(engine: Any, config: UpdateConfig) -> None:
         logger.info(update.start_line())
 
 
-def _mark_owned(module: torch.nn.Module, _inputs: Any) -> None:
+def _mark_owned(module: torch.nn.Module, _inputs: object) -> None:
     if not torch.compiler.is_compiling():
         uncompiled(mark_owned, module)
 
@@ -338,22 +368,22 @@ def _hook_methods(engine_class: type, *tables: _Table) -> None:
                 setattr(defining, name, _wrapped(original, around))
 
 
-Original = functools.partial[Any]  # a call of DeepSpeed's own method
+Original = functools.partial[object]  # a call of DeepSpeed's own method
 
 
 class Around(Protocol):
     """Does what is ours before and after a method of DeepSpeed's."""
 
-    def __call__(self, offloader: ActivationOffloader, original: Original, engine: Any, /) -> Any:
+    def __call__(self, offloader: ActivationOffloader, original: Original, engine: Engine, /) -> object:
         """Call ``original``, and return what it returns."""
 
 
-def _wrapped(original: Callable[..., Any], around: Around | None) -> Callable[..., Any]:
+def _wrapped(original: Callable[..., object], around: Around | None) -> Callable[..., object]:
     """Return a method inside of ``around``; without that, one that refuses while the model is half updated."""
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offloader = self.__dict__.get(ATTRIBUTE)
+    def method(self: Engine, *args: object, **kwargs: object) -> object:
+        offloader: Any = self.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
         if around in (_forward, None):
             refuse_half_updated(getattr(self, "optimizer", None))
         if around is None or (offloader is None and around is not _destroy):
@@ -369,7 +399,7 @@ def _wrapped(original: Callable[..., Any], around: Around | None) -> Callable[..
     return method
 
 
-def _forward(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
+def _forward(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     if getattr(engine, "_is_compiled_autograd_enabled", False):
         raise IncompatibleError(
             f'compiled autograd compiles the hooks with which "{BLOCK}" brings activations back: call engine.compile() '
@@ -393,14 +423,14 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Any) ->
     return result
 
 
-def _backward(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
+def _backward(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     offloader.stop_saving()
     if not getattr(engine, "pipeline_parallelism", False):  # whose loss_fn "until_backward" does not serve
         offloader.look_outside((original.args, original.keywords))
     return original()
 
 
-def _step(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
+def _step(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     offloader.stop_saving()
     offloader.note_micro_step()
     before = engine.global_steps
@@ -411,7 +441,7 @@ def _step(offloader: ActivationOffloader, original: Original, engine: Any) -> An
     return result
 
 
-def _tell_monitors(offloader: ActivationOffloader, engine: Any) -> None:
+def _tell_monitors(offloader: ActivationOffloader, engine: Engine) -> None:
     """Write scalars to TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one, beside its own."""
     monitor = getattr(engine, "monitor", None)  # deepspeed/monitor/monitor.py: rank 0 writes
     if monitor is None or not monitor.enabled or engine.global_rank != 0:
@@ -421,7 +451,7 @@ def _tell_monitors(offloader: ActivationOffloader, engine: Any) -> None:
     )
 
 
-def _train_batch(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
+def _train_batch(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     with offloader.interleaving():
         result = original()
     offloader.note_step()
@@ -429,7 +459,7 @@ def _train_batch(offloader: ActivationOffloader, original: Original, engine: Any
     return result
 
 
-def _destroy(offloader: ActivationOffloader | None, original: Original, engine: Any) -> Any:
+def _destroy(offloader: ActivationOffloader | None, original: Original, engine: Engine) -> object:
     update = engine.__dict__.get(UPDATE_ATTRIBUTE)
     if update is not None:  # before DeepSpeed takes the optimizer apart
         update.close()
@@ -441,7 +471,7 @@ def _destroy(offloader: ActivationOffloader | None, original: Original, engine: 
             offloader.close()
 
 
-def _collected(offloader: ActivationOffloader, original: Original, engine: Any) -> Any:
+def _collected(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     """Close before ``__del__``, which runs wherever the garbage collector does: ``destroy`` must not block there."""
     engine.__dict__.pop(ATTRIBUTE, None)
     offloader.stop_saving()
@@ -475,12 +505,13 @@ def _agreement() -> Agreement:
     return Ranks() if distributed.is_initialized() and distributed.get_world_size() > 1 else Alone()
 
 
-def _agreement_of_stage(engine: Any) -> Agreement | None:
+def _agreement_of_stage(engine: Engine) -> Agreement | None:
     """Return the ranks that hold the same stage of a pipeline; None without stages. A collective of all ranks."""
-    if not getattr(engine, "pipeline_parallelism", False) or engine.module.num_stages == 1:
+    pipeline: Any = engine.module
+    if not getattr(engine, "pipeline_parallelism", False) or pipeline.num_stages == 1:
         return None
     from ds_tba.plan.agreement import Ranks
 
-    topology = engine.module.topology()
-    stages = [topology.get_axis_list("pipe", stage) for stage in range(engine.module.num_stages)]
+    topology = pipeline.topology()
+    stages = [topology.get_axis_list("pipe", stage) for stage in range(pipeline.num_stages)]
     return Ranks.of_part(stages, "stage")

@@ -8,7 +8,6 @@
     ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
     ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
     ├── ModelError (ValueError)                  the model of `ds_tba plan` cannot be made, or does not run
-    ├── TraceError (ValueError)                  a recorded trace is not consistent
     ├── StorageError (RuntimeError)
     │   ├── TransferError                        one I/O request failed or was short (the store handles it)
     │   ├── ActivationLostError                  bytes that backward needs could not be read back
@@ -46,10 +45,6 @@ class BackendUnavailableError(DsTbaError, RuntimeError):
 
 class ModelError(DsTbaError, ValueError):
     """The model of ``ds_tba plan`` cannot be made, or does not run."""
-
-
-class TraceError(DsTbaError, ValueError):
-    """A recorded trace is not consistent, or a plan was not made for it."""
 
 
 class StorageError(DsTbaError, RuntimeError):

@@ -7,7 +7,8 @@ imports no DeepSpeed. Cannot see when a backward is over: the next forward, or t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -48,25 +49,23 @@ class Offloader:
         model: whose forward runs in :meth:`saving`. Without it nothing is planned: the placement is ``"nvme"``,
             ``"host"`` or ``"keep"``.
         device: of the training; None takes that of the model's parameters, or the current CUDA device if there is one.
-        keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings.
+        keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings; ``"except"`` as ``except_``.
 
     Raises:
         ConfigError: a key is unknown or has a bad value, or it asks for what a loop cannot tell.
-        IncompatibleError: the device is neither a CPU nor CUDA.
+        IncompatibleError: the device is neither a CPU nor a CUDA device of this process.
         PathError, BackendUnavailableError: training cannot start; the message names the repair.
     """
 
     def __init__(
         self, model: nn.Module | None = None, *, device: torch.device | str | None = None, **keys: Any
     ) -> None:
-        config = parse_keywords(keys, "ds_tba.Offloader")
-        _refuse_untold(config, model)
-        accelerator = _accelerator_of(_device_of(model) if device is None else torch.device(device))
-        show_log()
         self._model = model
         self._owned = OwnedStorages()
         self._has_forward = False  # since the last micro-step ended
-        self._offloader = _built(config, accelerator)
+        self._offloader = _built(model, device, keys)
+        # Without the context nobody may call close(). At interpreter exit the offloader closes by itself.
+        weakref.finalize(self, self._offloader.close_soon).atexit = False
         try:
             self._watch()
         except BaseException:
@@ -130,6 +129,11 @@ class Offloader:
                 "Offloader.step() was never called, so that nothing was planned and no step counted: call it once "
                 "after each optimizer.step()"
             )
+        if report.steps and not report.micro_steps:
+            logger.warning(
+                "no forward with gradients ran inside of Offloader.saving(), so that nothing was offloaded: put the "
+                "forward and its loss into it"
+            )
 
     def _end_micro_step(self) -> None:
         """End the micro-step of the last forward if its backward has begun: a loop does not say when it is over."""
@@ -141,7 +145,8 @@ class Offloader:
         if self._model is None:
             return
         agreement: Agreement | None = None
-        if self._offloader.config.is_planned and _ranks() > 1:
+        config = self._offloader.config
+        if (config.is_planned or config.patterns) and _ranks() > 1:
             from ds_tba.plan.agreement import Ranks
 
             agreement = Ranks()
@@ -153,18 +158,27 @@ def _ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _built(config: OffloadConfig, accelerator: Accelerator) -> ActivationOffloader:
-    """Return an offloader of the core, and of the rooms that the config asks for; ranks succeed or fail together."""
+def _built(model: nn.Module | None, device: torch.device | str | None, keys: Mapping[str, Any]) -> ActivationOffloader:
+    """Return an offloader of the core, and of the rooms that the keys ask for; ranks succeed or fail together."""
     ranks_on_node = agree(None).get(machine(), 1)
 
-    def make() -> ActivationOffloader:
+    def make() -> ActivationOffloader:  # all that may fail: what fails before, on one rank, leaves the others waiting
+        config = parse_keywords(keys, "ds_tba.Offloader")
+        _refuse_untold(config, model)
+        accelerator = _accelerator_of(_device_of(model) if device is None else torch.device(device))
+        show_log()
         return ActivationOffloader(config, AioConfig(), accelerator, rank=own_rank(), ranks_on_node=ranks_on_node)
 
     return on_all_ranks(make)
 
 
 def _refuse_untold(config: OffloadConfig, model: nn.Module | None) -> None:
-    """Refuse what needs more than a loop tells."""
+    """Refuse what is no model, and what needs more than a loop tells."""
+    if not isinstance(model, nn.Module | None):
+        raise ConfigError(
+            f"the model is {model!r}: it must be a torch.nn.Module, or left out; keys are given by name, as in "
+            'ds_tba.Offloader(model, nvme_path="/local_nvme").'
+        )
     if config.until_backward:
         raise ConfigError(
             "until_backward is true: a loop of your own does not tell when backward begins. Leave it out, and compute "
@@ -172,6 +186,11 @@ def _refuse_untold(config: OffloadConfig, model: nn.Module | None) -> None:
         )
     if not config.enabled:
         raise ConfigError("enabled is false: make no ds_tba.Offloader, contextlib.nullcontext() stands in.")
+    if model is None and config.patterns:
+        raise ConfigError(
+            f"{' and '.join(config.patterns)} choose among the modules of a model: give it, as in "
+            "ds_tba.Offloader(model, ...)."
+        )
     if model is None and config.is_planned:
         asks = 'placement "adaptive" plans for' if config.placement == "adaptive" else "report.trace_path records"
         raise ConfigError(
@@ -193,6 +212,11 @@ def _accelerator_of(device: torch.device) -> Accelerator:
         raise IncompatibleError(
             f"the device is {device}: without DeepSpeed ds_tba.Offloader serves the CPU and CUDA. Train under "
             'DeepSpeed, with the block "activation_nvme_offload" in its config.'
+        )
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise IncompatibleError(
+            f"the device is {device}, and this process sees {torch.cuda.device_count()} CUDA devices: name one that "
+            "is there, or look at CUDA_VISIBLE_DEVICES and torch.cuda.is_available()."
         )
     from ds_tba.device.torch_cuda import TorchCuda
 

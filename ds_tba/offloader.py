@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ from ds_tba.core.kept_hooks import KEPT
 from ds_tba.core.tensors import SHOWS_HOOKS, mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import IncompatibleError, PathError
-from ds_tba.report import OffloadReport, ReportFile, Writer
+from ds_tba.errors import ConfigError, IncompatibleError, PathError
+from ds_tba.report import OffloadReport, Writer
 from ds_tba.reporting import Reporter, ReportFiles, start_line
 from ds_tba.resting import PROCESS, Resting
 from ds_tba.stats import StoreStats
@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from ds_tba.plan.controller import Controller
     from ds_tba.plan.plan import Planner
     from ds_tba.plan.rates import Machine, Rates
-    from ds_tba.plan.trace import Trace
     from ds_tba.remat.sites import Sites
-    from ds_tba.remat.where import RunningModule
+    from ds_tba.remat.where import ChosenModules, RunningModule
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +123,7 @@ class ActivationOffloader:
         self.cache = self._open_cache()
         self._reporter = Reporter(config, self._tiers, self.cache, accelerator, self._files.report)
         self._running: RunningModule | None = None
+        self._chosen: ChosenModules | None = None
         self._sites = self._open_sites()
         self._explainer: Explainer | None = None
         if config.report.timeline_path:
@@ -153,6 +153,18 @@ class ActivationOffloader:
 
             self._running = RunningModule({})
         return self._running
+
+    def _choose_by_name(self, model: nn.Module, everyone: Agreement | None) -> None:
+        """Keep what ``only`` and ``except`` exclude from now on; refuse patterns that match no module of any rank."""
+        from ds_tba.remat.where import ChosenModules
+
+        self._chosen = ChosenModules(self._where_it_runs(), self.config.patterns)
+        unmatched = self._chosen.watch(model)
+        of_ranks = [unmatched] if everyone is None else everyone.all_gather(unmatched)
+        problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
+        if problems:
+            raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
+        self.cache.exclude(self._chosen)
 
     def _open_sites(self) -> Sites | None:
         if not self.config.rematerialize_enabled:
@@ -197,17 +209,23 @@ class ActivationOffloader:
         config, plans = self.config, self.config.placement == "adaptive"
         machine = self._open_machine(everyone)
         found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
-        watched = Watched(model, found if config.recompute else (), may_recompute=plans and config.recompute)
+        chosen = self._chosen
+        excluded = frozenset(one.path for one in found if chosen is not None and chosen.excludes_part_of(one.module))
+        may_recompute = plans and config.recompute
+        watched = Watched(model, found if config.recompute else (), may_recompute=may_recompute, excluded=excluded)
         planning = Planning((planner or adaptive) if plans else None, machine, agreement)
-        return Controller(self.cache, machine, planning, watched, _TraceFile(self._files.trace))
+        return Controller(self.cache, machine, planning, watched, self._files.trace)
 
     def _open_machine(self, everyone: Agreement) -> Machine:
         from ds_tba.plan.rates import Machine, Rates
+        from ds_tba.storage.probe import DriveProbe
 
-        accelerator = self._accelerator
-        rates = Rates(self._tiers.nvme, accelerator, self.config.io.ring_bytes)
+        accelerator, nvme = self._accelerator, self._tiers.nvme
+        drives = None if nvme is None else DriveProbe(nvme.space, nvme.io)
+        rates = Rates(drives, accelerator, self.config.io.ring_bytes)
         _measure_together(rates, everyone)
-        if advice := rates.advice() if self._writer.rank == 0 else "":
+        advice = "" if drives is None else drives.advice()
+        if advice and self._writer.rank == 0:
             logger.warning("%s", advice)
         self._reporter.note_measured()
         memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)
@@ -234,10 +252,13 @@ class ActivationOffloader:
             meter: counts what the model holds, for :meth:`explain`.
 
         Raises:
-            ConfigError: ``blocks`` names a module that the model lacks, or a rank cannot measure its drives.
+            ConfigError: ``blocks``, ``only`` or ``except`` names a module that the model lacks, or a rank cannot
+                measure its drives.
         """
         with self._resting.using():
             self._where_it_runs().watch(model)
+            if self.config.patterns:
+                self._choose_by_name(model, everyone or agreement)
             self._explaining().watch(meter)
             if self._controller is None and self.config.is_planned:
                 from ds_tba.plan.agreement import Alone
@@ -256,7 +277,7 @@ class ActivationOffloader:
     def _saver(self) -> Saver:
         return self._controller or self.cache
 
-    def saving(self, inputs: Any = ()) -> AbstractContextManager[None]:
+    def saving(self, inputs: object = ()) -> AbstractContextManager[None]:
         """Return the context of a forward whose saved tensors are offloaded.
 
         Args:
@@ -306,7 +327,7 @@ class ActivationOffloader:
         """End that: backward, or another forward, begins."""
         KEPT.close(self)
 
-    def look_outside(self, losses: Any) -> None:
+    def look_outside(self, losses: object) -> None:
         """Say once where most of what the backward of these losses needs was saved outside of forward."""
         if self._explainer is None or self._is_forked():
             return
@@ -472,14 +493,3 @@ def _measure_together(rates: Rates, agreement: Agreement) -> None:
     for rank, found in enumerate(agreement.all_gather(problem)):
         if found is not None:
             raise PathError(f"rank {rank}: {found}")
-
-
-class _TraceFile:
-    """Writes each trace to ``report.trace_path``; not the offloader, which would hold itself."""
-
-    def __init__(self, file: ReportFile) -> None:
-        self._file = file
-
-    def write(self, trace: Trace) -> None:
-        if self._file.path is not None:
-            self._file.write_text(trace.to_json() + "\n")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypedDict, TypeVar, cast
 
 from torch import distributed
 
@@ -27,14 +27,33 @@ GOODBYE_TIMEOUT = timedelta(seconds=20)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Closable(Protocol):
+class Built(Protocol):
     """Something that ranks build together."""
 
     def close(self) -> None:
         """Give back what it holds."""
 
 
-_Made = TypeVar("_Made", bound=Closable | None)
+class KeyStore(Protocol):
+    """The store that ranks find each other by; see ``torch.distributed.Store``."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return once all keys are set; raises where one is not set in time."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value."""
+        ...
+
+
+class _Answer(TypedDict, total=False):
+    """The answer of a rank (its problem and its machine), or the verdict for all of them (with all machines)."""
+
+    problem: str | None
+    machine: str
+    machines: dict[str, int]
+
+
+_Made = TypeVar("_Made", bound=Built | None)
 
 
 def own_rank() -> int:
@@ -77,7 +96,7 @@ def agree(problem: Exception | None) -> dict[str, int]:
         return {}
     store = distributed.distributed_c10d._get_default_store()
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    build = store.add(f"ds_tba/{rank}/builds", 1)
+    build = store.add(f"ds_tba/{rank}/builds", 1)  # or a second engine would read the verdict about the first
     text = problem and f"{type(problem).__name__}: {problem}"
     store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": text, "machine": machine()}))
     verdict = f"ds_tba/verdict/{build}"
@@ -97,7 +116,7 @@ def agree(problem: Exception | None) -> dict[str, int]:
     raise ConfigError(found) if problem is None else problem
 
 
-def _verdict(store: Any, build: int, size: int) -> dict[str, Any]:
+def _verdict(store: KeyStore, build: int, size: int) -> _Answer:
     """Return the first problem that keeps ranks from training, None where all can; and the ranks of each machine."""
     machines = Counter[str]()
     for rank in range(size):
@@ -112,7 +131,7 @@ def _verdict(store: Any, build: int, size: int) -> dict[str, Any]:
     return {"problem": None, "machines": machines}
 
 
-def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -> dict[str, Any]:
+def _answer(store: KeyStore, key: str, rank: int, timeout: timedelta | None = None) -> _Answer:
     try:
         store.wait([key], timeout or AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
@@ -120,5 +139,5 @@ def _answer(store: Any, key: str, rank: int, timeout: timedelta | None = None) -
             f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "
             f"{VARIABLE}."
         ) from error
-    answer: dict[str, Any] = json.loads(store.get(key))
+    answer: _Answer = json.loads(store.get(key))
     return answer

@@ -258,7 +258,7 @@ _INSIDE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _misfits(found: Mapping[str, Any], types: Mapping[str, Any], at: str = "") -> Iterator[str]:
+def _misfits(found: Mapping[str, object], types: Mapping[str, Any], at: str = "") -> Iterator[str]:
     """Yield the values of an object that are of another type, each with its key and what it should be."""
     for name in (one for one in types if one in found):
         try:
@@ -448,14 +448,14 @@ class ReportFile:
         self.path = checked_path(key, path, writer.rank)
         self._written_at, self._age_s = -math.inf, 0.0
 
-    def refresh(self, make: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
+    def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
         if self.path is None or not (now or time.monotonic() - self._written_at >= self._age_s):
             return
         self.write(make())
         self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
 
-    def write(self, found: Mapping[str, Any]) -> None:
+    def write(self, found: Mapping[str, object]) -> None:
         self.write_text(json.dumps(found, indent=2) + "\n")
 
     def give_up(self) -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
@@ -34,7 +34,7 @@ _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompu
 class Summarized(Protocol):
     """A room with fields of its own in the report."""
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Mapping[str, object]:
         """Return these fields, by name."""
         ...
 
@@ -51,7 +51,7 @@ class Stores(Summarized, Protocol):
         """Return the bytes that each path was written."""
         ...
 
-    def bandwidth(self) -> list[dict[str, Any]]:
+    def bandwidth(self) -> list[dict[str, object]]:
         """Return the rates of each path."""
         ...
 
@@ -116,7 +116,7 @@ class Reporter:
         self._little = LittleMoved(config)
         self._step_peak_bytes = 0
         self._planned: _Planned | None = None
-        self._bandwidth_at_start: list[dict[str, Any]] = []
+        self._bandwidth_at_start: list[dict[str, object]] = []
         self._told: OffloadReport | None = None  # to the monitors
 
     def add(self, room: Summarized) -> None:
@@ -195,6 +195,9 @@ class Reporter:
         }
         for room in (self._tiers, *self._rooms):
             fields |= room.summary()
+        # Of the stores there are those whose writes have failed; the cache knows what no store took.
+        fallbacks = Counter(cache.fallbacks) + Counter(fields.get("fallbacks_by_reason", {}))
+        fields |= {"fallbacks": fallbacks.total(), "fallbacks_by_reason": dict(fallbacks)}
         return OffloadReport(**fields)
 
     def scalars(self) -> list[tuple[str, float]]:
@@ -209,10 +212,10 @@ class Reporter:
             *changes,
         ]
 
-    def _as_json(self) -> dict[str, Any]:
+    def _as_json(self) -> dict[str, object]:
         return self.report().to_dict()
 
-    def _wear(self) -> list[dict[str, Any]]:
+    def _wear(self) -> list[dict[str, object]]:
         since_s, before, planned = self._started_at, list[int](), self._planned
         if planned is not None and self._writer.steps >= planned.steps + RATED_STEPS:
             since_s, before = planned.at_s, planned.written_bytes

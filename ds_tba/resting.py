@@ -30,7 +30,7 @@ RESTING_FACTOR = 100  # seconds idle for each second that waking takes
 LOCK_LIMIT_S = 2.0
 
 
-class Stores(Protocol):
+class Restable(Protocol):
     """The tiers, as far as they are taken and given back; see ``storage/tiers.py``."""
 
     def wake(self) -> None:
@@ -76,13 +76,15 @@ class Resting:
         waking_s: seconds that opening the tiers took.
     """
 
-    def __init__(self, tiers: Stores, cache: TensorCache, rank: int, waking_s: float) -> None:
+    def __init__(self, tiers: Restable, cache: TensorCache, rank: int, waking_s: float) -> None:
         self._tiers = tiers
         self._cache = cache
         self._rank = rank
         self._pid = os.getpid()
-        self._life = threading.Lock()  # guards the next six; the first to be taken of all locks of ours
-        self._is_awake, self._is_over, self._has_warned = True, False, False
+        self._life = threading.Lock()  # guards the next seven; the first to be taken of all locks of ours
+        # Neither is so where one tier rests and another could not: that is to be woken, too, or it would refuse all.
+        self._is_awake, self._is_resting = True, False
+        self._is_over = self._has_warned = False
         self._in_use = 0  # forwards and ends of steps under way
         self._used_at = time.monotonic()
         self._waking_s = waking_s
@@ -117,10 +119,10 @@ class Resting:
             return
         with self._life:
             idle_s = time.monotonic() - self._used_at
-            if self._is_over or not self._is_awake or self._in_use or self._cache.live_records:
+            if self._is_over or self._is_resting or self._in_use or self._cache.live_records:
                 return
             if now or idle_s > RESTING_FACTOR * self._waking_s:
-                self._is_awake = not self._tiers.rest()
+                self._is_awake, self._is_resting = False, self._tiers.rest()
 
     def end(self) -> None:
         """Close the tiers; they wake no more."""
@@ -135,12 +137,13 @@ class Resting:
             PROCESS.open.remove(self)
 
     def _wake(self) -> None:
-        started_s = time.monotonic()
+        started_s, is_whole = time.monotonic(), self._is_resting
         try:
             self._tiers.wake()
-            self._is_awake = True
+            self._is_awake, self._is_resting = True, False
         except (OSError, RuntimeError, MemoryError, PathError) as error:
             if not self._has_warned:
                 logger.warning("rank %d: activations stay in memory, for want of %s", self._rank, error)
             self._has_warned = True
-        self._waking_s = time.monotonic() - started_s
+        if is_whole:
+            self._waking_s = time.monotonic() - started_s

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 # Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
 QUICK_BYTES = 16 << 20
@@ -26,7 +27,12 @@ STEADY_BYTES = 64 << 20
 @dataclass
 class StoreStats:
     """Counters of a store. Bytes are those of tensors, except for ``written_bytes`` and ``read_bytes``, which are those
-    that the drives moved for them."""
+    that the drives moved for them.
+
+    Attributes:
+        rescued_storages: number of storages with a part whose write failed.
+        fallbacks: number of its refusals, by reason; another store may have taken the storage, or been asked again.
+    """
 
     offloaded_bytes: int = 0
     written_bytes: int = 0
@@ -34,6 +40,7 @@ class StoreStats:
     cancelled_bytes: int = 0
     forwarded_bytes: int = 0
     rescued_bytes: int = 0
+    rescued_storages: int = 0
     stall_s: float = 0.0
     fallbacks: Counter[str] = field(default_factory=Counter)
 
@@ -67,6 +74,7 @@ class CacheStats:
     Attributes:
         saved: what autograd would hold without us.
         resident: what is in device memory of that.
+        fallbacks: number of storages that no store took, each once, by the reason of the last store.
     """
 
     packed_tensors: int = 0
@@ -75,6 +83,7 @@ class CacheStats:
     rematerialized_bytes: int = 0
     recomputed_bytes: int = 0
     kept_bytes: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
     micro_steps: int = 0
     moving_s: float = 0.0  # host time in copies, and in waiting for copies and stores
     saved: Gauge = field(default_factory=Gauge)
@@ -191,32 +200,38 @@ class KindMeter:
     def learn(self, transfer: Transfer) -> None:
         """Add a transfer that has ended to the rates."""
         busy_s, charged_s = self.busy_s - transfer.busy_s, self.charged_s - transfer.charged_s
-        if busy_s <= 0:
+        if busy_s <= 0:  # shorter than the clock tells: a division by it would end the lane
             return
         beside = (self.concurrent_s - transfer.concurrent_s) / busy_s
         for rate, part in ((self.recent, 1.0), (self.alone, 1 - beside), (self.concurrent, beside)):
             rate.add(transfer.nbytes * part, busy_s * part / self._lanes, charged_s * part)
 
 
+class TransferListener(Protocol):
+    """Takes each transfer as it ends."""
+
+    def span(self, track: str, name: str, start_s: float, end_s: float, nbytes: int) -> None:
+        """Take one transfer of a kind, with when it began and ended."""
+
+
 class PathMeter:
-    """Measures the transfers of a path. All calls are made under one lock.
+    """Measures the transfers of a path. All calls are made under one lock, except for :meth:`tell`.
 
     Args:
         write_lanes, read_lanes: maximum number of transfers of each kind at once.
         clock: seconds.
-
-    Attributes:
-        tell: of each transfer that ends its kind, a name, when it began and ended, and its bytes; None except in a
-            step that is sampled.
     """
-
-    tell: Callable[[str, str, float, float, int], None] | None = None
 
     def __init__(self, write_lanes: int, read_lanes: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.writes = KindMeter(write_lanes)
         self.reads = KindMeter(read_lanes)
         self._clock = clock
         self._now_s = 0.0
+        self._listener: TransferListener | None = None
+
+    def tell(self, listener: TransferListener | None) -> None:
+        """Tell a listener of transfers from now on; None for nobody."""
+        self._listener = listener
 
     def of(self, kind: Kind) -> KindMeter:
         return self.writes if kind is Kind.WRITE else self.reads
@@ -244,9 +259,9 @@ class PathMeter:
         if moved:
             one.moved_bytes += transfer.nbytes
             one.drive_bytes += transfer.nbytes if drive_bytes is None else drive_bytes
-        tell, kind = self.tell, transfer.kind.value
-        if tell is not None:
-            tell(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
+        listener, kind = self._listener, transfer.kind.value  # read once: a step may end meanwhile, and take it away
+        if listener is not None:
+            listener.span(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
         if moved and is_typical:
             one.learn(transfer)
 

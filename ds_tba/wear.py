@@ -20,7 +20,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ds_tba.errors import ConfigError
 
@@ -105,7 +105,7 @@ def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
     )
 
 
-def _smart(device: str) -> Mapping[str, Any]:
+def _smart(device: str) -> Mapping[str, object]:
     """Return what ``smartctl`` says of a device; empty where it is missing, not permitted, slow, or says otherwise."""
     # Its exit status counts the drive's own troubles too, so only its output is used.
     command = [SMARTCTL, "-j", "-a", f"/dev/{device}"]
@@ -125,11 +125,11 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _number(value: Any) -> int | None:
+def _number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

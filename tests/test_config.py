@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_tba.config import BLOCK, BLOCKS, UPDATE_BLOCK, parse_block, refuse_misnamed, with_staging
+from ds_tba.config import BLOCK, BLOCKS, UPDATE_BLOCK, parse_block, parse_keywords, refuse_misnamed, with_staging
 from ds_tba.errors import ConfigError
 from ds_tba.update.config import parse_update_block
 
@@ -27,7 +27,7 @@ def refusal(block: Any, **more: Any) -> str:
 def test_defaults_are_those_of_the_design() -> None:
     parsed = parse_block({BLOCK: GOOD})
     assert parsed is not None
-    assert parsed[0].model_dump() == {
+    assert parsed[0].model_dump(by_alias=True) == {
         "enabled": True,
         "nvme_path": "/local_nvme",
         "placement": "adaptive",
@@ -37,6 +37,8 @@ def test_defaults_are_those_of_the_design() -> None:
         "rematerialize": True,
         "recompute": False,
         "blocks": None,
+        "only": None,
+        "except": None,
         "host_budget_bytes": 0,
         "until_backward": False,
         "io": {
@@ -51,6 +53,16 @@ def test_defaults_are_those_of_the_design() -> None:
         "ssd": {"rated_endurance_tbw": None, "min_life_days": None},
         "report": {"path": None, "trace_path": None, "timeline_path": None, "every_steps": 0},
     }
+
+
+def test_names_choose_and_no_name_is_in_both_lists() -> None:
+    parsed = parse_block({BLOCK: {**GOOD, "only": ["*.mlp"], "except": ["*.down"]}})
+    assert parsed is not None and parsed[0].patterns == {"only": ["*.mlp"], "except": ["*.down"]}
+    assert parse_keywords({**GOOD, "except_": ["a"]}, "call").patterns == {"except": ["a"]}
+    assert "only and except both name *.mlp" in refusal({**GOOD, "only": ["*.mlp", "a"], "except": ["*.mlp"]})
+    assert '"activation_nvme_offload.except" is []: it must have one member' in refusal({**GOOD, "except": []})
+    assert ".only\" is '*.mlp': it must be a list" in refusal({**GOOD, "only": "*.mlp"})
+    assert "did you mean `except`?" in refusal({**GOOD, "except_": ["*.mlp"]})
 
 
 GIB = 1 << 30

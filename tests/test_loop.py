@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from support import runs
+from support.disks import until
 from support.ranks import environment, free_port
 from torch import nn
 
@@ -62,12 +65,12 @@ def test_a_room_is_loaded_where_its_key_asks_for_it_and_the_core_trains_with_non
     }
 
 
-@pytest.mark.engine
-def test_ranks_of_a_loop_agree_on_a_plan(tmp_path: Path) -> None:
+def in_two_ranks(what: str, directory: Path) -> list[str]:
+    """Run the script in two ranks; return what each has printed."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), "ranks", str(tmp_path)],
+            [sys.executable, str(SCRIPT), what, str(directory)],
             env={**environment(RANK=str(rank), **shared), "PYTHONPATH": str(runs.ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -77,9 +80,57 @@ def test_ranks_of_a_loop_agree_on_a_plan(tmp_path: Path) -> None:
     ]
     outputs = [process.communicate(timeout=240)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return outputs
+
+
+@pytest.mark.engine
+def test_ranks_of_a_loop_agree_on_a_plan(tmp_path: Path) -> None:
+    outputs = in_two_ranks("ranks", tmp_path)
     assert all("ranks EQUAL" in output for output in outputs), "\n".join(outputs)
     reports = [json.loads((tmp_path / name).read_text()) for name in ("report.json", "report.json.rank1")]
     assert [one["rank"] for one in reports] == [0, 1] and all(one["plans"] for one in reports)
+
+
+@pytest.mark.engine
+def test_what_one_rank_of_a_loop_is_refused_ends_the_others_at_once(tmp_path: Path) -> None:
+    """They would wait for half an hour for a rank that has raised before it answered."""
+    first, second = in_two_ranks("refused", tmp_path)
+    assert "refused ConfigError rank 1 cannot do" in first and "the device is meta" in first
+    assert "refused IncompatibleError the device is meta" in second
+
+
+def test_the_samples_of_the_guide_run_as_they_stand(tmp_path: Path) -> None:
+    """On directories that are there, in place of the drives that they name."""
+    guide = (runs.ROOT / "docs/guides/plain_pytorch.md").read_text()
+    samples = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    code = "\n".join([GIVEN, *samples])
+    for name in set(re.findall(r'"/(\w+)"', code)):
+        (tmp_path / name).mkdir()
+        code = code.replace(f'"/{name}"', f'"{tmp_path / name}"')
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert len(samples) == 2 and done.returncode == 0, done.stdout + done.stderr
+    assert "2 steps: activations take" in done.stderr and "deepspeed" not in done.stdout.lower()
+
+
+GIVEN = """
+import torch
+from torch import nn
+
+class Model(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+model = Model(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [torch.randn(512, 512) for _ in range(2)]
+"""
 
 
 # ---- in this process ------------------------------------------------------------------------------------------------
@@ -114,11 +165,31 @@ def test_it_is_exported() -> None:
         ({"placement": "keep", "colour": 1}, r'ds_tba.Offloader\(...\) is refused:\n  "ds_tba.Offloader.colour"'),
         ({"placement": "auto"}, '"ds_tba.Offloader.placement" is "auto"'),
         ({"placement": "cpu"}, "did you mean `host`"),
+        ({"placement": "keep", "model": "/local_nvme"}, "the model is '/local_nvme': it must be a torch.nn.Module"),
     ],
 )
 def test_what_a_loop_cannot_tell_is_refused_by_name(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Offloader(nvme_path=str(tmp_path), **keys)
+
+
+def test_values_of_a_program_are_those_of_a_file(tmp_path: Path) -> None:
+    """Paths, tuples and NumPy's numbers are what a program has where JSON has strings, lists and numbers."""
+    (tmp_path / "second").mkdir()
+    keys = {"placement": "nvme", "min_tensor_bytes": numpy.int64(4096), "io": {**SMALL["io"], "write_lanes": 1}}
+    report = {"path": tmp_path / "report.json"}
+    with Offloader(nvme_path=(tmp_path, tmp_path / "second"), report=report, **keys) as offloader:
+        loop(offloader, model_of())
+    assert json.loads((tmp_path / "report.json").read_text())["paths"] == [str(tmp_path), str(tmp_path / "second")]
+    with pytest.raises(ConfigError, match=r"min_tensor_bytes.* is 0\.5: it must be a whole number"):
+        Offloader(placement="keep", min_tensor_bytes=numpy.float32(0.5))
+    with pytest.raises(ConfigError, match=r"min_tensor_bytes.* is True"):
+        Offloader(placement="keep", min_tensor_bytes=True)
+
+
+def test_a_cuda_device_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(IncompatibleError, match=r"the device is cuda:99, and this process sees \d+ CUDA devices"):
+        Offloader(device="cuda:99", placement="keep")
 
 
 def test_another_device_is_refused_by_name() -> None:
@@ -139,6 +210,17 @@ def test_a_closed_one_refuses_the_next_forward() -> None:
         loop(offloader, model_of())
 
 
+def test_one_that_nobody_refers_to_any_more_closes(tmp_path: Path) -> None:
+    """A cell of a notebook that runs again, without the context."""
+    model, path = model_of(), tmp_path / "report.json"
+    offloader = Offloader(model, nvme_path=str(tmp_path), placement="nvme", report={"path": str(path)}, **SMALL)
+    loop(offloader, model)
+    inner = offloader._offloader
+    del offloader
+    until(lambda: inner.is_closed, "the end of the tiers")
+    until(lambda: path.exists() and json.loads(path.read_text())["state"] == "finished", "the last report")
+
+
 def test_steps_that_are_not_told_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
     with caplog.at_level("WARNING", "ds_tba"), Offloader(placement="keep") as offloader, offloader.saving():
@@ -148,6 +230,16 @@ def test_steps_that_are_not_told_are_asked_for(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("WARNING", "ds_tba"), Offloader(placement="keep") as offloader:
         loop(offloader, model)
     assert not caplog.text
+
+
+def test_forwards_that_are_not_told_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    with caplog.at_level("WARNING", "ds_tba"), Offloader(placement="keep") as offloader:
+        with torch.no_grad(), offloader.saving():
+            model(torch.randn(8, 64))
+        model(torch.randn(8, 64)).sum().backward()
+        offloader.step()
+    assert "no forward with gradients ran inside of Offloader.saving()" in caplog.text
 
 
 def test_memory_that_runs_out_in_the_loop_is_explained(caplog: pytest.LogCaptureFixture) -> None:

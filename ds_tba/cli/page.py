@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from importlib.resources import files
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -57,8 +56,8 @@ REMEDIES = {
 class Found:
     """Values of a JSON object that cannot be relied upon: what is absent or of another type is 0 or empty."""
 
-    def __init__(self, values: Any) -> None:
-        self._values: dict[str, Any] = values if isinstance(values, dict) else {}
+    def __init__(self, values: object) -> None:
+        self._values: dict[str, object] = values if isinstance(values, dict) else {}
 
     def __bool__(self) -> bool:
         return bool(self._values)
@@ -113,7 +112,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Step:
+class SampledStep:
     """A sampled step.
 
     Attributes:
@@ -150,7 +149,7 @@ class Run:
     overhead: float | None
     is_measured: bool
     bytes_per_day: float
-    step: Step | None
+    step: SampledStep | None
     why_not: str
 
     @property
@@ -313,7 +312,7 @@ def _seconds(value: float, of: float = 0.0) -> str:
 # ---- one step -------------------------------------------------------------------------------------------------------
 
 
-def _step(timeline: Found, sharers: int) -> Step | None:
+def _step(timeline: Found, sharers: int) -> SampledStep | None:
     events = []
     for one in timeline.rows("traceEvents"):
         kind = {"X": one.text("cat"), "C": one.text("name")}.get(one.text("ph"), "")
@@ -341,7 +340,7 @@ def _step(timeline: Found, sharers: int) -> Step | None:
     if left_out := other.number("events_left_out"):
         note += f" {left_out:.0f} events are left out."
     limit = PAGE_MARKS // (len(ORDER) + MAX_COMPUTE_TRACKS) // sharers
-    return Step(
+    return SampledStep(
         note,
         length_us / 1e6,
         [

@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
         return block if self.compression is None else {**block, "compression": self.compression}
 
 
-class Rates(NamedTuple):
+class DriveRates(NamedTuple):
     """Bytes per second over all paths, for :data:`RATES`, and the bytes written to measure them."""
 
     write: float
@@ -61,7 +61,7 @@ class Rates(NamedTuple):
         return 2.0 / (1.0 / self.write + 1.0 / self.read)
 
 
-Found = Mapping[Candidate, Sequence[Rates]]
+Found = Mapping[Candidate, Sequence[DriveRates]]
 
 
 class Drives:
@@ -70,7 +70,7 @@ class Drives:
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = list(paths)
 
-    def measure(self, one: Candidate) -> Rates:
+    def measure(self, one: Candidate) -> DriveRates:
         """Measure the directories once.
 
         Raises:
@@ -82,7 +82,7 @@ class Drives:
         config = OffloadConfig.model_validate({"nvme_path": self._paths, "io": one.block()})
         rates, written_bytes = probe(config, AioConfig())
         write, read, write_beside, read_beside = map(sum, zip(*rates, strict=True))
-        return Rates(write, read, write_beside + read_beside, written_bytes)
+        return DriveRates(write, read, write_beside + read_beside, written_bytes)
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -96,7 +96,7 @@ def tuned(
     Args:
         seconds, max_written_bytes: limits; one measurement may go beyond.
     """
-    found: dict[Candidate, list[Rates]] = {}
+    found: dict[Candidate, list[DriveRates]] = {}
     started_s = drives.now_s()
     for one in cycle(candidates):
         found.setdefault(one, []).append(drives.measure(one))
@@ -144,7 +144,7 @@ def _tune(options: argparse.Namespace) -> Result:
     from ds_tba.storage.backends import aio
 
     drives, remarks = Drives(options.nvme_path), []
-    warming: dict[str, Rates] = {}
+    warming: dict[str, DriveRates] = {}
     for backend in options.backend or BACKENDS:
         try:
             if backend == "aio" and not aio.is_built():

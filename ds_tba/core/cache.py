@@ -59,6 +59,7 @@ from ds_tba.core.saved import (
     RecordState,
     Reloaded,
     SavedCounted,
+    SavedExcluded,
     SavedStorage,
     SavedView,
     StorageKey,
@@ -115,8 +116,16 @@ class HooksObserver(Protocol):
         """Return hooks that call these."""
 
 
+class Exclusion(Protocol):
+    """Says which saved tensors may not leave device memory, by more than a tensor shows."""
+
+    def reason(self) -> str:
+        """Return why the tensor that this thread saves now may not leave; empty if it may."""
+        ...
+
+
 class _Taken(NamedTuple):
-    """What is known of a storage before it is entered: where it comes from, and the ticket if it was taken."""
+    """A storage before it is entered: its origin, and its ticket if a store has taken it."""
 
     origin: Origin | None = None
     ticket: Ticket | None = None
@@ -192,6 +201,7 @@ class TensorCache(Lender):
         self._live_records = 0
         self.rematerialization: TensorStore[Any] | None = None
         self._observers: list[HooksObserver] = []
+        self._exclusion: Exclusion | None = None
         self._originals = keep_originals()
         self._in_use: deque[_InUse] = deque()
         self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
@@ -323,9 +333,12 @@ class TensorCache(Lender):
         if why in _FOREIGN:
             self._stats.kept_bytes[why.value] += nbytes_of(tensor)
             return PassedThrough(tensor)
-        small = why is Eligibility.SMALL
-        nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
-        counted = SavedCounted(self, tensor, nbytes, why.value)
+        if why is Eligibility.EXCLUDED:
+            counted: SavedCounted = SavedExcluded(self, tensor, tensor.untyped_storage().nbytes(), self._excluded_by())
+        else:
+            small = why is Eligibility.SMALL
+            nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
+            counted = SavedCounted(self, tensor, nbytes, why.value)
         if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:
             self.rematerialization.note(tensor, counted)
         return counted
@@ -340,11 +353,15 @@ class TensorCache(Lender):
             return why
         if not self.residency.is_limited and is_cast_of_parameter(tensor):  # with a budget the plan says what leaves
             return Eligibility.CAST_OF_PARAMETER
-        if accelerator is None:
-            return why
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
-        is_of_graph = accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
-        return Eligibility.OF_GRAPH if is_of_graph else why
+        if accelerator is not None and (
+            accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
+        ):
+            return Eligibility.OF_GRAPH
+        return Eligibility.EXCLUDED if self._excluded_by() else why
+
+    def _excluded_by(self) -> str:
+        return "" if self._exclusion is None else self._exclusion.reason()
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
@@ -757,6 +774,10 @@ class TensorCache(Lender):
     def observe(self, observer: HooksObserver) -> None:
         """Have an observer make the hooks of each forward from now on from those that there are."""
         self._observers.append(observer)
+
+    def exclude(self, exclusion: Exclusion) -> None:
+        """Keep what is excluded as it is from now on: it is neither offloaded nor rematerialized."""
+        self._exclusion = exclusion
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""

@@ -47,7 +47,7 @@ _COMPILED_SAVE = "_ds_tba_compiled_save"
 
 
 class Holder(Protocol):
-    """What autograd holds in place of a saved tensor.
+    """The object that autograd holds in place of a saved tensor.
 
     Attributes:
         held: the tensor, or an alias of it, if its bytes stay in memory.

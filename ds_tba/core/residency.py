@@ -143,9 +143,9 @@ class Residency:
             self._has_warned = True
             logger.warning(
                 "%s %d cannot be held: %d bytes of saved tensors are in device memory, %d more come, and none of them "
-                "can be moved now: forward or backward is using them, they are smaller than min_tensor_bytes, or there "
-                "is no room for them elsewhere (fallbacks in the report). Training goes on above the budget. A budget "
-                "larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes would help",
+                "can be moved now: forward or backward is using them, they are smaller than min_tensor_bytes, excluded "
+                "by name, or there is no room for them elsewhere (fallbacks in the report). Training goes on above the "
+                "budget. A budget larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes would help",
                 self._setting,
                 self.limit_bytes,
                 self._gauge.now,
@@ -366,6 +366,9 @@ class Residency:
                 self.give(record, taken, tensor)
                 return ""
             reason = taken.value
+        if choice.stores and not record.is_refused:  # once: a budget tries again at each save
+            record.is_refused = True
+            self._stats.fallbacks[reason] += 1
         return reason
 
     def give(self, record: SavedStorage, ticket: Ticket, tensor: torch.Tensor) -> None:

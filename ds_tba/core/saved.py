@@ -60,7 +60,7 @@ NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
 class Keeper(ABC):
-    """What the objects below hold of the cache that made them.
+    """The cache, as the objects below see it that it has made.
 
     Attributes:
         lock: guards everything that the cache changes. It is not reentrant on purpose: a finalizer that found it free
@@ -100,7 +100,7 @@ class Keeper(ABC):
 
 
 class RecordState(Enum):
-    """Where the bytes of a saved storage are."""
+    """The place of the bytes of a saved storage."""
 
     KEPT = "kept in device memory"
     LEAVING = "kept until the operation that saves them is over"
@@ -221,6 +221,7 @@ class SavedStorage(StateMachine):
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
+        is_refused: no store took it when it was to leave.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got, while anybody holds it.
         operation: the one that saved it last.
@@ -234,8 +235,8 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "handed_out", "index", "is_complete", "kept_views", "key", "lent", "loading", "memory",
-        "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
+        "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loading",
+        "memory", "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
@@ -247,6 +248,7 @@ class SavedStorage(StateMachine):
         self.reloaded: Reloaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
         self.is_complete = True
+        self.is_refused = False
         self.fingerprint: Fingerprint | None = None
         self.handed_out: weakref.ref[torch.UntypedStorage] | None = None
         self.operation: Operation | None = None
@@ -366,6 +368,12 @@ class SavedCounted(_Kept):
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
+
+
+class SavedExcluded(SavedCounted):
+    """A tensor that could be moved, and is kept because of the module that has saved it."""
+
+    __slots__ = ()
 
 
 class SavedView:
@@ -632,7 +640,7 @@ class ResidencyGuard:
 
 
 class ViewGone:
-    """What the end of a view tells its record.
+    """Tells a record the end of one of its views.
 
     Attributes:
         is_away: the view holds no bytes.
@@ -672,7 +680,7 @@ Finalized = ViewGone | MemoryGone
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Of its elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 

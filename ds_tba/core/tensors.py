@@ -77,6 +77,7 @@ class Eligibility(Enum):
     UNDER_A_MODE = "under a dispatch mode of the user"
     OF_GRAPH = "of a CUDA graph"
     CAST_OF_PARAMETER = "a parameter in another dtype"
+    EXCLUDED = "excluded by name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class ViewSpec:
 
     @property
     def form(self) -> str:
-        """As of :func:`form_of`."""
+        """Return the text of :func:`form_of`."""
         return _form(str(list(self.shape)), self.dtype)
 
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
@@ -500,7 +501,7 @@ class _Ours(threading.local):
 
 
 class SelectiveCheckpoints:
-    """In the place of PyTorch's function behind ``checkpoint``; see [Note: Selective checkpoints]."""
+    """Replaces PyTorch's function behind ``checkpoint``; see [Note: Selective checkpoints]."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -523,7 +524,7 @@ class SelectiveCheckpoints:
 
 
 def _replacement() -> SelectiveCheckpoints | None:
-    """What is in that place now; None outside of forwards, and where PyTorch hands over nothing."""
+    """Return the present replacement; None outside of forwards, and where PyTorch hands over nothing."""
     present = getattr(checkpointing, _CHECKPOINT, None)
     return present if isinstance(present, SelectiveCheckpoints) else None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any
 
 from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
@@ -50,7 +49,7 @@ class Explainer:
         """Return the context of a forward, from that in which tensors are saved."""
         return self._samples.forward(saving)
 
-    def begin_backward(self, losses: Any) -> str:
+    def begin_backward(self, losses: object) -> str:
         """Return what to say of losses that save more than forward did; empty where there is nothing to say."""
         return self._samples.begin_backward(losses)
 
@@ -63,7 +62,7 @@ class Explainer:
         self._samples.end_step()
         self._earlier_bytes = self._cache.stats.resident.now
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return the fields of the report about who holds saved bytes, and when."""
         return {
             "holders": [asdict(one) for one in self._samples.holders],

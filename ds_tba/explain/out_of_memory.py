@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from ds_tba.config import BLOCK, OffloadConfig
+from ds_tba.core.tensors import Eligibility
 from ds_tba.holders import Holder
 from ds_tba.stats import readable
 
@@ -255,7 +256,9 @@ class Diagnosis:
             yield f"{less} the limit of saved tensors, a step may take longer: {self._budget(most_bytes)}"
         if kept:
             reason = max(kept, key=kept.__getitem__)
-            if "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
+            if reason.startswith(Eligibility.EXCLUDED.value):
+                yield f"let more tensors leave: most of what stays is {reason}"
+            elif "small" in reason and kept[reason] > LARGE_PART * sum(kept.values()) and config.min_tensor_bytes > 1:
                 least = _keys({BLOCK: {"min_tensor_bytes": config.min_tensor_bytes // 16}})
                 yield f"move smaller tensors, too: {least}"
             elif "staging" in reason:
@@ -276,12 +279,12 @@ class Diagnosis:
         return paths[0] if paths else "/local_nvme"
 
     def _budget(self, most_bytes: int) -> str:
-        keys: dict[str, Any] = {"placement": "adaptive"} if self.config.placement != "adaptive" else {}
+        keys: dict[str, object] = {"placement": "adaptive"} if self.config.placement != "adaptive" else {}
         keys |= {} if self.config.nvme_paths else {"nvme_path": self._drive}
         return _keys({BLOCK: {**keys, "activation_budget_bytes": max(MIB, most_bytes // MIB * MIB)}})
 
 
-def _keys(keys: Mapping[str, Any]) -> str:
+def _keys(keys: Mapping[str, object]) -> str:
     return f"{json.dumps(keys)} in ds_config.json"
 
 

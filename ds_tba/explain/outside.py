@@ -8,7 +8,6 @@ anything. Cannot see a backward that begins without the engine (``loss.backward(
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -38,7 +37,7 @@ class OutsideForward:
         """Remember that nodes from here on are not of forward."""
         self._forward_end = next_sequence_number()
 
-    def judge(self, losses: Any) -> str:
+    def judge(self, losses: object) -> str:
         """Return a line for the log if the graph of ``losses`` holds more than forward saved; else an empty string.
 
         Args:
@@ -58,7 +57,7 @@ class OutsideForward:
         )
 
 
-def _outside(losses: Any, forward_end: int) -> dict[int, int]:
+def _outside(losses: object, forward_end: int) -> dict[int, int]:
     """Return the bytes of each storage, by address, that nodes of the losses hold which forward did not make."""
     roots = [one for one in tree_leaves(losses) if isinstance(one, torch.Tensor)]
     nodes, seen = [one.grad_fn for one in roots if one.grad_fn is not None], set[torch.autograd.graph.Node]()

@@ -21,7 +21,6 @@ from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -100,7 +99,7 @@ class StepSample:
         """Return hooks that call these, for a forward that begins."""
         pack, unpack = hooks
 
-        def look_at_pack(tensor: torch.Tensor) -> Any:
+        def look_at_pack(tensor: torch.Tensor) -> object:
             if not self._is_open:
                 return pack(tensor)
             started_s, moving_s = time.perf_counter(), self._stats.moving_s
@@ -114,7 +113,7 @@ class StepSample:
             self._level()
             return held
 
-        def look_at_unpack(held: Any) -> torch.Tensor:
+        def look_at_unpack(held: object) -> torch.Tensor:
             if not self._is_open:
                 return unpack(held)
             if self._is_after and self._seen:  # backward begins
@@ -233,7 +232,7 @@ class StepSamples:
         self.holders, self.holders_step = sample.found, self._step
         self._outside.end_forward()
 
-    def begin_backward(self, losses: Any) -> str:
+    def begin_backward(self, losses: object) -> str:
         """Return what to say of a loss that saves more than forward did; empty in steps that are not sampled."""
         return "" if self._sample is None else self._outside.judge(losses)
 
@@ -259,7 +258,7 @@ class StepSamples:
             timeline = None if self._timelines is None else StepTimeline()
             self._sample = StepSample(self._counters, self.running, timeline)
         for meter in self._counters.paths:
-            meter.tell = None if timeline is None else timeline.span
+            meter.tell(timeline)
 
     @property
     def timeline_path(self) -> str | None:
@@ -275,11 +274,11 @@ def _ranged(hooks: Hooks) -> Hooks:
     """Return hooks with ranges in the profile that the user takes."""
     pack, unpack = hooks
 
-    def ranged_pack(tensor: torch.Tensor) -> Any:
+    def ranged_pack(tensor: torch.Tensor) -> object:
         with record_function("ds_tba::pack"):
             return pack(tensor)
 
-    def ranged_unpack(held: Any) -> torch.Tensor:
+    def ranged_unpack(held: object) -> torch.Tensor:
         with record_function("ds_tba::unpack"):
             return unpack(held)
 

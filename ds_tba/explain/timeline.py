@@ -19,7 +19,7 @@ TRACKS = ("compute", "copy", "write", "read", "stall", "again")
 MAX_EVENTS = 20_000  # of a step with more, the rest is left out, and counted
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """Something that took from ``start_s`` to ``end_s``, with the bytes that it moved."""
 
     track: str
@@ -41,7 +41,7 @@ class StepTimeline:
     """The spans and levels of one step. Added to by several threads: appending to a list needs no lock."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[TimelineSpan] = []
         self.levels: list[Level] = []
         self.left_out = 0
         # Once: the two clocks may drift apart by microseconds in a step, and no more.
@@ -50,7 +50,7 @@ class StepTimeline:
     def span(self, track: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
         """Add a span to one of :data:`TRACKS`."""
         if len(self.spans) < MAX_EVENTS:
-            self.spans.append(Span(track, name, start_s, end_s, nbytes))
+            self.spans.append(TimelineSpan(track, name, start_s, end_s, nbytes))
         else:
             self.left_out += 1
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import distributed
@@ -26,6 +26,8 @@ from ds_tba.plan.trace import Resources, Scopes, Trace, slowest
 from ds_tba.wear import TERABYTE
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 
 class Alone:
@@ -46,11 +48,11 @@ class Alone:
         """Return the highest value that any rank has."""
         return value
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Value) -> list[Value]:
         """Return the values of all ranks."""
         return [value]
 
-    def broadcast(self, value: Any, leader: int) -> Any:
+    def broadcast(self, value: Value, leader: int) -> Value:
         """Return the value that ``leader`` has."""
         return value
 
@@ -65,7 +67,7 @@ class Ranks(Alone):
         where: see :class:`Alone`.
     """
 
-    def __init__(self, group: Any = None, where: str = "") -> None:
+    def __init__(self, group: distributed.ProcessGroup | None = None, where: str = "") -> None:
         self._group = distributed.new_group(backend="gloo") if group is None else group
         self.rank = distributed.get_rank(self._group)
         self.size = distributed.get_world_size(self._group)
@@ -88,14 +90,15 @@ class Ranks(Alone):
         distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
         return int(numbers.item())
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Value) -> list[Value]:
         found: list[Any] = [None] * self.size
         distributed.all_gather_object(found, value, group=self._group)
         return found
 
-    def broadcast(self, value: Any, leader: int) -> Any:
-        box = [value if self.rank == leader else None]
+    def broadcast(self, value: Value, leader: int) -> Value:
+        box: list[Any] = [value if self.rank == leader else None]
         source = distributed.get_global_rank(self._group, leader)
+        # On the CPU by name: else the bytes would pass through the current device, and wait for its kernels.
         distributed.broadcast_object_list(box, src=source, group=self._group, device=torch.device("cpu"))
         return box[0]
 

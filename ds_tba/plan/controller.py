@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import IncompatibleError
 from ds_tba.plan.agreement import Planning, Wish
-from ds_tba.plan.feedback import MAX_DRIFT, Action, Feedback, Step
+from ds_tba.plan.feedback import MAX_DRIFT, Action, Feedback, OptimizerStep
 from ds_tba.plan.policy import ByPlan, Patience, PlanInForce
 from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
@@ -35,18 +34,12 @@ from ds_tba.plan.trace import Scopes, Trace
 from ds_tba.recompute.blocks import Blocks
 from ds_tba.recompute.passes import Block
 from ds_tba.remat.where import RunningModule
+from ds_tba.report import ReportFile
 from ds_tba.storage.base import Always, Policy
 
 logger = logging.getLogger(__name__)
 
 REVIEW_STEPS = 8  # from one talk of the ranks to the next, while a plan is followed
-
-
-class TraceWriter(Protocol):
-    """Takes each trace that was recorded."""
-
-    def write(self, trace: Trace) -> None:
-        """Keep it for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +49,13 @@ class Watched:
     Attributes:
         blocks: those of its modules that may run again; none where ``recompute`` is off.
         may_recompute: whether plans may choose to.
+        excluded: paths of the blocks in which the config keeps tensors by name.
     """
 
     model: nn.Module
     blocks: Sequence[Block] = ()
     may_recompute: bool = False
+    excluded: frozenset[str] = frozenset()
 
 
 class Controller:
@@ -71,7 +66,7 @@ class Controller:
         machine: what plans are made for; its rates are measured already.
         planning: makes the plans, with the other ranks.
         watched: the model.
-        writer: takes each trace.
+        trace_file: takes each trace.
 
     Attributes:
         in_force: the plan that is followed.
@@ -79,12 +74,12 @@ class Controller:
     """
 
     def __init__(
-        self, cache: TensorCache, machine: Machine, planning: Planning, watched: Watched, writer: TraceWriter
+        self, cache: TensorCache, machine: Machine, planning: Planning, watched: Watched, trace_file: ReportFile
     ) -> None:
         self._cache = cache
         self._machine = machine
         self._planning = planning
-        self._writer = writer
+        self._trace_file = trace_file
         self._tiers = dict(machine.tiers.by_placement)
         self._policy: Policy
         self._policy = self._safe = Always(list(self._tiers.values()), wait=True, rematerialize=True)
@@ -95,7 +90,7 @@ class Controller:
         running = RunningModule({id(module): path for path, module in watched.model.named_modules()})
         is_synchronous = machine.rates.is_synchronous
         self._scene = Scene(cache, machine.clock, running, self, is_synchronous)
-        self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute)
+        self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute, excluded=watched.excluded)
         # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
         # gathers parameters, which takes all ranks.
         is_sharded = any(hasattr(one, "ds_id") for one in watched.model.parameters())
@@ -104,10 +99,10 @@ class Controller:
         self._recorded: tuple[Trace, Scopes] | None = None
         self._growth = 0.0  # fraction by which storages were larger than those of the plan in force
         self._steps = 0
-        self._step: Step | None = None  # that runs
+        self._step: OptimizerStep | None = None  # that runs
         # The first of them is judged. A device is behind the host: of the step before the last, marks can be read
         # without waiting for it.
-        self._ended: deque[Step] = deque(maxlen=1 if is_synchronous else 2)
+        self._ended: deque[OptimizerStep] = deque(maxlen=1 if is_synchronous else 2)
         self._problem = ""  # the last that was said
         self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
@@ -195,7 +190,8 @@ class Controller:
             with self._answering("steps say nothing about the plan"):
                 self._wanted = max(self._wanted, self._decide())
         is_steady = self.in_force is not None and self._recording is None
-        if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:  # alike on all ranks
+        # By what is alike on all ranks: by anything else, one would wait in a collective that the others never enter.
+        if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:
             wanted, self._wanted = self._wanted, Action.GO_ON
             self._do(Action(self._agreement.all_reduce_max(wanted)))
 
@@ -205,7 +201,7 @@ class Controller:
             if self.in_force is None:
                 self._machine.memory.sample()
             number = 0 if self._recording is not None else self.plans
-            self._step = Step(self._clock.mark(), number, self._cache.stats.moving_s)
+            self._step = OptimizerStep(self._clock.mark(), number, self._cache.stats.moving_s)
         self._step.mismatch.micro_steps += 1
         self._policy = self._safe
         is_recorded = self._recording is not None and self._recording.begin() is not None
@@ -292,6 +288,7 @@ class Controller:
         if self.in_force is None:
             return Action.RECORD if self.feedback.may_record(self._steps) else Action.GO_ON
         step = self._ended[0]
+        # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
         if step.mismatch.growth > MAX_DRIFT:
@@ -336,8 +333,8 @@ class Controller:
             moved_share = 1.0 if plan is None or plan.recomputes else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
             self.feedback.recorded(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
-            with self._answering("the trace is not written"):
-                self._writer.write(trace)
+            if self._trace_file.path is not None:
+                self._trace_file.write_text(trace.to_json() + "\n")
 
     # ---- a plan -------------------------------------------------------------------------------------------------
 
@@ -388,7 +385,7 @@ class Controller:
         if self._agreement.rank == 0:
             logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self._reason))
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return the fields of the report that are about plans."""
         plan = self.in_force
         measured_s = self.feedback.measured_step_s

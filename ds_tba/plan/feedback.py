@@ -26,7 +26,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median_low
-from typing import Any
 
 from ds_tba.core.compiled import compilations
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
@@ -106,6 +105,7 @@ class Feedback:
             step_s: seconds of its step.
             moving_s: seconds that offloading added to its kernels, as far as that is known.
         """
+        # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
         self.kept_s = max(step_s / 2, step_s - moving_s)
         self._times_s.clear()
 
@@ -231,7 +231,7 @@ def _unlike(plan: PlanInForce, mismatch: PlanMismatch, missed: float) -> str:
 
 
 @dataclass(slots=True)
-class Step:
+class OptimizerStep:
     """One optimizer step.
 
     Attributes:
@@ -242,13 +242,13 @@ class Step:
         has_compiled: whether something was compiled in it; then its times say nothing of other steps.
     """
 
-    began: Any
+    began: object
     plan: int = 0
     moving_before_s: float = 0.0
     mismatch: PlanMismatch = field(default_factory=PlanMismatch)
-    ended: Any = None
+    ended: object = None
     has_compiled: bool = False
     _compilations: int = field(default_factory=compilations)
 
-    def end(self, ended: Any) -> None:
+    def end(self, ended: object) -> None:
         self.ended, self.has_compiled = ended, compilations() != self._compilations

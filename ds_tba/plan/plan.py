@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
-from ds_tba.errors import ConfigError
 from ds_tba.plan.trace import Trace
 
 # Shorter differences are the rounding of sums, not time.
@@ -30,9 +29,6 @@ class Limits:
         endurance_tbw: terabytes that the drives still take, as one rank's share; bounds nothing, tells how long they
             last.
         stored_share: bytes that a drive is written for a byte of storages; below 1 with compression.
-
-    Raises:
-        ConfigError: a limit is negative.
     """
 
     max_step_overhead: float = 0.02
@@ -59,13 +55,6 @@ class Limits:
             config.recompute,
             config.rematerialize_enabled,
         )
-
-    def __post_init__(self) -> None:
-        bounds = "max_step_overhead", "activation_budget_bytes", "host_budget_bytes", "write_limit_bytes_per_step"
-        for name in (*bounds, "movable_share"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name} is {value}: it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.trace import Scopes, Trace
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Choice, Store
+from ds_tba.storage.base import AnyStore, Choice
 from ds_tba.wear import DAY_S, TERABYTE, life_days
 
 MIB = 1 << 20
@@ -153,7 +152,7 @@ class PlanInForce:
             f"{'' if days is None else f' ({days:.0f} days)'}"
         )
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Return the fields of the report."""
         return {
             "planner": self.plan.planner,
@@ -234,7 +233,7 @@ class ByPlan:
     def __init__(
         self,
         in_force: PlanInForce,
-        stores: Mapping[Placement, Store[Any]],
+        stores: Mapping[Placement, AnyStore],
         mismatch: PlanMismatch,
         patience: Patience,
     ) -> None:
@@ -274,6 +273,7 @@ class ByPlan:
         self._end_part()
         at, plan = self._part // 2, self._plan
         number = plan.passes[at] if at < len(plan.passes) else None
+        # Another block than planned: recomputed in its place, it would drop what the plan keeps for other passes.
         if number is None or plan.trace.blocks[number].module != module:
             self.mismatch.unknown_saves += 1
             return None
@@ -299,8 +299,8 @@ class ByPlan:
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """Return the plan's choice for the storage that comes next."""
-        if key in self._seen:
-            return self._kept  # it has its place
+        if key in self._seen:  # counted again, it would shift all that comes after it by one place
+            return self._kept
         self._seen.add(key)
         if self._position >= len(self._expected):
             self.mismatch.unknown_saves += 1

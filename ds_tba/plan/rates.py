@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.storage.base import Store
-from ds_tba.storage.codec import BlockIo
+from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore, host_memory
-from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 from ds_tba.wear import write_limit_bytes_per_step
 
@@ -35,27 +29,44 @@ LINK_FRACTION = 0.02
 MEASURING_FRACTION = 0.01
 
 
+class DriveMeter(Protocol):
+    """Measures the drives of a store."""
+
+    def measure(self) -> None:
+        """Have the lanes find their rates; blocks for a moment."""
+
+    def measure_plain(self) -> None:
+        """Measure them once without what else the lanes do, if they do more than to move bytes."""
+
+    def rates(self) -> list[tuple[float, float, float, float]]:
+        """Return, for each path that works, the rates of :class:`PathRates` as they are now."""
+        ...
+
+    def moved_bytes(self) -> int:
+        """Return the bytes that the lanes have written and read since the beginning."""
+        ...
+
+
 class Rates:
-    """The rates of a store and its device. Call :meth:`measure` before anything else.
+    """The rates of drives and of a device. Call :meth:`measure` before anything else.
 
     [Note: I/O interference] On a device the lanes and the copy engine work beside the kernels, and take next to nothing
     from them. On a CPU they share processor and memory: there moving a byte is assumed to cost the kernels as much time
     as its write and read took of the processor when they were measured alone.
 
     Args:
-        store: None where nothing goes to NVMe.
+        drives: None where nothing goes to NVMe.
         accelerator: the device.
         staging_bytes: bound of what is between device and file.
     """
 
-    def __init__(self, store: NvmeStore | None, accelerator: Accelerator, staging_bytes: int) -> None:
-        self._store = store
+    def __init__(self, drives: DriveMeter | None, accelerator: Accelerator, staging_bytes: int) -> None:
+        self._drives = drives
         self._accelerator = accelerator
         self._staging_bytes = staging_bytes
         self.copies = CopyRates(math.inf, math.inf)
         self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
         self._compute_s_per_byte = 0.0
-        self._plain_bytes_per_s: float | None = None  # of round trips without the codec
         self._again_at_s = 0.0  # by ``time.monotonic()``: then measuring is affordable again
 
     @property
@@ -70,54 +81,24 @@ class Rates:
             PathError: a write or a read failed.
         """
         started_s = time.monotonic()
-        if self._store is not None and self._store.io.codec is not None and self._plain_bytes_per_s is None:
-            self._plain_bytes_per_s = self._measure_plain(self._store)
-        cpu_s, before = time.process_time(), self._moved_bytes()
-        if self._store is not None:
-            measure_drives(self._store.space, self._store.io)
-        moved_bytes = self._moved_bytes() - before
-        if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
-            self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
-        with self._staged() as staged:
-            self.copies = measure_copies(self._accelerator, self._copies, staged)
+        if self._drives is not None:
+            self._drives.measure_plain()
+            cpu_s = time.process_time()
+            before_bytes = self._drives.moved_bytes()
+            self._drives.measure()
+            moved_bytes = self._drives.moved_bytes() - before_bytes
+            if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
+                self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
+        staged = host_memory(min(COPY_BYTES, self._staging_bytes), self._accelerator)
+        self.copies = measure_copies(self._accelerator, self._copies, staged)
         if not self.is_synchronous:
             self._compute_s_per_byte = LINK_FRACTION / self.copies.out_bytes_per_s
         now_s = time.monotonic()
         self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
 
-    def _measure_plain(self, store: NvmeStore) -> float:
-        """Return the bytes per second of round trips without the codec, which leaves the drives' rates unknown."""
-        self._forget(store)  # those with it, if the bytes are divided among paths
-        measure_drives(store.space, BlockIo(store.io.integrity, store.ring))
-        found = self._round_trips()
-        self._forget(store)
-        return found
-
-    def _forget(self, store: NvmeStore) -> None:
-        with store.space.lock:
-            for path in store.paths:
-                path.meter.writes.forget_rates()
-                path.meter.reads.forget_rates()
-
-    def _round_trips(self) -> float:
-        return sum(1 / (1 / one.write_bytes_per_s + 1 / one.read_bytes_per_s) for one in self._paths())
-
-    def advice(self) -> str:
-        """Return what to say about a codec with which the drives are slower than without; empty where they are not."""
-        if self._store is None or self._store.io.codec is None or self._plain_bytes_per_s is None:
-            return ""
-        found, name = self._round_trips(), self._store.io.codec.name
-        if found >= self._plain_bytes_per_s:
-            return ""
-        return (
-            f'io.compression "{name}" costs more time here than it saves: bytes go out and back at {found / 1e9:.2f} '
-            f"GB/s with it, at {self._plain_bytes_per_s / 1e9:.2f} GB/s without. Leave it out unless the drive's life "
-            "counts for more, or raise io.write_lanes and io.read_lanes: each compresses on a core of its own"
-        )
-
     def may_measure(self) -> bool:
         """Return whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
-        return self._store is not None and time.monotonic() >= self._again_at_s
+        return self._drives is not None and time.monotonic() >= self._again_at_s
 
     def resources(self) -> Resources:
         """Return the rates of now; a path that failed is left out.
@@ -126,7 +107,7 @@ class Rates:
             StateError: a path was never measured and has moved nothing.
         """
         return Resources(
-            self._paths(),
+            () if self._drives is None else tuple(PathRates(*path) for path in self._drives.rates()),
             self.copies.out_bytes_per_s,
             self.copies.in_bytes_per_s,
             self._staging_bytes,
@@ -134,43 +115,12 @@ class Rates:
             compute_s_per_byte=self._compute_s_per_byte,
         )
 
-    def _paths(self) -> tuple[PathRates, ...]:
-        if self._store is None:
-            return ()
-        with self._store.space.lock:
-            return tuple(PathRates(*path.rates()) for path in self._store.paths if path.failure is None)
-
-    def _moved_bytes(self) -> int:
-        """Return the bytes that the lanes have written and read since the beginning."""
-        if self._store is None:
-            return 0
-        with self._store.space.lock:
-            return sum(path.meter.writes.moved_bytes + path.meter.reads.moved_bytes for path in self._store.paths)
-
-    @contextmanager
-    def _staged(self) -> Iterator[torch.Tensor]:
-        """Lend memory that copies go through: of the ring where that has room, else as the host tier's."""
-        nbytes, store, slot = min(COPY_BYTES, self._staging_bytes), self._store, None
-        if store is not None:
-            with store.space.lock:
-                store.space.settle_copies()
-                slot = store.ring.slots.allocate(nbytes)
-        if store is None or slot is None:
-            yield host_memory(nbytes, self._accelerator)
-            return
-        try:
-            yield store.ring.view(slot)
-        finally:
-            with store.space.lock:
-                store.ring.slots.free(slot)
-                store.space.changed.notify_all()
-
 
 class Places(Protocol):
     """The tiers, as plans see them."""
 
     @property
-    def by_placement(self) -> Mapping[Placement, Store[Any]]:
+    def by_placement(self) -> Mapping[Placement, AnyStore]:
         """Return the store of each tier."""
         ...
 

@@ -9,6 +9,9 @@ may be recorded while everything goes to NVMe, which is the safe thing to do bef
 [Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope
 here, which may not be moved: their bytes count, and go with a block that is recomputed.
 
+[Note: Excluded by name] The bytes of a storage that a module keeps stay in memory, also where another module that has
+saved it would let them leave: moving them, or making them again, frees nothing.
+
 [Note: Guards] Code that ``torch.compile`` has compiled is compiled again when the hooks on modules change, also those
 on all modules, and runs without compilation once that has happened too often. So recording puts no hooks on modules and
 takes none off: which module runs is read from the call stack, when a storage is saved for the first time.
@@ -29,7 +32,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -40,6 +43,7 @@ from ds_tba.core.saved import (
     PassedThrough,
     RecordState,
     SavedCounted,
+    SavedExcluded,
     SavedView,
     StorageKey,
 )
@@ -75,6 +79,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
+    is_excluded: bool = False  # a module has saved it that may not let it leave, whoever else has
     origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
@@ -116,12 +121,12 @@ class MicroStepRecord:
     """
 
     clock: Clock
-    pauses: list[tuple[Any, Any]] = field(default_factory=list)
+    pauses: list[tuple[object, object]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
     scopes: list[_Scope] = field(default_factory=list)
     forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
-    ended: Any = None
+    ended: object = None
     # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
     ends: DeferredFinalizers[tuple[_End, int]] = field(init=False)
 
@@ -204,8 +209,8 @@ class MicroStepRecord:
             min(max(packed_s, left_s), used_s),
             used_s,
             max(used_s, freed_s),
-            found.is_movable,
-            None if found.origin is None else found.origin.seconds,
+            found.is_movable and not found.is_excluded,
+            None if found.origin is None or found.is_excluded else found.origin.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
         )
@@ -248,7 +253,7 @@ class _Watch:
         record.ends.watch(self, (end, index))
 
 
-class Saver(Protocol):
+class SavingCache(Protocol):
     """Whoever saves tensors: the cache."""
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
@@ -279,7 +284,7 @@ class Scene:
             copy is done, which says nothing about when forward releases the tensor.
     """
 
-    saver: Saver
+    saver: SavingCache
     clock: Clock
     running: RunningModule
     listener: RecorderListener | None = None
@@ -342,7 +347,7 @@ class Recorder:
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         record = self.record
-        if record.ended is not None:
+        if record.ended is not None:  # a graph that outlives its micro-step has no times in the trace
             return self._hooks[1](recorded.held)
         with self._pause():
             tensor = self._hooks[1](recorded.held)
@@ -397,7 +402,10 @@ class Recorder:
             return _NOTHING
         if not scope.has_saved:
             scope.has_saved = not has_plain_storage(tensor) or stamp_of(tensor.untyped_storage()) not in scope.given
-        if isinstance(held, SavedCounted):
+        if isinstance(held, SavedExcluded):
+            index = self._index_of(StorageKey.of(tensor), False)
+            self.record.storages[index].is_excluded = True
+        elif isinstance(held, SavedCounted):
             index = self._index_of_small(held, scope)
         else:
             index = self._index_of(held.record.key, self._scene.saver.eligibility_of(tensor) is Eligibility.ELIGIBLE)
@@ -451,8 +459,8 @@ class Recording:
         self._done: list[MicroStepRecord] = []
         self._of_step: list[MicroStepRecord] = []  # not done before the step is
         self._is_broken = False  # this step had a forward without its backward
-        self._backward_ended: Any = None
-        self._optimizer_steps: list[tuple[Any, Any]] = []
+        self._backward_ended: object = None
+        self._optimizer_steps: list[tuple[object, object]] = []
         self.current: Recorder | None = None
         self.steps = 0
 
@@ -499,7 +507,7 @@ class Recording:
         else:
             self._is_broken = True
 
-    def end_step(self, ended: Any, *, has_compiled: bool = False) -> None:
+    def end_step(self, ended: object, *, has_compiled: bool = False) -> None:
         """End the step.
 
         Args:
@@ -522,9 +530,6 @@ class Recording:
         Args:
             resources: the machine.
             micro_steps: of one step.
-
-        Raises:
-            TraceError: it is not consistent.
         """
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])

@@ -179,7 +179,7 @@ class _Replay:
         now_s = self._staging_free_s(asked_s, padded) if on_drive else asked_s
         if on_drive:  # pieces follow those that are written
             now_s += (padded - self._staging[storage]) / self._write_rate
-        if not math.isfinite(now_s):
+        if not math.isfinite(now_s):  # no write under way makes room: waiting would never end, so the store refuses
             self._place[storage] = _KEEP
             return
         self._wait(storage, now_s - asked_s)

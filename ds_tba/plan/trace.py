@@ -24,10 +24,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from itertools import pairwise
-from typing import Any, TypeVar
-
-from ds_tba.errors import TraceError
+from typing import TypeVar
 
 FORMAT = 1
 Scopes = tuple[tuple[int, ...], ...]  # the storages of each scope, in order
@@ -154,12 +151,8 @@ class Trace:
         end_s: the end of backward.
         optimizer_s: the time of a step outside of its micro-steps; ``rest_s`` in JSON.
         micro_steps: of one step.
-        recompute_factor: the time of recomputing a block, as a fraction of its forward: as measured, else 1.
         forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
             forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/saved.py``.
-
-    Raises:
-        TraceError: times out of order, or an index that is not there.
     """
 
     storages: tuple[StorageTrace, ...]
@@ -168,23 +161,7 @@ class Trace:
     end_s: float
     optimizer_s: float = 0.0
     micro_steps: int = 1
-    recompute_factor: float = 1.0
     forwards: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_resources(self.resources)
-        if self.micro_steps < 1:
-            raise TraceError(f"micro_steps is {self.micro_steps}: a step has one at least")
-        if not 0 < self.recompute_factor < math.inf:
-            raise TraceError(f"recompute_factor is {self.recompute_factor}: it must be a number above 0")
-        _check_order("the step", 0.0, self.end_s, math.inf)
-        _check_order("the rest of the step", 0.0, self.optimizer_s, math.inf)
-        for number, block in enumerate(self.blocks):
-            _check_block(number, block, len(self.storages), self.end_s)
-        packed_s = 0.0
-        for index, storage in enumerate(self.storages):
-            _check_storage(index, storage, packed_s, len(self.blocks), self.end_s)
-            packed_s = storage.pack_s
 
     @property
     def step_s(self) -> float:
@@ -216,7 +193,6 @@ class Trace:
                 "end_s": self.end_s,
                 "rest_s": self.optimizer_s,
                 "micro_steps": self.micro_steps,
-                "recompute_factor": self.recompute_factor,
                 "forwards": self.forwards,
                 "resources": asdict(self.resources),
                 "blocks": _table(self.blocks, BlockTrace),
@@ -231,46 +207,9 @@ def _later(row: Row, factor: float) -> Row:
     return replace(row, **{name: at_s * factor for name, at_s in times.items() if at_s is not None})
 
 
-def _table(rows: tuple[Any, ...], kind: type) -> dict[str, list[Any]]:
+def _table(rows: Sequence[Row], kind: type[Row]) -> dict[str, list[object]]:
     """Return the rows column by column: a fifth of the size of one object for each."""
     return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}
-
-
-def _check_order(what: str, *times: float) -> None:
-    if not all(earlier <= later for earlier, later in pairwise(times)):
-        raise TraceError(f"{what} has times out of order: {times}; each must be at least the one before")
-
-
-def _check_storage(index: int, storage: StorageTrace, packed_s: float, blocks: int, end_s: float) -> None:
-    what = f"storage {index}"
-    if storage.nbytes < 1:
-        raise TraceError(f"{what} has {storage.nbytes} bytes: one at least is needed")
-    times = (storage.pack_s, storage.last_forward_use_s, storage.first_backward_use_s, storage.freed_s)
-    _check_order(what, packed_s, *times, end_s)
-    if any(not OUTSIDE <= block < blocks for block in storage.blocks):
-        raise TraceError(f"{what} names blocks {storage.blocks}: there are {blocks}, counted from 0")
-    if storage.rematerialize_s is not None and not 0 <= storage.rematerialize_s < math.inf:
-        raise TraceError(f"{what} has rematerialize_s {storage.rematerialize_s}: it must be 0 or more, or None")
-    if any(not 0 <= source < index for source in storage.sources):
-        raise TraceError(f"{what} names sources {storage.sources}: each must be a storage packed before it")
-
-
-def _check_block(number: int, block: BlockTrace, storages: int, end_s: float) -> None:
-    times = (block.forward_start_s, block.forward_end_s, block.backward_start_s, block.backward_end_s)
-    _check_order(f"block {number} ({block.module})", 0.0, *times, end_s)
-    if any(not 0 <= index < storages for index in block.inputs):
-        raise TraceError(f"block {number} names inputs {block.inputs}: there are {storages} storages, counted from 0")
-
-
-def _check_resources(resources: Resources) -> None:
-    rates = [resources.copy_out_bytes_per_s, resources.copy_in_bytes_per_s]
-    rates += [rate for path in resources.paths for rate in asdict(path).values()]
-    if not all(rate > 0 for rate in rates):
-        raise TraceError(f"the rates {rates} must all be above 0 bytes per second: measure them again")
-    if not 0 <= resources.compute_s_per_byte < math.inf:
-        raise TraceError(f"compute_s_per_byte is {resources.compute_s_per_byte}: it must be a number of 0 or more")
-    if resources.staging_bytes < 1:
-        raise TraceError(f"staging_bytes is {resources.staging_bytes}: one at least is needed")
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:

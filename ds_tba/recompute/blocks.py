@@ -37,7 +37,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from types import CodeType, MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +51,7 @@ from ds_tba.core.tensors import (
     skip_frames,
 )
 from ds_tba.errors import ConfigError
-from ds_tba.recompute.passes import Arguments, Block, Forward, PassListener, RecomputedPass, replaced_forward
+from ds_tba.recompute.passes import Arguments, Block, ForwardMethod, PassListener, RecomputedPass, replaced_forward
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +83,10 @@ _READ_TWICE = (
     "a custom Function in it reads ctx.saved_tensors twice in one backward, for which a checkpoint has them only once: "
     "have it read them once"
 )
+_EXCLUDED = (
+    '"only" or "except" keeps tensors that are saved in it, which recomputing would free: have them keep none of it to '
+    "have plans choose"
+)
 _UNSEEN = (
     "no pass through it was seen, with gradients, in the engine's forward. If torch.compile compiles what it is part "
     "of, compile the blocks one by one instead, before deepspeed.initialize (layers[i] = torch.compile(layers[i])); if "
@@ -105,9 +108,17 @@ class Blocks:
         blocks: from :func:`find_blocks`.
         listener: is told of each pass inside :meth:`watching` and :meth:`recomputing`.
         may_recompute: whether a pass may be recomputed.
+        excluded: paths of the blocks in which the config keeps tensors by name.
     """
 
-    def __init__(self, blocks: Sequence[Block], listener: PassListener, *, may_recompute: bool = True) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        listener: PassListener,
+        *,
+        may_recompute: bool = True,
+        excluded: Collection[str] = (),
+    ) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
         self.may_recompute = may_recompute
         self._listener = listener
@@ -115,7 +126,9 @@ class Blocks:
         self._compared: set[str] = set()  # paths of blocks whose first recomputation gave the same output
         self._is_watched = False  # by now
         self._seen: set[str] = set()
-        self._why: dict[str, str] = {} if SHOWS_HOOKS else dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
+        self._why: dict[str, str] = dict.fromkeys(excluded, _EXCLUDED)
+        if not SHOWS_HOOKS:
+            self._why = dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
         self._told: set[str] = set()
         self._watchers = [_Watcher(self, block) for block in self.all]
         self._forwards = [_Forward(self, block) for block in self.all]
@@ -194,7 +207,7 @@ class Blocks:
                 others = f" and {len(paths) - 1} more blocks are" if len(paths) > 1 else " is"
                 logger.warning("%s%s not recomputed: %s", paths[0], others, reason)
 
-    def run(self, block: Block, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, block: Block, forward: ForwardMethod, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a pass through a block: recomputed in backward, or plain.
 
         Args:
@@ -266,19 +279,19 @@ class _Watcher:
             ):
                 yield
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self._blocks is None or self._block is None or torch.compiler.is_compiling() or is_being_compiled():
             return
         if module is self._block.module and self._blocks.is_told:
             self._blocks.begin(self._block, Arguments(args, kwargs))
 
-    def after(self, module: nn.Module, *_: Any) -> None:
+    def after(self, module: nn.Module, *_: object) -> None:
         if self._blocks is None or self._block is None or torch.compiler.is_compiling() or is_being_compiled():
             return
         if module is self._block.module:
             self._blocks.end(self._block)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _Watcher, ()  # in a deep copy, and in a pickle
 
 
@@ -289,7 +302,7 @@ class _Forward:
     """
 
     def __init__(self, blocks: Blocks, block: Block) -> None:
-        self._own: Forward = block.module.forward
+        self._own: ForwardMethod = block.module.forward
         functools.update_wrapper(self, self._own, updated=())  # whoever inspects the signature sees the module's own
         self.block = block
         self._blocks = blocks
@@ -307,7 +320,7 @@ class _Forward:
             yield
             self._is_wrapped = module.__dict__.get("forward") is not self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or is_being_compiled():
             return self._own(*args, **kwargs)
         called = _module_called()
@@ -315,7 +328,7 @@ class _Forward:
             return type(called).forward(called, *args, **kwargs)
         return self._blocks.run(self.block, self._own, args, kwargs)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _itself, (self._own,)  # in a deep copy, and in a pickle
 
     def _is_in_copy(self, called: nn.Module) -> bool:
@@ -330,7 +343,7 @@ class _Forward:
         )
 
 
-def _itself(forward: Any) -> Any:
+def _itself(forward: ForwardMethod) -> ForwardMethod:
     return forward
 
 
@@ -361,7 +374,7 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
         ConfigError: a path is not that of a module, or lies inside another.
     """
     layers = repeated_layers(model) if paths is None else named_layers(model, paths)
-    return [Block(index, path, module) for index, (path, module) in enumerate(layers.items())]
+    return [Block(path, module) for path, module in layers.items()]
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:

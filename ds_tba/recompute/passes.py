@@ -70,10 +70,10 @@ _REPEATABLE = frozenset({"cpu"})
 _UNPACKED_TWICE = "already unpacked once"  # in the message of torch/utils/checkpoint.py
 
 
-class Forward(Protocol):
+class ForwardMethod(Protocol):
     """The ``forward`` of a module."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run it."""
 
 
@@ -82,12 +82,10 @@ class Block:
     """A repeated layer.
 
     Attributes:
-        index: its place in ``Blocks.all``.
         path: of the module in the model, such as ``"model.layers.3"``.
         module: the layer.
     """
 
-    index: int
     path: str
     module: nn.Module
 
@@ -130,20 +128,20 @@ class Arguments:
         others: all that is no tensor, and None in the places of tensors.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         values, self._form = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
         unique = {id(one): one for one in values if isinstance(one, torch.Tensor)}
         self.tensors: list[torch.Tensor] = list(unique.values())
         positions = {key: position for position, key in enumerate(unique)}
         self._places = [(at, positions[id(one)]) for at, one in enumerate(values) if isinstance(one, torch.Tensor)]
-        self.others: list[Any] = [None if isinstance(one, torch.Tensor) else one for one in values]
+        self.others: list[object] = [None if isinstance(one, torch.Tensor) else one for one in values]
 
     def take_tensors(self) -> list[torch.Tensor]:
         """Return the tensors, and hold nothing but their places from now on."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
         """Return args and kwargs with ``tensors`` in place of the own; containers are new ones."""
         values = [*self.others]
         for at, position in self._places:
@@ -166,7 +164,7 @@ class RecomputedPass:
     """
 
     def __init__(
-        self, block: Block, forward: Forward, arguments: Arguments, compared: set[str], listener: PassListener
+        self, block: Block, forward: ForwardMethod, arguments: Arguments, compared: set[str], listener: PassListener
     ) -> None:
         self.path = block.path
         self._module = block.module
@@ -179,7 +177,7 @@ class RecomputedPass:
         self._versions: list[int] = []  # of the parameters after the last run, which may change them (max_norm)
         self._digest: list[_Digest] | None = None
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], saved_bytes: int) -> Any:
+    def run(self, args: tuple[object, ...], kwargs: dict[str, object], saved_bytes: int) -> object:
         """Run the pass in forward, with the arguments as the caller gave them.
 
         Args:
@@ -188,7 +186,7 @@ class RecomputedPass:
         """
         self._saved_bytes = saved_bytes
 
-        def function(*tensors: torch.Tensor) -> Any:
+        def function(*tensors: torch.Tensor) -> object:
             if not given:
                 return self._run_again(tensors)
             args, kwargs = given.pop()  # or the checkpoint would hold the tensors of which it saves the inputs
@@ -206,7 +204,7 @@ class RecomputedPass:
         self._versions = _versions_of(self._module)
         return result
 
-    def _run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def _run_again(self, tensors: Sequence[torch.Tensor]) -> object:
         if _versions_of(self._module) != self._versions:
             # Autograd would find it at the parameters that it has saved, and knows none of those inside a checkpoint.
             raise ActivationModifiedError(
@@ -233,11 +231,11 @@ class RecomputedPass:
             self._compared.add(self.path)
         return result
 
-    def _through_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _through_hooks(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run with the module's hooks, which gather parameters; without gradients, as nothing they save is wanted."""
-        results: list[Any] = []
+        results: list[object] = []
 
-        def forward(*_: Any, **__: Any) -> Any:
+        def forward(*_: object, **__: object) -> object:
             with torch.enable_grad():  # with the arguments as they are: hooks have changed them in forward already
                 results.append(self._forward(*args, **kwargs))
             return results[-1]
@@ -254,7 +252,7 @@ class RecomputedPass:
             raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
         checkpoint_pack, checkpoint_unpack = hooks
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack(tensor: torch.Tensor) -> object:
             if isinstance(tensor, nn.Parameter):
                 return tensor
             if tensor.is_nested and tensor.layout is torch.strided:  # a checkpoint cannot ask its shape
@@ -263,7 +261,7 @@ class RecomputedPass:
                 self._listener.save_again(tensor)
             return checkpoint_pack(tensor)
 
-        def unpack(held: Any) -> torch.Tensor:
+        def unpack(held: object) -> torch.Tensor:
             if isinstance(held, torch.Tensor):
                 originals.add(held)
                 return held
@@ -297,11 +295,11 @@ def _versions_of(module: nn.Module) -> list[int]:
 class _Digest(NamedTuple):
     """A tensor's form, and a digest of its bytes (None of a tensor that has no block of them)."""
 
-    form: tuple[Any, ...]
+    form: tuple[object, ...]
     bits: int | None
 
 
-def _kernels_may_differ(result: Any) -> bool:
+def _kernels_may_differ(result: object) -> bool:
     """Return whether kernels may give other bits each time: those of a device, unless PyTorch refuses such kernels."""
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -309,7 +307,7 @@ def _kernels_may_differ(result: Any) -> bool:
     return any(one.device.type not in _REPEATABLE for one in tensors)
 
 
-def _digest(result: Any) -> list[_Digest]:
+def _digest(result: object) -> list[_Digest]:
     """Return forms and digests of the tensors in an output. Waits for the device."""
     found: list[_Digest] = []
     with torch.no_grad():
@@ -326,7 +324,7 @@ def _digest(result: Any) -> list[_Digest]:
 
 
 @contextmanager
-def replaced_forward(module: nn.Module, forward: Forward) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: ForwardMethod) -> Iterator[None]:
     """Have a forward on this one module, unless another takes its place meanwhile."""
     # Past __setattr__, which some modules (torch.compile's) hand on to what they wrap.
     attributes = module.__dict__

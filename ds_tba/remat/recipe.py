@@ -71,7 +71,7 @@ class Site:
 
     @property
     def seconds(self) -> float | None:
-        """Of making the output, as measured; None unless it is proven."""
+        """Return the seconds that the recipe took when it was last compared; None unless it is proven."""
         return self.measured_s if self.is_proven else None
 
     def compared(self) -> None:
@@ -110,7 +110,7 @@ class Makeable:
 
 
 class Kernels(NamedTuple):
-    """What chooses among the kernels of a CPU; see [Note: Kernels]."""
+    """The settings that choose among the kernels of a CPU; see [Note: Kernels]."""
 
     threads: int
     with_onednn: bool
@@ -118,7 +118,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def present(cls) -> Kernels:
-        """As they are chosen now, in this thread."""
+        """Return the calling thread's current settings."""
         # The processor does for Python's numbers what it does for PyTorch's, which has no name for asking.
         flushes = sys.float_info.min * 0.5 == 0.0
         return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes)
@@ -182,7 +182,7 @@ class Recipe(NamedTuple):
         return tuple(dict.fromkeys(record.key for record in self.records()))
 
     def held(self) -> Iterator[Held]:
-        """What it needs, each once."""
+        """Return the operands, each once."""
         return iter({id(one): one for step in self.steps for one in step.operands if isinstance(one, Held)}.values())
 
     def records(self) -> Iterator[SavedStorage]:

@@ -23,7 +23,7 @@ Make = Callable[..., torch.Tensor]
 
 
 class Output(NamedTuple):
-    """What a node's output was in forward.
+    """An output of a node, as it was in forward.
 
     Attributes:
         number: of the output among the node's outputs.
@@ -84,7 +84,7 @@ class NoRecipeError(Exception):
 
 
 class Saved(Protocol):
-    """What autograd holds in place of a saved tensor."""
+    """The object that autograd holds in place of a saved tensor."""
 
     def signature(self) -> tuple[object, ...]:
         """Return the layout of the tensor."""
@@ -109,7 +109,7 @@ class Step(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """That it takes; a view takes none."""
+        """Return the bytes of the output (0 for a view)."""
         return 0 if self.rule.is_view else self.output.shape.numel() * self.output.dtype.itemsize
 
     def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:

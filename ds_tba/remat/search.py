@@ -139,7 +139,7 @@ class Search:
         return self.add(node, rule, number)
 
     def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
-        """What a node holds; None where it holds nothing."""
+        """Return an operand that a node holds; None where it holds nothing."""
         return self._held(_of_node(node, f"_raw_saved_{name}"))
 
     def _held(self, saved: Any) -> Held | torch.Tensor | None:

@@ -129,7 +129,7 @@ class Sites:
         return None if is_over else recipe
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
-        """As :meth:`recipe`, whatever was proven; None where no rule is for the op.
+        """Return a recipe, whatever was proven; None where no rule is for the op.
 
         Raises:
             NoRecipeError: there is a rule, and it cannot be used.
@@ -267,7 +267,7 @@ class Sites:
     # ---- for the report -----------------------------------------------------------------------------------------
 
     def summary(self) -> dict[str, Any]:
-        """For the report."""
+        """Return the fields of the report."""
         sites = list(self._sites.values())
         refused = [site.reason for site in sites if site.reason] + list(self._refused.values())
         return {

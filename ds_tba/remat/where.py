@@ -1,16 +1,22 @@
 """Where in the program is this? The module that runs, and the calls inside it, read from the stack of the thread.
 
 Knows modules and frames; cannot see tensors. No module has a hook for that: code that ``torch.compile`` has compiled
-would be compiled again.
+would be compiled again. Modules inside of such code are called by nobody: it runs as the module that was compiled.
 """
 
 from __future__ import annotations
 
+import difflib
 import inspect
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import FrameType
 from typing import Any
 
 from torch import nn
+
+from ds_tba.core.tensors import Eligibility
 
 _OURS = (__name__.partition(".")[0] + ".", "contextlib")
 _CALL = nn.Module._wrapped_call_impl.__code__
@@ -28,7 +34,7 @@ def position_in_code() -> int:
 
 
 class RunningModule:
-    """Which module of a model runs, read from the call stack: no module has a hook for that.
+    """Tells which module of a model runs. It reads the call stack: no module has a hook for that.
 
     Args:
         paths: for each module (by ``id``) its path in the model.
@@ -42,7 +48,7 @@ class RunningModule:
         self._paths |= {id(module): path for path, module in model.named_modules()}
 
     def path(self) -> str:
-        """Of the innermost module of the model that the caller's thread runs; empty outside of all."""
+        """Return the path of the innermost module that the caller's thread runs; empty outside of all."""
         frame = inspect.currentframe()
         while frame is not None:
             path = self.path_of(frame)
@@ -52,5 +58,79 @@ class RunningModule:
         return ""
 
     def path_of(self, frame: FrameType) -> str | None:
-        """Of the module of the model that a frame calls; None where it calls none."""
+        """Return the path of the module that a frame calls; None where it calls none."""
         return self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
+
+
+class ChosenModules:
+    """Says which saved tensors may leave device memory, by the paths of the modules that save them.
+
+    A tensor belongs to the innermost module that runs when it is saved, and to all modules that this one is inside of;
+    outside of all, to the model.
+
+    Args:
+        running: tells which module runs.
+        patterns: the lists of the keys ``only`` and ``except``.
+    """
+
+    def __init__(self, running: RunningModule, patterns: Mapping[str, Sequence[str]]) -> None:
+        self._running = running
+        self._patterns = patterns
+        self._reasons: dict[str, str] = {}
+        self._excluded: set[int] = set()
+
+    def watch(self, model: nn.Module) -> dict[str, str]:
+        """Choose among the modules of a model; return what is wrong with each pattern that matches none of them."""
+        paths: defaultdict[int, list[str]] = defaultdict(list)  # of a module that stands in several places all
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths[id(module)].append(path)
+        for key, places in paths.items():
+            self._reasons[places[0]] = self._judged(places)  # the first is the one that RunningModule knows
+            if self._reasons[places[0]]:
+                self._excluded.add(key)
+        every = [path for places in paths.values() for path in places]
+        return {
+            pattern: f"{key} has {pattern!r}, which matches no module of the model{_did_you_mean(pattern, every)}"
+            for key, patterns in self._patterns.items()
+            for pattern in patterns
+            if not any(fnmatchcase(path, pattern) for path in every)
+        }
+
+    def reason(self) -> str:
+        """Return why the tensor that this thread saves now may not leave; empty if it may."""
+        return self._reasons.get(self._running.path(), "")
+
+    def excludes_part_of(self, module: nn.Module) -> bool:
+        """Return whether any tensor that is saved inside of a module may not leave."""
+        return any(id(one) in self._excluded for one in module.modules())
+
+    def _judged(self, places: Sequence[str]) -> str:
+        inside_of = {outer for path in places for outer in _outer(path)}
+
+        def matching(key: str) -> Iterator[str]:
+            return (one for one in self._patterns.get(key, ()) if any(fnmatchcase(path, one) for path in inside_of))
+
+        if "only" in self._patterns and not any(matching("only")):
+            return f'{Eligibility.EXCLUDED.value}: "only" has {", ".join(self._patterns["only"])}'
+        found = next(matching("except"), None)
+        return "" if found is None else f'{Eligibility.EXCLUDED.value}: "except" has {found}'
+
+
+def _outer(path: str) -> Iterator[str]:
+    """Yield a path, and those of all modules that it is inside of; that of the model is empty."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield path
+
+
+def _did_you_mean(pattern: str, paths: Sequence[str]) -> str:
+    """Return the paths whose ends are nearest to a pattern without its outer wildcards."""
+    wanted = pattern.strip("*.")
+    ends: dict[str, str] = {}
+    for path in paths:
+        ends.setdefault(".".join(path.split(".")[-1 - wanted.count(".") :]), path)
+    close = difflib.get_close_matches(wanted, ends, n=3)
+    return (
+        f"; did you mean {', '.join(ends[one] for one in close)}?" if close else ": model.named_modules() has the paths"
+    )

@@ -77,6 +77,7 @@ class NvmeStore(Store[SwapTicket]):
         lanes: threads per file.
         integrity: checksum mode.
         codec: compresses in the lanes, for each of which the ring has a buffer.
+        is_last: whether what finds no room stays in device memory; else host memory takes it.
 
     Attributes:
         part_bytes: the length of all parts of a storage but the last.
@@ -91,6 +92,8 @@ class NvmeStore(Store[SwapTicket]):
         lanes: Lanes,
         integrity: str,
         codec: Codec | None = None,
+        *,
+        is_last: bool = True,
     ) -> None:
         self.ring = ring
         self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
@@ -100,7 +103,7 @@ class NvmeStore(Store[SwapTicket]):
         self._transfers = Transfers(self.space, self.io)
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
-        self._backend, self._lanes = backend, lanes
+        self._backend, self._lanes, self._is_last = backend, lanes, is_last
         self._start_lanes()
 
     # ---- out ----------------------------------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class NvmeStore(Store[SwapTicket]):
                 return None
             too_large = slots.padded(nbytes) > slots.capacity_bytes
             refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
-            refusal.count(self.stats, nbytes)
+            refusal.count(self.stats, nbytes, is_last=self._is_last)
             return refusal
 
     def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
@@ -141,7 +144,7 @@ class NvmeStore(Store[SwapTicket]):
             with space.deferred, space.deferred.lock:
                 reserved = space.reserve(data.numel(), wait)
                 if isinstance(reserved, Refusal):
-                    reserved.count(self.stats, ticket.nbytes)
+                    reserved.count(self.stats, ticket.nbytes, is_last=self._is_last)
                     return reserved
                 slot, path, extent = reserved
                 part = Part(start, data.numel(), path, extent, slot)
@@ -153,9 +156,11 @@ class NvmeStore(Store[SwapTicket]):
             if copy is not None:
                 part.copies.append(copy)
             with space.deferred, space.lock:
-                self.stats.offloaded_bytes += part.nbytes
                 path.writes.put(self._transfers.write(ticket, part))
                 space.copying.discard(part)
+                if part.start + part.nbytes == ticket.nbytes:  # not before: a later part may be refused
+                    ticket.is_taken = True
+                    self.stats.offloaded_bytes += ticket.nbytes
         except BaseException:  # of a signal handler, too: whoever waits for a slot waits for this write
             if part is not None:
                 try:
@@ -274,6 +279,7 @@ class NvmeStore(Store[SwapTicket]):
         if state in BEFORE_WRITTEN:
             self.stats.forwarded_bytes += part.nbytes
         if state is _S.QUEUED:
+            self.stats.cancelled_bytes += part.nbytes
             space.give_up(part)  # the lane skips it: the write is cancelled
             return
         space.read_ahead.end(part)

@@ -75,6 +75,61 @@ def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = t
         ) from error
 
 
+class DriveProbe:
+    """The drives of a store, as plans ask for them: measured together, and their rates of now."""
+
+    def __init__(self, space: SwapSpace, io: BlockIo) -> None:
+        self._space = space
+        self._io = io
+        self._plain_bytes_per_s: float | None = None  # of round trips without the codec
+
+    def measure(self) -> None:
+        """Measure all working paths; see :func:`measure_drives`."""
+        measure_drives(self._space, self._io)
+
+    def measure_plain(self) -> None:
+        """Measure them once without the codec, if there is one; the rates are unknown after that."""
+        if self._io.codec is None or self._plain_bytes_per_s is not None:
+            return
+        self._forget_rates()  # those with it, which are known where bytes are divided among paths
+        measure_drives(self._space, BlockIo(self._io.integrity, self._space.ring))
+        self._plain_bytes_per_s = self._round_trips()
+        self._forget_rates()
+
+    def advice(self) -> str:
+        """Return what to say about a codec with which the drives are slower than without; empty where they are not."""
+        if self._io.codec is None or self._plain_bytes_per_s is None:
+            return ""
+        found = self._round_trips()
+        if found >= self._plain_bytes_per_s:
+            return ""
+        return (
+            f'io.compression "{self._io.codec.name}" costs more time here than it saves: bytes go out and back at '
+            f"{found / 1e9:.2f} GB/s with it, at {self._plain_bytes_per_s / 1e9:.2f} GB/s without. Leave it out unless "
+            "the drive's life counts for more, or raise io.write_lanes and io.read_lanes: each compresses on a core "
+            "of its own"
+        )
+
+    def _round_trips(self) -> float:
+        return sum(1 / (1 / write + 1 / read) for write, read, *_ in self.rates())
+
+    def _forget_rates(self) -> None:
+        with self._space.lock:
+            for path in self._space.paths:
+                path.meter.writes.forget_rates()
+                path.meter.reads.forget_rates()
+
+    def rates(self) -> list[tuple[float, float, float, float]]:
+        """Return :meth:`SwapPath.rates` of each path that works."""
+        with self._space.lock:
+            return [path.rates() for path in self._space.paths if path.failure is None]
+
+    def moved_bytes(self) -> int:
+        """Return the bytes that the lanes have written and read since the beginning."""
+        with self._space.lock:
+            return sum(path.meter.writes.moved_bytes + path.meter.reads.moved_bytes for path in self._space.paths)
+
+
 class _Probe:
     """The state that the lanes of a probe share."""
 

@@ -320,7 +320,6 @@ class SwapSpace:
     def give_up(self, part: Part) -> None:
         """Release a part whose memory no lane uses. A write that has not begun is cancelled."""
         if part.state is _S.QUEUED:
-            self.stats.cancelled_bytes += part.nbytes
             self.end_write(part)
         self.read_ahead.end(part)
         part.move(_S.RELEASED)
@@ -348,6 +347,7 @@ class SwapSpace:
             if part.state is not _S.ABANDONED:
                 self._drop_arrival(part)
             if part.state not in GIVEN_UP:
+                self.stats.cancelled_bytes += part.nbytes if part.state is _S.QUEUED and released.is_taken else 0
                 self.give_up(part)
         released.destination = None
         self.changed.notify_all()

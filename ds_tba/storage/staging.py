@@ -25,7 +25,7 @@ from ds_tba.device.memory import PAGE_BYTES, aligned_memory, give_pages_back, ho
 from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends.base import IoBackend
 
-CLOSED = "the activation offloader was closed before backward: keep the engine until then"
+CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
 BUFFER_BYTES = 4 << 20  # of a lane: a codec gains nothing by more

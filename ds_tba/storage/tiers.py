@@ -16,7 +16,7 @@ from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_byt
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
-from ds_tba.storage.base import AnyStore
+from ds_tba.storage.base import AnyStore, Refusal
 from ds_tba.storage.codec import BloscCodec, Codec
 from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
@@ -121,7 +121,6 @@ class Tiers:
         nvme, chosen = self.nvme, self.selection
         store = nvme.stats if nvme is not None else StoreStats()
         host = self.host.stats if self.host is not None else StoreStats()
-        fallbacks = Counter((store if nvme else host).fallbacks)  # what both tiers refuse is one fallback
         return {
             "backend": chosen.backend.name if chosen else "none",
             "backend_reason": chosen.reason if chosen else f"placement {self._config.placement}",
@@ -135,8 +134,7 @@ class Tiers:
             "host_bytes": host.offloaded_bytes + store.rescued_bytes,
             "peak_staging_bytes": nvme.ring.slots.peak_used_bytes if nvme is not None else 0,
             "swap_file_bytes": sum(path.file.largest_bytes for path in self.paths),
-            "fallbacks": sum(fallbacks.values()),
-            "fallbacks_by_reason": dict(fallbacks),
+            "fallbacks_by_reason": dict(+Counter({Refusal.PATH_FAILED.value: store.rescued_storages})),
             "write_bytes_per_s": sum(path.meter.writes.recent.bytes_per_s for path in self.paths),
             "read_bytes_per_s": sum(path.meter.reads.recent.bytes_per_s for path in self.paths),
             "stall_s": store.stall_s,
@@ -276,7 +274,9 @@ class Tiers:
             buffers = 0 if codec is None else lanes.of(len(files))
             ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes, buffers)
             undo.callback(ring.close)
-            store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity, codec)
+            is_last = config.host_budget_bytes == 0 or self._host_is_first
+            backend, integrity = self.selection.backend, config.io.integrity
+            store = NvmeStore(files, backend, ring, lanes, integrity, codec, is_last=is_last)
             undo.callback(store.close)
             if len(files) > 1:  # to divide the bytes by
                 measure_drives(store.space, store.io)

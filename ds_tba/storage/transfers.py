@@ -156,7 +156,7 @@ class Transfers:
             if work.error is not None:
                 space.read_ahead.end(part)
                 part.error = work.error
-                if not space.end_work(part, _S.LOST):
+                if not space.end_work(part, _S.LOST) and work.ticket.is_taken:
                     self._stats.cancelled_bytes += part.nbytes
             elif work.is_written:
                 stays = space.read_ahead.end_write(part)
@@ -174,10 +174,12 @@ class Transfers:
         """Keep the bytes of a failed write in memory: in the slot, where there is no other."""
         part, space = work.part, self._space
         space.read_ahead.end(part)
+        is_first = not any(one.state is _S.RESCUED for one in work.ticket.parts)
         part.host = work.host
         if work.failure is not None:
             part.path.fail(work.failure)
-        space.end_work(part, _S.RESCUED)
+        if space.end_work(part, _S.RESCUED) and is_first:
+            self._stats.rescued_storages += 1
         if work.host is not None:
             space.free_slot(part)
         self._stats.rescued_bytes += part.nbytes

@@ -15,19 +15,12 @@ from typing import Protocol
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, Event
 from ds_tba.update.formula import HostAdam, Hyper
 
 # Elements that the host updates between two looks at the device. Four arrays of them fit a server processor's caches.
 SLICE_ELEMENTS = 1 << 20
 LEAST_BUFFERS = 8
-
-
-class Event(Protocol):
-    """A mark in a stream of the device."""
-
-    def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
 
 
 class Upload(Protocol):

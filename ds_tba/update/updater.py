@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -81,7 +80,7 @@ class UpdateReport:
             logger.warning("interleaved optimizer update: %s", words)
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return every field, ready for JSON."""
         return asdict(self)
 

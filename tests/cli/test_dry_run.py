@@ -28,7 +28,7 @@ from ds_tba.plan.trace import PathRates, Resources, Trace
 from ds_tba.recompute.blocks import Blocks, find_blocks
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RecipeTicket, RematStore
-from ds_tba.remat.where import RunningModule
+from ds_tba.remat.where import ChosenModules, RunningModule
 
 BATCH, SEQUENCE = 4, 96
 MIN_BYTES = 16384
@@ -83,8 +83,12 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
     paths = {id(module): path for path, module in model.named_modules()}
-    recorder = Recorder(Scene(cache, NoClock(), RunningModule(paths)))
-    with cache.saving(around=recorder.around), Blocks(find_blocks(model, None), Passes(recorder)).watching():
+    running = RunningModule(paths)
+    recorder = Recorder(Scene(cache, NoClock(), running))
+    with (
+        cache.saving(around=recorder.around),
+        Blocks(find_blocks(model, None), Passes(recorder, ChosenModules(running, {}))).watching(),
+    ):
         output = forward()
     loss_of(output).backward()
     recorder.end()
@@ -218,6 +222,16 @@ def test_ops_that_the_config_excludes_are_not_made_again() -> None:
     assert fewer == {op: nbytes for op, nbytes in every.items() if op != "silu"} and "silu" in every
     assert fewer == really_made_again(ALL["llama"], torch.bfloat16, exclude=frozenset({"silu"}))
     assert predicted(ALL["llama"], "cpu", torch.bfloat16, rematerialize=False) == {}
+
+
+def test_what_the_config_keeps_by_name_is_not_moved_and_its_blocks_are_not_recomputed() -> None:
+    make = ALL["gpt2"]
+    all_of_it, kept = estimated(make, "meta").trace, estimated(make, "meta", **{"except": ["*.0.mlp"]}).trace
+    stays = [one for one in kept.storages if not one.is_movable and one.nbytes >= MIN_BYTES and ".0.mlp" in one.module]
+    assert all_of_it.movable_bytes - kept.movable_bytes == sum(one.nbytes for one in stays) > 0
+    assert [one.is_recomputable for one in kept.blocks] == [False, *(True for _ in kept.blocks[1:])]
+    with pytest.raises(ModelError, match=r"'\*.mpl', which matches no module of the model; did you mean .*mlp"):
+        estimated(make, "meta", only=["*.mpl"])
 
 
 def test_a_model_s_input_is_no_operand() -> None:

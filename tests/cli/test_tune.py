@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_tba.cli import main, tune
-from ds_tba.cli.tune import Candidate, Found, Rates, recommended, tuned
+from ds_tba.cli.tune import Candidate, DriveRates, Found, recommended, tuned
 from ds_tba.config import OffloadConfig
 
 MIB = 1 << 20
@@ -27,10 +27,10 @@ class Drives(tune.Drives):
         self._now_s = 0.0
         self._rate = rate
 
-    def measure(self, one: Candidate) -> Rates:
+    def measure(self, one: Candidate) -> DriveRates:
         self._now_s += 1.0
         rate = self._rate(one)
-        return Rates(rate, rate, rate, 100 * MIB)
+        return DriveRates(rate, rate, rate, 100 * MIB)
 
     def tuned(self, seconds: float = 100.0, max_written_bytes: float = 1e15) -> tuple[Found, float]:
         return tuned(ALL, self, seconds, max_written_bytes)
@@ -58,7 +58,7 @@ def test_slower_ones_leave_the_defaults() -> None:
 
 
 def test_a_round_trip_is_a_write_and_a_read() -> None:
-    assert Rates(1e9, 3e9, 0.0).round_trip == pytest.approx(2 / (1 / 1e9 + 1 / 3e9))
+    assert DriveRates(1e9, 3e9, 0.0).round_trip == pytest.approx(2 / (1 / 1e9 + 1 / 3e9))
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 10.0, 60.0])
@@ -110,10 +110,10 @@ def test_compression_has_rows_where_its_package_is_installed(
 ) -> None:
     seen: list[Candidate] = []
 
-    def measure(_: tune.Drives, one: Candidate) -> Rates:
+    def measure(_: tune.Drives, one: Candidate) -> DriveRates:
         seen.append(one)
         rate = 2e9 if one.compression == "zstd" else 1e9
-        return Rates(rate, rate, rate, MIB)
+        return DriveRates(rate, rate, rate, MIB)
 
     monkeypatch.setattr(tune.Drives, "measure", measure)
     given = ["tune", "--nvme_path", str(tmp_path), "--seconds", "0.2", "--backend", "posix"]

@@ -122,8 +122,8 @@ def test_a_wrong_block_is_refused_by_name_or_means_what_it_says(user_sees: Sees)
             return
         counts["taken"] += 1
         config = parsed[0] if parsed else OffloadConfig.model_validate(block)
-        assert same(block, config.model_dump())
-        assert OffloadConfig.model_validate_json(config.model_dump_json()) == config
+        assert same(block, config.model_dump(by_alias=True))
+        assert OffloadConfig.model_validate_json(config.model_dump_json(by_alias=True)) == config
 
     check()
     assert all(counts.values()), counts

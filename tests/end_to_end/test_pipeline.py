@@ -20,6 +20,7 @@ HOST = {"placement": "host", "host_budget_bytes": 32 << 20}
 SAVED = {"rematerialize": False}
 BF16 = {"bf16": {"enabled": True}}
 TIMEOUT_S = 600
+BY_NAME = 'excluded by name: "except" has 4'
 Found = dict[tuple[str, int], dict[str, Any]]
 
 
@@ -76,6 +77,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
                 nvme,
             ),
             *case(tmp_path, "varies", {"varies": True, "steps": 9}, {}, nvme, ADAPTIVE),
+            *case(tmp_path, "named", {}, {}, {"placement": "nvme", "except": ["4"]}),  # of the second stage
             *case(
                 tmp_path, "masked", {"is_masked": True}, {"stage": 1}, {**ADAPTIVE, "activation_budget_bytes": 3 << 20}
             ),
@@ -94,6 +96,8 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
             assert report["plans"] >= 1 and report["plan"]["bytes"]["nvme"] > 0
             assert report["steps"] == report["micro_steps"]
         assert found["masked.0", rank]["report"]["budget_excess_bytes"] == 0
+    excluded = [found["named.0", rank]["report"]["kept_bytes_by_reason"].get(BY_NAME, 0) for rank in range(2)]
+    assert excluded[0] == 0 < excluded[1]
     first, last = (found["fp32.0", rank]["report"]["peak_saved_bytes"] for rank in range(2))
     assert first > 1.9 * last  # the first stage has two micro-batches in flight
 

@@ -22,7 +22,7 @@ from ds_tba.plan.feedback import (
     Action,
     Backoff,
     Feedback,
-    Step,
+    OptimizerStep,
 )
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
@@ -425,14 +425,14 @@ def test_of_several_wishes_the_highest_is_done() -> None:
 def test_a_step_knows_whether_something_was_compiled_in_it() -> None:
     compiled = torch.compile(lambda x: x.sin() + 1, backend="aot_eager")
     x = torch.ones(2, requires_grad=True)
-    first = Step(0.0)
+    first = OptimizerStep(0.0)
     loss = compiled(x).sum()
     first.end(1.0)
     loss.backward()
-    second = Step(0.0)
+    second = OptimizerStep(0.0)
     compiled(x).sum().backward()
     second.end(1.0)
-    third = Step(0.0)
+    third = OptimizerStep(0.0)
     compiled(torch.ones(3, requires_grad=True)).sum().backward()  # another shape
     third.end(1.0)
     assert [one.has_compiled for one in (first, second, third)] == [True, False, True]

@@ -19,15 +19,20 @@ from ds_tba.device.accelerator import MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
 from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Machine, Rates
-from ds_tba.plan.trace import PathRates, Resources, Trace, slowest
+from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
 from ds_tba.storage.codec import BloscCodec, Codec
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.staging import COPY_BYTES, TIMES, StagingRing, measure_copies
+from ds_tba.storage.probe import DriveProbe
+from ds_tba.storage.staging import TIMES, measure_copies
 from ds_tba.storage.tiers import Tiers
 
 MIB = 1 << 20
 IO = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
+
+
+def drives_of(store: NvmeStore) -> DriveProbe:
+    return DriveProbe(store.space, store.io)
 
 
 class Paced(CpuAccelerator):
@@ -96,23 +101,6 @@ def test_a_machine_without_nvme(make_device: type[CpuAccelerator], staging_bytes
     assert found.paths == () and found.staging_bytes == staging_bytes
     assert found.copy_out_bytes_per_s > 0 and found.copy_in_bytes_per_s > 0
     assert found.is_synchronous is device.is_synchronized_device()
-    Trace((), (), found, 1.0)  # consistent
-
-
-@pytest.mark.parametrize("make_device", [CpuAccelerator, LateDevice])
-def test_copies_are_measured_through_the_ring_and_leave_it_free(
-    make_store: StoreFactory, make_device: type[CpuAccelerator], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = make_device()
-    store = make_store(accelerator=device)
-    real, looks = StagingRing.view, []
-    monkeypatch.setattr(StagingRing, "view", lambda ring, slot: looks.append(slot.nbytes) or real(ring, slot))
-    Rates(store, device, 32 * MIB).measure()
-    assert looks == [COPY_BYTES] and store.ring.slots.used_bytes == 0
-    with store.space.lock:
-        store.ring.slots.allocate(32 * MIB)
-    Rates(store, device, 32 * MIB).measure()  # staging is in use: beside it
-    assert looks == [COPY_BYTES] and store.ring.slots.used_bytes == 32 * MIB
 
 
 def test_measuring_again_makes_no_more_streams() -> None:
@@ -159,7 +147,7 @@ def rates_of(path: PathRates) -> tuple[float, ...]:
 def test_the_paths_are_as_they_are_now(make_store: StoreFactory) -> None:
     store, device = make_store(paths=2), CpuAccelerator()
     first, second = measured(store, 0, 10, 20, 5, 8), measured(store, 1, 40, 80, 30, 30)
-    rates = Rates(store, device, 32 * MIB)
+    rates = Rates(drives_of(store), device, 32 * MIB)
     found = rates.resources()
     assert [rates_of(path) for path in found.paths] == [pytest.approx((10, 20, 5, 8)), pytest.approx((40, 80, 30, 30))]
     for _ in range(3):
@@ -175,17 +163,17 @@ def test_the_paths_are_as_they_are_now(make_store: StoreFactory) -> None:
 def test_what_was_seen_beside_only_counts_for_both(make_store: StoreFactory) -> None:
     store = make_store()
     clock = measured(store, 0, 10, 20)
-    found = Rates(store, CpuAccelerator(), MIB).resources()
+    found = Rates(drives_of(store), CpuAccelerator(), MIB).resources()
     assert rates_of(found.paths[0]) == pytest.approx((10, 20, 10, 20))
     store.paths[0].meter = meter = PathMeter(1, 1, clock)
     read = meter.start(Kind.READ, 64 * MIB)
     move(meter, clock, Kind.WRITE, 4.0)
     meter.stop(read)
-    assert rates_of(Rates(store, CpuAccelerator(), MIB).resources().paths[0]) == pytest.approx((4, 4, 4, 4))
+    assert rates_of(Rates(drives_of(store), CpuAccelerator(), MIB).resources().paths[0]) == pytest.approx((4, 4, 4, 4))
 
 
 def test_a_path_that_nobody_measured_is_no_figure(make_store: StoreFactory) -> None:
-    rates = Rates(make_store(), CpuAccelerator(), MIB)
+    rates = Rates(drives_of(make_store()), CpuAccelerator(), MIB)
     with pytest.raises(StateError, match="was not measured before its rates were asked for"):
         rates.resources()
 
@@ -229,7 +217,7 @@ def measured_rates(store: NvmeStore, device: CpuAccelerator) -> Rates:
     extent = path.reserve(64 * MIB)  # the file grows: there is something to measure
     assert extent is not None
     path.extents.free(extent)
-    rates = Rates(store, device, 32 * MIB)
+    rates = Rates(drives_of(store), device, 32 * MIB)
     rates.measure()
     return rates
 
@@ -248,7 +236,7 @@ def test_drives_are_measured_again_but_not_all_the_time(
 ) -> None:
     now = {"s": 1000.0}
     monkeypatch.setattr("ds_tba.plan.rates.time.monotonic", lambda: now["s"])
-    rates = Rates(make_store(), CpuAccelerator(), MIB)
+    rates = Rates(drives_of(make_store()), CpuAccelerator(), MIB)
     monkeypatch.setattr("ds_tba.plan.rates.measure_copies", lambda *_: now.update(s=1002.0) or rates.copies)
     rates.measure()
     for at_s, expected in ((1100.0, False), (1002.0 + 1.99 / MEASURING_FRACTION, False), (1203.0, True)):
@@ -291,17 +279,19 @@ def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_r
 ) -> None:
     backend = ThrottledBackend()
     backend.throttle(100e6, 100e6)
-    rates = measured_rates(
-        make_store(backend, codec=SlowCodec(0.5) if makes_slower else Halving()), device := CpuAccelerator()
-    )
-    (path,) = rates.resources().paths
-    assert (path.write_bytes_per_s < 60e6) is makes_slower and (path.read_bytes_per_s > 120e6) is not makes_slower
-    advice = rates.advice()
-    assert ("Leave it out" in advice and '"lz4"' in advice) is makes_slower and bool(advice) is makes_slower
-    again = rates._plain_bytes_per_s
+    drives = drives_of(make_store(backend, codec=SlowCodec(0.5) if makes_slower else Halving()))
+    (path,) = drives._space.paths
+    path.file.reserve_first(64 * MIB)
+    path.extents.grow(path.file.size_bytes)
+    rates = Rates(drives, CpuAccelerator(), MIB)
     rates.measure()
-    assert rates._plain_bytes_per_s == again  # without it they are measured once
-    assert not measured_rates(make_store(), device).advice()
+    (found,) = rates.resources().paths
+    assert (found.write_bytes_per_s < 60e6) is makes_slower and (found.read_bytes_per_s > 120e6) is not makes_slower
+    advice, plain = drives.advice(), drives._plain_bytes_per_s
+    assert ("Leave it out" in advice and '"lz4"' in advice) is makes_slower and bool(advice) is makes_slower
+    rates.measure()
+    assert drives._plain_bytes_per_s == plain  # without it they are measured once
+    assert not drives_of(make_store()).advice()
 
 
 def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(tmp_path: Path) -> None:
@@ -311,7 +301,7 @@ def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(tmp_pat
     tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
     with closing(tiers):
         memory = MemoryMeter(tiers._accelerator.memory, lambda: 0)
-        machine = Machine(config, tiers, Rates(tiers.nvme, CpuAccelerator(), MIB), memory, CpuAccelerator().clock)
+        machine = Machine(config, tiers, Rates(None, CpuAccelerator(), MIB), memory, CpuAccelerator().clock)
         before = machine.limits(1.0)
         (path,) = tiers.paths
         path.tensor_bytes, path.stored_bytes = 100 * MIB, 50 * MIB

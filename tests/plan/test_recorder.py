@@ -54,6 +54,21 @@ def test_blocks_run_when_the_clock_says(trace: Trace) -> None:
     assert (trace.end_s, trace.step_s) == (7.0, 7.5)
 
 
+def test_times_are_in_order_and_every_index_is_there(trace: Trace) -> None:
+    """The planner does not look: what is out of order would be a plan for no step that ever runs."""
+    packed_s = 0.0
+    for index, one in enumerate(trace.storages):
+        times = [packed_s, one.pack_s, one.last_forward_use_s, one.first_backward_use_s, one.freed_s, trace.end_s]
+        assert times == sorted(times) and one.nbytes > 0
+        assert all(OUTSIDE <= block < len(trace.blocks) for block in one.blocks)
+        assert all(0 <= source < index for source in one.sources)
+        packed_s = one.pack_s
+    for block in trace.blocks:
+        times = [0.0, block.forward_start_s, block.forward_end_s, block.backward_start_s, block.backward_end_s]
+        assert [*times, trace.end_s] == sorted([*times, trace.end_s])
+        assert all(0 <= index < len(trace.storages) for index in block.inputs)
+
+
 def test_small_tensors_are_one_storage_of_their_scope_that_stays(trace: Trace) -> None:
     small = [storage for storage in trace.storages if not storage.is_movable]
     assert [storage.blocks for storage in small[:3]] == [(0,), (1,), (2,)]

@@ -270,7 +270,7 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert found.rematerialized_bytes == sum(one.nbytes for one in made) * trace.micro_steps
     assert found.stall_s == pytest.approx(sum(seconds for _, seconds in outcome.stalls) * trace.micro_steps)
     again = [
-        block.forward_s * trace.recompute_factor
+        block.forward_s
         for block, flag in zip(trace.blocks, assignment.recomputed, strict=True)
         if flag and block.is_recomputable
     ]
@@ -278,13 +278,10 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert found.peak_staging_bytes <= trace.resources.staging_bytes
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_a_recomputation_makes_storages_again_as_fast_as_it_runs(factor: float) -> None:
-    trace = replace(
-        one_block(storage(0.0, 2.0), storage(0.5, 1.5), machine=traces.resources()), recompute_factor=factor
-    )
+def test_a_recomputation_makes_storages_again_as_fast_as_it_runs() -> None:
+    trace = one_block(storage(0.0, 2.0), storage(0.5, 1.5), machine=traces.resources())
     start_s = trace.blocks[0].forward_start_s
-    again_s = [(row.pack_s - start_s) * factor for row in trace.storages]
+    again_s = [row.pack_s - start_s for row in trace.storages]
     assert any(again_s) and Timeline.of(trace).made_again_s.tolist() == pytest.approx(again_s)
 
 

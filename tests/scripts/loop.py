@@ -1,10 +1,11 @@
 """Training loops of their own, in a process in which importing DeepSpeed raises.
 
-    python tests/scripts/loop.py gradients|rooms|ranks DIRECTORY
+    python tests/scripts/loop.py gradients|rooms|ranks|refused DIRECTORY
 
 gradients: one loop with a model for each placement. rooms: one loop after the other, each with a key more. ranks: a
 rank of two. Prints for each loop its name, EQUAL where the gradients of all steps are bit for bit those of the same
 loop without an offloader, else DIFFERENT, and the rooms of ds_tba that were imported so far.
+refused: a rank of two, of which the second names a device that nobody serves. Prints the error of each.
 """
 
 from __future__ import annotations
@@ -119,9 +120,20 @@ def each_rank(directory: str) -> None:
     distributed.destroy_process_group()
 
 
+def each_refused_rank(directory: str) -> None:
+    distributed.init_process_group("gloo")
+    own = {"device": "meta"} if distributed.get_rank() == 1 else {}
+    try:
+        ds_tba.Offloader(Model(), **keys_of(directory, "nvme"), **own)
+    except ds_tba.DsTbaError as error:
+        sys.stdout.write(f"refused {type(error).__name__} {error}\n")
+    distributed.destroy_process_group()
+
+
 def main(what: str, directory: str) -> int:
     torch.set_num_threads(1)
-    {"gradients": each_placement, "rooms": each_room, "ranks": each_rank}[what](directory)
+    loops = {"gradients": each_placement, "rooms": each_room, "ranks": each_rank, "refused": each_refused_rank}
+    loops[what](directory)
     return 0
 
 

@@ -94,6 +94,10 @@ def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory
     nvme = make_store(staging_bytes=4 * MIB, swap_file_bytes=6 * MIB)
     assert nvme.put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
     assert store_is_empty(nvme)
+    assert (nvme.stats.offloaded_bytes, nvme.stats.cancelled_bytes) == (0, 0)  # no part of what is refused counts
+    data = noise(5 * MIB)
+    ticket = put(nvme, data.clone())
+    assert torch.equal(nvme.get(ticket, CPU).data, data) and nvme.stats.offloaded_bytes == 5 * MIB
 
 
 def test_a_copy_that_fails_gives_the_pieces_back(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.codec import BloscCodec
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, measure_drives
+from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, DriveProbe, measure_drives
 from ds_tba.storage.staging import SpanAllocator
 
 MIB = 1 << 20
@@ -183,7 +183,7 @@ def test_it_works_with_every_backend_and_what_was_stored_before_is_left_alone(
     wait_for_writes(store)
     measure_drives(store.space, store.io)
     assert torch.equal(store.get(ticket, torch.device("cpu")).data, data)  # type: ignore[arg-type]
-    (found,) = Rates(store, CpuAccelerator(), MIB).resources().paths
+    (found,) = Rates(DriveProbe(store.space, store.io), CpuAccelerator(), MIB).resources().paths
     assert 0 < found.write_beside_read_bytes_per_s <= found.write_bytes_per_s
     assert 0 < found.read_beside_write_bytes_per_s <= found.read_bytes_per_s
 

@@ -14,15 +14,18 @@ from ds_tba.config import BLOCK, parse_block
 from ds_tba.device.accelerator import adapted
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
+from ds_tba.plan.plan import Planner
 
 
-def offloader_of(directory: Path, model: nn.Module, **block: Any) -> ActivationOffloader:
+def offloader_of(
+    directory: Path, model: nn.Module, planner: Planner | None = None, **block: Any
+) -> ActivationOffloader:
     """One that watches the model, of a block as it stands in a ``ds_config.json``."""
     io = {"backend": "posix", "staging_bytes": 16 << 20}
     parsed = parse_block({BLOCK: {"enabled": True, "nvme_path": str(directory), "io": io, **block}})
     assert parsed is not None
     offloader = ActivationOffloader(*parsed, adapted(get_accelerator()))
-    offloader.watch(model, Alone())
+    offloader.watch(model, Alone(), planner)
     return offloader
 
 

@@ -138,7 +138,6 @@ def traces(draw: st.DrawFn, most_storages: int = 7, most_blocks: int = 3, least_
         end_s,
         draw(tick) * TICK_S,
         draw(st.integers(1, 2)),
-        draw(st.sampled_from([1.0, 0.5, 2.0])),
     )
 
 
@@ -178,7 +177,6 @@ def read(text: str) -> Trace:
         data["end_s"],
         data["rest_s"],
         data["micro_steps"],
-        data["recompute_factor"],
         tuple(data["forwards"]),
     )
 

@@ -45,7 +45,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import Keeper, nbytes_of
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import ModelError
+from ds_tba.errors import ConfigError, ModelError
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
@@ -55,7 +55,7 @@ from ds_tba.remat import recipe as recipes
 from ds_tba.remat import sites
 from ds_tba.remat.rules import is_supported
 from ds_tba.remat.store import RematStore
-from ds_tba.remat.where import RunningModule
+from ds_tba.remat.where import ChosenModules, RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
 
@@ -106,7 +106,7 @@ def dry_run(
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind, runs_on) as attention:
-            recorder, meter = _micro_step(subject, blocks, training.autocast, cache, clock)
+            recorder, meter = _micro_step(subject, blocks, training, cache, clock)
     except ModelError:
         raise
     except (Exception, SystemExit) as error:  # the user's model may raise anything
@@ -155,12 +155,16 @@ def dry_run(
 
 
 def _micro_step(
-    subject: Subject, blocks: Sequence[Block], autocast: torch.dtype | None, cache: TensorCache, clock: OpClock
+    subject: Subject, blocks: Sequence[Block], training: Training, cache: TensorCache, clock: OpClock
 ) -> tuple[Recorder, PeakMeter]:
     """Run one forward and one backward."""
-    model = subject.model
-    paths = {id(module): path for path, module in model.named_modules()}
-    recorder = Recorder(Scene(cache, clock, RunningModule(paths)))
+    model, autocast = subject.model, training.autocast
+    running = RunningModule({id(module): path for path, module in model.named_modules()})
+    chosen = ChosenModules(running, training.offload.patterns)
+    for problem in chosen.watch(model).values():
+        raise ConfigError(f"{problem}.")
+    cache.exclude(chosen)
+    recorder = Recorder(Scene(cache, clock, running))
     for module in model.modules():
         mark_owned(module)
     mark_inputs(subject.inputs)
@@ -172,7 +176,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, Passes(recorder), may_recompute=False).watching(),
+            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).watching(),
             casting,
         ):
             output = subject.forward()
@@ -199,11 +203,12 @@ def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans
 class Passes:
     """Tells a recorder of the passes through blocks."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, chosen: ChosenModules) -> None:
         self._recorder = recorder
+        self._chosen = chosen
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
-        self._recorder.enter(block.path, inputs, is_recomputable=True)
+        self._recorder.enter(block.path, inputs, is_recomputable=not self._chosen.excludes_part_of(block.module))
 
     def leave(self, _block: Block) -> None:
         self._recorder.leave()

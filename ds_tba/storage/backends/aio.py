@@ -286,7 +286,7 @@ _CHILD = "import ctypes, sys\nfor n in sys.argv[1:]: ctypes.CDLL(None).syscall(i
 
 
 def kernel_obstacle(config: AioConfig, handles: int, directories: Sequence[Path] = ()) -> str | None:
-    """What the op would run into in the kernel, with the repair; None if there is nothing.
+    """Return what the op would run into in the kernel, with the repair; None if there is nothing.
 
     Args:
         directories: where swap files will be; an empty file is made in each for a moment.
