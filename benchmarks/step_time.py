@@ -1,14 +1,17 @@
 """Step time and peak memory of the example's model: keep, and other ways to train it, as ratios to keep.
 
     python benchmarks/step_time.py [--rounds 5] [--steps 4] [--width 512 --depth 8 --sequence 512 --batch 8]
+    python benchmarks/step_time.py --bf16 --drive_mbps 300 --variants nvme lz4 zstd
 
 ``keep`` has no block, ``nvme`` and ``rematerialize`` have ours (the latter without a drive), ``recompute`` is
-torch.utils.checkpoint, ``save_on_cpu`` PyTorch's hooks. Every measurement is a process of its own; the variants take
-turns, in a new random order each round, because machines are noisy; processor time is less so. Reported are medians
-over the rounds of each process's median step time and of its peak memory, divided by keep's of the same round. Peak
-memory is what the accelerator reports, or on a CPU-only machine the process's resident bytes (staging included);
-"activations" is that peak less what the keep process holds between two steps. "Saved tensors" are those in device
-memory, as the block counts them.
+torch.utils.checkpoint, ``save_on_cpu`` PyTorch's hooks. ``lz4`` and ``zstd`` are ``nvme`` with ``io.compression``; with
+``--drive_mbps`` the lanes of these three sleep for as long as a drive of that rate each way would have taken.
+
+Every measurement is a process of its own; the variants take turns, in a new random order each round, because machines
+are noisy; processor time is less so. Reported are medians over the rounds of each process's median step time and of its
+peak memory, divided by keep's of the same round. Peak memory is what the accelerator reports, or on a CPU-only machine
+the process's resident bytes (staging included); "activations" is that peak less what the keep process holds between two
+steps. "Saved tensors" are those in device memory, as the block counts them. What the drive was written is of all steps.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from alternating import add_process_options, has_answered, in_a_process, rounds_of
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 VARIANTS = ("keep", "nvme", "rematerialize", "recompute", "save_on_cpu")
+CODECS = ("lz4", "zstd")
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}}
 
 
@@ -45,15 +50,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "bf16": {"enabled": options.bf16},
         "zero_optimization": {"stage": options.zero},
     }
-    if options.variant == "nvme":
-        io = {"backend": options.backend, "staging_bytes": options.staging_mib << 20}
+    if options.variant in ("nvme", *CODECS):
+        codec = options.variant if options.variant in CODECS else None
+        io = {"backend": options.backend, "staging_bytes": options.staging_mib << 20, "compression": codec}
         config["activation_nvme_offload"] = {"enabled": True, "nvme_path": options.nvme_path, "io": io}
         config["activation_nvme_offload"]["placement"] = options.placement
     if options.variant == "rematerialize":
         config["activation_nvme_offload"] = {"enabled": True, "placement": "keep"}
     torch.manual_seed(1)
     model = GPT(options.width, options.depth, options.sequence, recompute=options.variant == "recompute")
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    with throttled(options.drive_mbps):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if options.variant == "save_on_cpu":
         forward = engine.module.forward
 
@@ -91,6 +98,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def throttled(drive_mbps: float | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which an engine opens a drive of that rate."""
+    if drive_mbps is None:
+        return contextlib.nullcontext()
+    from curves.throttled import ThrottledBackend
+
+    from ds_tba.storage.backends.select import Selection
+
+    drive = ThrottledBackend()
+    drive.throttle(drive_mbps * 1e6, drive_mbps * 1e6)
+    return mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
+
+
 def resident_bytes() -> int:
     """Return the bytes held now, between two steps."""
     from deepspeed.accelerator import get_accelerator
@@ -101,9 +121,9 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def ratios(rounds: list[dict[str, dict[str, Any]]], variant: str, value: Any) -> str:
-    """Return the median of the per-round ratios to keep, with their range."""
-    found = [value(one[variant]) / value(one["keep"]) for one in rounds]
+def ratios(rounds: list[dict[str, dict[str, Any]]], variant: str, value: Any, to: str = "keep") -> str:
+    """Return the median of the per-round ratios to another variant, with their range."""
+    found = [value(one[variant]) / value(one[to]) for one in rounds]
     return f"{statistics.median(found):.3f} [{min(found):.2f}-{max(found):.2f}]"
 
 
@@ -127,6 +147,20 @@ def table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[
     return lines
 
 
+def drive_table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[str]:
+    """Return the Markdown table of what the drive was written; empty where nothing was."""
+    lines = ["| variant | step / nvme | written to the drive, GB | of | left |", "|---|---|---|---|---|"]
+    for variant in variants:
+        reports = [one[variant]["report"] for one in rounds if one[variant]["report"]]
+        written_bytes = statistics.median(one["written_bytes"] for one in reports) if reports else 0
+        if written_bytes:
+            before_bytes = statistics.median(one["uncompressed_bytes"] or one["written_bytes"] for one in reports)
+            step = ratios(rounds, variant, lambda r: r["step_s"], to="nvme") if "nvme" in variants else ""
+            figures = f"{written_bytes / 1e9:.3f} | {before_bytes / 1e9:.3f} | {written_bytes / before_bytes:.3f}"
+            lines.append(f"| {variant} | {step} | {figures} |")
+    return lines if len(lines) > 2 else []
+
+
 def saved(found: dict[str, Any]) -> str:
     """Return the peak of saved tensors in device memory, and the peak that it would be without us."""
     with_it, without = found.get("saved_peak_bytes", (0, 0))
@@ -148,9 +182,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--placement", default="nvme", help="adaptive has no plan before its 4th step")
     parser.add_argument("--staging_mib", type=int, default=48)
     parser.add_argument("--nvme_path", default=".")
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument("--drive_mbps", type=float, help="MB/s each way of a slower drive than the one that is there")
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=(*VARIANTS, *CODECS))
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
-    add_process_options(parser, VARIANTS)
+    add_process_options(parser, (*VARIANTS, *CODECS))
     return parser.parse_args(argv)
 
 
@@ -166,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
             rounds.append(found)
             steps = {variant: round(found[variant]["step_s"], 3) for variant in variants}
             print(f"round {len(rounds)} of {options.rounds}, step s: {steps}", flush=True)
-    print("\n".join(table(rounds, variants)))
+    print("\n".join([*table(rounds, variants), "", *drive_table(rounds, variants)]))
     equal = all(one[variant]["losses"] == one["keep"]["losses"] for one in rounds for variant in variants)
     print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")
     if options.json:

@@ -65,6 +65,8 @@ DsConfig: TypeAlias = Mapping[str, Any]
 PlacementMode = Literal["adaptive", "nvme", "host", "keep"]
 BackendName = Literal["aio", "gds", "kvikio", "posix"]
 Integrity = Literal["off", "sampled", "full"]
+Compression = Literal["lz4", "zstd"]
+CODEC_PACKAGE = "blosc2"
 
 
 class Placement(IntEnum):
@@ -151,7 +153,7 @@ class IoConfig(Block):
 
     ``staging_bytes``: :func:`with_staging` derives it from null. ``integrity``: ``sampled`` finds I/O blocks that were
     lost, cut short at either end, or are stale throughout. Only ``full`` finds a hole inside of a block, which a kernel
-    or a drive that splits requests may leave.
+    or a drive that splits requests may leave. ``compression``: without loss, in the lanes.
     """
 
     backend: BackendName | None = None
@@ -160,6 +162,7 @@ class IoConfig(Block):
     staging_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     swap_file_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     integrity: Integrity = "sampled"
+    compression: Compression | None = None
 
     @property
     def ring_bytes(self) -> int:
@@ -307,6 +310,11 @@ class OffloadConfig(Block):
                 f"io.swap_file_bytes {io.swap_file_bytes} is below min_tensor_bytes {least}, so the swap file could "
                 "hold no tensor; raise io.swap_file_bytes to what one step saves, or leave it out: the free space is "
                 "the limit then"
+            )
+        if io.backend == "gds" and io.compression is not None:
+            yield (
+                f'io.compression is "{io.compression}", which works in host memory, and io.backend "gds" moves bytes '
+                "straight from device memory; leave io.compression out, or name another backend"
             )
         if self.uses_nvme and least > io.ring_bytes:
             yield (

@@ -221,9 +221,12 @@ class ActivationOffloader:
         from ds_tba.storage.probe import DriveProbe
 
         accelerator, nvme = self._accelerator, self._tiers.nvme
-        drives = None if nvme is None else DriveProbe(nvme.space, nvme.integrity)
+        drives = None if nvme is None else DriveProbe(nvme.space, nvme.io)
         rates = Rates(drives, accelerator, self.config.io.ring_bytes)
         _measure_together(rates, everyone)
+        advice = "" if drives is None else drives.advice()
+        if advice and self._writer.rank == 0:
+            logger.warning("%s", advice)
         self._reporter.note_measured()
         memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.

@@ -80,6 +80,7 @@ class OffloadReport:
     paths: list[str] = told("the directories of `nvme_path`", "paths")
     placement: str = told("as the block has it", "placement")
     integrity: str = told("as `io.integrity` has it")
+    compression: str | None = told("as `io.compression` has it", "compression", None)
     steps: int = told("steps of the optimizer", "steps")
     micro_steps: int = told("forwards with their backward", "micro-steps")
     packed_tensors: int = told("tensors that autograd saved, parameters included")
@@ -99,6 +100,8 @@ class OffloadReport:
 
     offloaded_bytes: int = told("storages handed to the store, each once", "offloaded")
     written_bytes: int = told("written to the drives, padded to the alignment", "written")
+    uncompressed_bytes: int = told("what `written_bytes` were before `io.compression`", "  before compression", 0)
+    compression_ratio: float = told("`written_bytes` over `uncompressed_bytes`", "  ratio", 0.0)
     read_bytes: int = told("read from the drives, padded to the alignment", "read")
     forwarded_bytes: int = told("handed over before their write had finished", "forwarded from memory")
     cancelled_bytes: int = told("offloaded, but loaded or dropped before their write began")
@@ -137,7 +140,11 @@ class OffloadReport:
     write_bytes_per_s: float = told("of all drives, recently, while they were busy", "rate of writes")
     read_bytes_per_s: float = told("of all drives, recently, while they were busy", "rate of reads")
     swap_file_bytes: int = told("largest size of the file that activations are written to")
-    bandwidth: list[dict[str, Any]] = told("written bytes and recent rates of each path, as measured", factory=list)
+    bandwidth: list[dict[str, Any]] = told(
+        "recent rates of each path, as measured, in bytes before compression; the `tensor_bytes` that were written "
+        "there, and the `stored_bytes` that they came to",
+        factory=list,
+    )
     bandwidth_at_start: list[dict[str, Any]] = told(
         "the same, as first measured for plans; empty where it was not", factory=list
     )

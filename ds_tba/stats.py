@@ -169,6 +169,7 @@ class KindMeter:
         alone, concurrent: the rate without and with transfers of the other kind; one that ran partly with them counts
             for both, in the proportion of the times.
         moved_bytes: of transfers that succeeded.
+        drive_bytes: the same as the drive counts them, which a codec makes fewer.
         busy_s, concurrent_s: in which one was under way, and of that beside the other kind.
         charged_s: the share of ``busy_s`` that each of them is charged.
     """
@@ -177,9 +178,17 @@ class KindMeter:
         self.recent = RecentRate(STEADY_BYTES)
         self.alone = RecentRate(QUICK_BYTES)
         self.concurrent = RecentRate(QUICK_BYTES)
-        self.moved_bytes = self.active = 0
+        self.moved_bytes = self.drive_bytes = self.active = 0
         self.busy_s = self.charged_s = self.concurrent_s = 0.0
         self._lanes = lanes
+
+    def forget_rates(self) -> None:
+        """Measure anew: from here on a byte takes another time."""
+        self.recent, self.alone, self.concurrent = (
+            RecentRate(STEADY_BYTES),
+            RecentRate(QUICK_BYTES),
+            RecentRate(QUICK_BYTES),
+        )
 
     def charge(self, passed_s: float, *, is_concurrent: bool) -> None:
         """Charge ``passed_s`` to the transfers under way."""
@@ -234,17 +243,22 @@ class PathMeter:
         one.active += 1
         return Transfer(kind, nbytes, one.busy_s, one.charged_s, one.concurrent_s, self._now_s)
 
-    def stop(self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True) -> None:
+    def stop(
+        self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True, drive_bytes: int | None = None
+    ) -> None:
         """Record that a transfer ends.
 
         Args:
             moved: whether it succeeded.
+            drive_bytes: those that the drive moved for it; None for all.
             is_typical: whether its time shows the rate of the path.
         """
         self._charge()
         one = self.of(transfer.kind)
         one.active -= 1
-        one.moved_bytes += transfer.nbytes if moved else 0
+        if moved:
+            one.moved_bytes += transfer.nbytes
+            one.drive_bytes += transfer.nbytes if drive_bytes is None else drive_bytes
         listener, kind = self._listener, transfer.kind.value  # read once: a step may end meanwhile, and take it away
         if listener is not None:
             listener.span(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)

@@ -28,6 +28,7 @@ from ds_tba.core.tensors import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import StagingRing
@@ -150,6 +151,7 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
         integrity: str = "sampled",
         paths: int = 1,
         accelerator: CpuAccelerator | None = None,
+        codec: Codec | None = None,
     ) -> NvmeStore:
         backend = backend or PosixBackend()
         files, number = [], next(directories)
@@ -157,15 +159,16 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
             directory = tmp_path / f"nvme{number}.{index}"
             directory.mkdir()
             files.append(SwapFile(directory, swap_file_bytes))
-        ring = StagingRing(accelerator or CpuAccelerator(), backend, staging_bytes)
+        buffers = 0 if codec is None else lanes.of(paths)
+        ring = StagingRing(accelerator or CpuAccelerator(), backend, staging_bytes, buffers)
         try:
-            store = NvmeStore(files, backend, ring, lanes, integrity)
+            store = NvmeStore(files, backend, ring, lanes, integrity, codec)
         except BaseException:
             ring.close()
             raise
         try:
             if paths > 1:
-                measure_drives(store.space, store.integrity)
+                measure_drives(store.space, store.io)
         except BaseException:
             store.close()
             raise

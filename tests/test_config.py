@@ -48,6 +48,7 @@ def test_defaults_are_those_of_the_design() -> None:
             "staging_bytes": None,
             "swap_file_bytes": None,
             "integrity": "sampled",
+            "compression": None,
         },
         "ssd": {"rated_endurance_tbw": None, "min_life_days": None},
         "report": {"path": None, "trace_path": None, "timeline_path": None, "every_steps": 0},
@@ -169,7 +170,7 @@ ODD: list[tuple[str, list[Any]]] = [
     ("host_budget_bytes", [*NOT_NUMBERS, -1, 2.5]),
     *((key, [*NOT_NUMBERS, -1]) for key in ("ssd.rated_endurance_tbw", "max_step_overhead", "io.staging_bytes")),
     *((key, [1, "true", None, [], {}]) for key in ("enabled", "recompute")),
-    *((key, [3, True, [], {}, "zzz"]) for key in ("placement", "io.backend", "io.integrity")),
+    *((key, [3, True, [], {}, "zzz"]) for key in ("placement", "io.backend", "io.integrity", "io.compression")),
     *((key, [3, True, [], {}, ""]) for key in ("report.path", "report.trace_path", "nvme_path")),
 ]
 FOREIGN = (

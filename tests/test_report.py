@@ -7,6 +7,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from support.offloaders import make, step
 
 from ds_tba import report as report_module
 from ds_tba.cli import main
-from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
@@ -47,6 +48,39 @@ def test_the_contract_and_the_sums(tmp_path: Path) -> None:
     assert report["read_bytes"] + report["forwarded_bytes"] == report["offloaded_bytes"]
     assert report["deduplicated_bytes"] == 3 * 512 * 512 * 4
     assert 0 < report["peak_staging_bytes"] <= 8 << 20
+
+
+@pytest.mark.parametrize("codec", get_args(Compression))
+def test_what_compression_leaves_is_told_and_is_the_wear(tmp_path: Path, codec: str) -> None:
+    """Beside a store that another path holds, in fields that a report without compression leaves at zero."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    io = {"backend": "posix", "staging_bytes": 8 << 20, "compression": codec}
+    offloader = make(tmp_path, nvme_path=paths, rematerialize=False, io=io)
+    step(offloader, written_first=True)
+    offloader.close()
+    report = offloader.report()
+    assert (report.compression, report.integrity) == (codec, "sampled")
+    assert 0 < report.written_bytes < report.uncompressed_bytes == report.offloaded_bytes
+    assert report.compression_ratio == pytest.approx(report.written_bytes / report.uncompressed_bytes, abs=1e-4)
+    assert sum(one["stored_bytes"] for one in report.bandwidth) == report.written_bytes
+    assert sum(one["tensor_bytes"] for one in report.bandwidth) == report.uncompressed_bytes
+    trials = sum(one["trial_bytes"] for one in report.bandwidth)
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + trials
+    assert {"compression", "  before compression", "  ratio"} <= {name for name, _ in report.rows()}
+    assert f"compression {codec}" in offloader.start_details()
+
+
+def test_without_compression_nothing_of_it_is_told(tmp_path: Path) -> None:
+    offloader = make(tmp_path)
+    step(offloader, written_first=True)
+    offloader.close()
+    report = offloader.report()
+    assert (report.compression, report.uncompressed_bytes, report.compression_ratio) == (None, 0, 0.0)
+    assert not {"compression", "  before compression", "  ratio"} & {name for name, _ in report.rows()}
+    (path,) = report.bandwidth
+    assert path["tensor_bytes"] == path["stored_bytes"] == report.written_bytes
 
 
 def test_keep_measures_only() -> None:

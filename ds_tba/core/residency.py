@@ -362,7 +362,7 @@ class Residency:
         reason = choice.reason
         for store in choice.stores:
             started_s = time.perf_counter()
-            taken = store.put(storage_bytes(tensor), wait=choice.wait)
+            taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
             self._stats.moving_s += time.perf_counter() - started_s
             if isinstance(taken, Ticket):
                 self.give(record, taken, tensor)

@@ -28,6 +28,7 @@ class Limits:
             budget that fits with more only is kept all the same.
         endurance_tbw: terabytes that the drives still take, as one rank's share; bounds nothing, tells how long they
             last.
+        stored_share: bytes that a drive is written for a byte of storages; below 1 with compression.
     """
 
     max_step_overhead: float = 0.02
@@ -38,6 +39,7 @@ class Limits:
     rematerialize: bool = True
     movable_share: float = 1.0
     endurance_tbw: float | None = None
+    stored_share: float = 1.0
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:

@@ -125,14 +125,14 @@ class PlanInForce:
     @property
     def asked_life_days(self) -> float:
         """Return ``ssd.min_life_days``, by the limit of wear of the most worn drives of any rank."""
-        daily_bytes = self.limits.write_limit_bytes_per_step * DAY_S / self.trace.step_s
+        daily_bytes = self.limits.stored_share * self.limits.write_limit_bytes_per_step * DAY_S / self.trace.step_s
         return life_days(self.limits.endurance_tbw, daily_bytes) or 0.0
 
     @property
     def daily_bytes(self) -> float:
-        """Return the bytes written in a day of such steps."""
+        """Return the bytes that the drives are written in a day of such steps."""
         cost = self.plan.prediction
-        return cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
+        return self.limits.stored_share * cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
 
     def describe(self, reason: str) -> str:
         """Describe the plan in one line.

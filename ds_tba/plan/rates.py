@@ -35,6 +35,9 @@ class DriveMeter(Protocol):
     def measure(self) -> None:
         """Have the lanes find their rates; blocks for a moment."""
 
+    def measure_plain(self) -> None:
+        """Measure them once without what else the lanes do, if they do more than to move bytes."""
+
     def rates(self) -> list[tuple[float, float, float, float]]:
         """Return, for each path that works, the rates of :class:`PathRates` as they are now."""
         ...
@@ -77,8 +80,10 @@ class Rates:
         Raises:
             PathError: a write or a read failed.
         """
-        started_s, cpu_s = time.monotonic(), time.process_time()
+        started_s = time.monotonic()
         if self._drives is not None:
+            self._drives.measure_plain()
+            cpu_s = time.process_time()
             before_bytes = self._drives.moved_bytes()
             self._drives.measure()
             moved_bytes = self._drives.moved_bytes() - before_bytes
@@ -128,6 +133,10 @@ class Places(Protocol):
         """Return the terabytes that the drives still take."""
         ...
 
+    def stored_share(self) -> float:
+        """Return the bytes that drives were written for a byte of storages."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -148,11 +157,12 @@ class Machine:
 
     def limits(self, step_s: float) -> Limits:
         """Return the limits of the cost of a plan for a step that takes so many seconds."""
-        left_tbw = self.tiers.left_tbw()
-        write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s)
+        left_tbw, stored_share = self.tiers.left_tbw(), self.tiers.stored_share()
+        # In bytes of storages, as plans count.
+        write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s) / stored_share
         host_bytes = self.tiers.host.capacity_bytes() if self.tiers.host is not None else 0
         found = Limits.of(self.config, write_limit)
-        return replace(found, endurance_tbw=left_tbw, host_budget_bytes=host_bytes)
+        return replace(found, endurance_tbw=left_tbw, stored_share=stored_share, host_budget_bytes=host_bytes)
 
     def resources(self) -> Resources:
         """Return the rates of now."""

@@ -135,7 +135,7 @@ class RematStore(TensorStore[RecipeTicket]):
         origin = Makeable(recipe.site, recipe.depth, recipe.sources)
         return origin, self._proven(tensor, recipe) if is_wanted else None
 
-    def put(self, data: torch.Tensor, *, wait: bool) -> RecipeTicket | Refusal:
+    def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> RecipeTicket | Refusal:
         raise StateError("bytes do not tell what they are made of; this is a bug in ds_tba")
 
     def _proven(self, tensor: torch.Tensor, recipe: Recipe) -> RecipeTicket | None:

@@ -113,12 +113,13 @@ class Store(ABC, Generic[OwnTicket]):
     keeps_bytes: ClassVar[bool] = True
 
     @abstractmethod
-    def put(self, data: torch.Tensor, *, wait: bool) -> OwnTicket | Refusal:
+    def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> OwnTicket | Refusal:
         """Take a storage; its device memory may be reused once the producing stream has passed this point.
 
         Args:
             data: the whole storage (uint8, 1-D, on the device).
             wait: wait for room in staging while writes are draining, instead of refusing.
+            item_bytes: length of an element, for a store that compresses.
         """
 
     @abstractmethod

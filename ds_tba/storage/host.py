@@ -150,7 +150,7 @@ class HostStore(Store[HostTicket]):
         self._held_after_close: list[Segment] = []  # copies in still read them
         self._closed = False
 
-    def put(self, data: torch.Tensor, *, wait: bool) -> HostTicket | Refusal:
+    def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> HostTicket | Refusal:
         with self._deferred, self._deferred.lock:
             self._settle()
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))

@@ -26,6 +26,7 @@ from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Loaded, Refusal, Store
+from ds_tba.storage.codec import BlockIo, Codec
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.path import (
     AT_HAND,
@@ -61,6 +62,10 @@ class Lanes:
     write: int
     read: int
 
+    def of(self, paths: int) -> int:
+        """Return the number of lanes of so many paths."""
+        return paths * (self.write + self.read)
+
 
 class NvmeStore(Store[SwapTicket]):
     """Storages on NVMe.
@@ -71,11 +76,12 @@ class NvmeStore(Store[SwapTicket]):
         ring: staging; closed with the store.
         lanes: threads per file.
         integrity: checksum mode.
+        codec: compresses in the lanes, for each of which the ring has a buffer.
         is_last: whether what finds no room stays in device memory; else host memory takes it.
 
     Attributes:
         part_bytes: the length of all parts of a storage but the last.
-        integrity: takes and compares the checksums.
+        io: moves the bytes of parts.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class NvmeStore(Store[SwapTicket]):
         ring: StagingRing,
         lanes: Lanes,
         integrity: str,
+        codec: Codec | None = None,
         *,
         is_last: bool = True,
     ) -> None:
@@ -92,8 +99,8 @@ class NvmeStore(Store[SwapTicket]):
         self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
         self.space = SwapSpace(self.paths, ring)
         self.stats = self.space.stats
-        self.integrity = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
-        self._transfers = Transfers(self.space, self.integrity)
+        self.io = BlockIo(Integrity(integrity, backend.blocks, on_device=backend.stages_on_device), ring, codec)
+        self._transfers = Transfers(self.space, self.io)
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
         self._backend, self._lanes, self._is_last = backend, lanes, is_last
@@ -101,13 +108,13 @@ class NvmeStore(Store[SwapTicket]):
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
-    def put(self, data: torch.Tensor, *, wait: bool) -> SwapTicket | Refusal:
+    def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> SwapTicket | Refusal:
         spans = spans_of(data.numel(), self.part_bytes)
         if len(spans) > 1 and not wait:
             refusal = self._lacks_room(data.numel())
             if refusal is not None:
                 return refusal
-        ticket = SwapTicket(data.numel(), self, data.device)
+        ticket = SwapTicket(data.numel(), self, data.device, item_bytes)
         try:
             for start, nbytes in spans:
                 refusal = self._put_part(ticket, data[start : start + nbytes], start, wait)
@@ -352,6 +359,7 @@ class NvmeStore(Store[SwapTicket]):
                 for group, count in ((path.writes, lanes.write), (path.reads, lanes.read)):
                     for _ in range(count):
                         group.handles.append(self._backend.open_handle(path.file.fd))
+            self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
             for index, path in enumerate(self.paths):
                 path.writes.start(f"ds_tba-write-{index}", ring.accelerator)
                 path.reads.start(f"ds_tba-read-{index}", ring.accelerator)

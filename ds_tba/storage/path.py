@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -179,6 +179,7 @@ class SwapPath:
         self.reads = LaneGroup()
         self.meter = PathMeter(write_lanes, read_lanes)
         self.probe_bytes = 0  # written to measure the path
+        self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
         self.full = False
         self._is_limit_said = False
@@ -199,7 +200,7 @@ class SwapPath:
     @property
     def written_bytes(self) -> int:
         """The bytes that this process had the drive write, which count as wear."""
-        return self.meter.writes.moved_bytes + self.file.zeroed_bytes
+        return self.meter.writes.drive_bytes + self.file.zeroed_bytes
 
     def busy_s(self, more_bytes: int) -> float:
         """Return the seconds to write and read back the bytes that the path holds, and ``more_bytes``.
@@ -220,6 +221,8 @@ class SwapPath:
             "read_alone_bytes_per_s": reads.alone.bytes_per_s,
             "write_beside_read_bytes_per_s": writes.concurrent.bytes_per_s,
             "read_beside_write_bytes_per_s": reads.concurrent.bytes_per_s,
+            "tensor_bytes": self.tensor_bytes,
+            "stored_bytes": self.stored_bytes,
             "trial_bytes": self.probe_bytes,
             "failure": self.failure,
         }
@@ -312,6 +315,28 @@ AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})
 GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
 
 
+class Block(NamedTuple):
+    """Bytes of a part that are one transfer.
+
+    Attributes:
+        start, nbytes: the place of the bytes in the part.
+        offset, stored_bytes: the place in the file of what is stored for them.
+        packed_bytes: length of what a codec made of them; 0 where they are stored as they are.
+        checksums: of what is stored.
+    """
+
+    start: int
+    nbytes: int
+    offset: int
+    stored_bytes: int
+    packed_bytes: int = 0
+    checksums: tuple[int, ...] = ()
+
+    def within(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the place of the bytes in the memory of their part."""
+        return part if self.nbytes == part.numel() else part[self.start : self.start + self.nbytes]
+
+
 class Part(StateMachine):
     """One part of a storage. Changed by its store only, under the store's lock.
 
@@ -322,6 +347,7 @@ class Part(StateMachine):
 
     Attributes:
         start: offset of its bytes in the storage.
+        blocks: the places in the file of what is stored, once it is written.
         copies: copies into the slot; with ``uses``, events of copies out of it: the slot is free after both.
         reader: the task that reads it, while READING: there may be several for one part.
         arrival: the copy into its place on the device, which may be under way.
@@ -330,7 +356,7 @@ class Part(StateMachine):
     """
 
     __slots__ = (
-        "arrival", "checksums", "copies", "error", "extent", "host", "nbytes", "path", "reader", "slot", "start",
+        "arrival", "blocks", "copies", "error", "extent", "host", "nbytes", "path", "reader", "slot", "start",
         "state", "uses",
     )  # fmt: skip
 
@@ -355,13 +381,18 @@ class Part(StateMachine):
         self.extent = extent
         self.slot: Span | None = slot
         self.state = PartState.QUEUED
-        self.checksums: tuple[int, ...] = ()
+        self.blocks: tuple[Block, ...] = ()
         self.copies: list[PendingCopy] = []
         self.uses: list[Event | None] = []
         self.reader: object = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes that the drive has of it."""
+        return sum(block.stored_bytes for block in self.blocks)
 
     @property
     def held_slot(self) -> Span:
@@ -383,14 +414,16 @@ class SwapTicket(Ticket):
         parts: the parts, in the order of their bytes.
         destination: device memory for the whole storage, from when it is wanted until it is handed over.
         is_loading: a thread is handing it over.
+        item_bytes: length of an element.
         is_taken: all of its parts found room, so that it counts as offloaded.
     """
 
-    __slots__ = ("destination", "device", "is_loading", "is_taken", "parts")
+    __slots__ = ("destination", "device", "is_loading", "is_taken", "item_bytes", "parts")
 
-    def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device) -> None:
+    def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device, item_bytes: int) -> None:
         super().__init__(nbytes, store)
         self.device = device
+        self.item_bytes = item_bytes
         self.parts: list[Part] = []
         self.destination: Destination | None = None
         self.is_loading = self.is_taken = False

@@ -4,7 +4,9 @@
 a path with all its lanes while the other paths work. First the extents are written, which is not measured: a fresh
 extent is written slower, and read without the drive. A request grows while it is done quickly, up to the size of
 storages, so that a slow drive ends in time: at 10 MB/s after about 2 s, of which a drive of some GB/s needs a tenth.
-The bytes written are noise, which no drive can compress. What a drive does under minutes of writes is not seen here.
+The bytes written are noise, which no drive can compress. Where the lanes compress, it is noise of BF16 numbers, of
+which a codec leaves some more than of activations; lanes then read one request again and again, because only what a
+codec has made can be decompressed. What a drive does under minutes of writes is not seen here.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ import torch
 from ds_tba.errors import PathError, TransferError
 from ds_tba.stats import Kind
 from ds_tba.storage.backends.base import IoHandle
-from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.path import LANE_CHECK_S, LaneGroup, SwapPath
+from ds_tba.storage.codec import BlockIo
+from ds_tba.storage.path import LANE_CHECK_S, Block, LaneGroup, SwapPath
 from ds_tba.storage.space import SwapSpace
 from ds_tba.storage.staging import Span
 
@@ -32,30 +34,31 @@ PHASE_S = 0.35
 FIRST_REQUEST_BYTES = 256 << 10
 LARGEST_REQUEST_BYTES = 8 << 20
 QUICK_S = 0.02  # a request that takes less is followed by one of twice its size
+ITEM_BYTES = 2  # BF16
 PHASES = (frozenset({Kind.WRITE}), frozenset({Kind.READ}), frozenset(Kind))
 
 
-def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], float] = time.perf_counter) -> None:
+def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = time.perf_counter) -> None:
     """Have the lanes of all working paths find their rates, in room that is free; blocks for a moment.
 
     A path that has no room for it, as before its file has a size, is left out. The bytes that this writes count as wear
     (``SwapPath.written_bytes``), not in the store's counters, which are about tensors.
 
     Args:
-        integrity: a lane's time with a request has its checksums in it.
+        io: a lane's time with a request has its checksums in it, and its codec.
 
     Raises:
         PathError: a transfer failed; the first bytes of that path's file are not to be relied upon.
     """
-    probe = _Probe(space, integrity, clock)
+    probe = _Probe(space, io, clock)
     lanes: list[_Lane] = []
     with space.lock:
         paths, slots = [path for path in space.paths if path.failure is None], space.ring.slots
         count = sum(len(path.writes.handles) + len(path.reads.handles) for path in paths)
         slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(count, 1))
-        noise = torch.from_numpy(numpy.random.default_rng(0).integers(0, 256, slot_bytes, numpy.uint8))
+        noise = _noise(slot_bytes - slot_bytes % slots.alignment_bytes, are_numbers=io.codec is not None)
         for path in paths:
-            lanes += _lanes_of(path, probe, noise[: slot_bytes - slot_bytes % slots.alignment_bytes])
+            lanes += _lanes_of(path, probe, noise)
     probe.barrier = threading.Barrier(len(lanes) or 1, action=probe.begin_phase)
     probe.left.update(lanes)
     for lane in lanes:
@@ -75,13 +78,46 @@ def measure_drives(space: SwapSpace, integrity: Integrity, clock: Callable[[], f
 class DriveProbe:
     """The drives of a store, as plans ask for them: measured together, and their rates of now."""
 
-    def __init__(self, space: SwapSpace, integrity: Integrity) -> None:
+    def __init__(self, space: SwapSpace, io: BlockIo) -> None:
         self._space = space
-        self._integrity = integrity
+        self._io = io
+        self._plain_bytes_per_s: float | None = None  # of round trips without the codec
 
     def measure(self) -> None:
         """Measure all working paths; see :func:`measure_drives`."""
-        measure_drives(self._space, self._integrity)
+        measure_drives(self._space, self._io)
+
+    def measure_plain(self) -> None:
+        """Measure them once without the codec, if there is one; the rates are unknown after that."""
+        if self._io.codec is None or self._plain_bytes_per_s is not None:
+            return
+        self._forget_rates()  # those with it, which are known where bytes are divided among paths
+        measure_drives(self._space, BlockIo(self._io.integrity, self._space.ring))
+        self._plain_bytes_per_s = self._round_trips()
+        self._forget_rates()
+
+    def advice(self) -> str:
+        """Return what to say about a codec with which the drives are slower than without; empty where they are not."""
+        if self._io.codec is None or self._plain_bytes_per_s is None:
+            return ""
+        found = self._round_trips()
+        if found >= self._plain_bytes_per_s:
+            return ""
+        return (
+            f'io.compression "{self._io.codec.name}" costs more time here than it saves: bytes go out and back at '
+            f"{found / 1e9:.2f} GB/s with it, at {self._plain_bytes_per_s / 1e9:.2f} GB/s without. Leave it out unless "
+            "the drive's life counts for more, or raise io.write_lanes and io.read_lanes: each compresses on a core "
+            "of its own"
+        )
+
+    def _round_trips(self) -> float:
+        return sum(1 / (1 / write + 1 / read) for write, read, *_ in self.rates())
+
+    def _forget_rates(self) -> None:
+        with self._space.lock:
+            for path in self._space.paths:
+                path.meter.writes.forget_rates()
+                path.meter.reads.forget_rates()
 
     def rates(self) -> list[tuple[float, float, float, float]]:
         """Return :meth:`SwapPath.rates` of each path that works."""
@@ -97,9 +133,9 @@ class DriveProbe:
 class _Probe:
     """The state that the lanes of a probe share."""
 
-    def __init__(self, space: SwapSpace, integrity: Integrity, clock: Callable[[], float]) -> None:
+    def __init__(self, space: SwapSpace, io: BlockIo, clock: Callable[[], float]) -> None:
         self.space = space
-        self.integrity = integrity
+        self.io = io
         self.clock = clock
         self.failure: tuple[SwapPath, Exception] | None = None
         self.until_s = 0.0  # the phase that runs ends then, for all lanes
@@ -109,6 +145,13 @@ class _Probe:
 
     def begin_phase(self) -> None:
         self.until_s = self.clock() + PHASE_S
+
+
+def _noise(nbytes: int, *, are_numbers: bool) -> torch.Tensor:
+    chance = numpy.random.default_rng(0)
+    if not are_numbers:
+        return torch.from_numpy(chance.integers(0, 256, nbytes, numpy.uint8))
+    return torch.from_numpy(chance.standard_normal(nbytes // ITEM_BYTES, numpy.float32)).bfloat16().view(torch.uint8)
 
 
 def _lanes_of(path: SwapPath, probe: _Probe, noise: torch.Tensor) -> list[_Lane]:
@@ -149,6 +192,7 @@ class _Lane:
         self._largest_bytes = min(slot.nbytes, extent.nbytes)
         self._request_bytes = min(path.extents.padded(FIRST_REQUEST_BYTES), self._largest_bytes)
         self._written_bytes = 0  # the beginning of the extent that may be read
+        self._blocks: tuple[Block, ...] = ()  # of the last request that was written
         self._is_under_way = False
         self._is_freed = False
 
@@ -199,7 +243,12 @@ class _Lane:
             self._move(handle, Kind.WRITE, self._written_bytes, nbytes, is_typical=False)
             self._written_bytes += nbytes
             if self._probe.clock() >= self._probe.until_s:
-                return
+                break
+        if self._probe.io.codec is not None and self._probe.failure is None:
+            self._request_bytes = self._largest_bytes = self._written_bytes = min(
+                self._request_bytes, self._written_bytes
+            )
+            self._move(handle, Kind.WRITE, 0, self._written_bytes, is_typical=False)
 
     def _repeat(self, handle: IoHandle) -> None:
         """Move what was written of the extent again and again, once at least, until the phase ends."""
@@ -221,17 +270,20 @@ class _Lane:
         started_s, moved, grows = probe.clock(), False, False
         try:
             if kind is Kind.WRITE:
-                probe.integrity.digest(staged)
-                handle.write(staged, offset)
+                self._blocks = probe.io.write(handle, staged, offset, ITEM_BYTES)
+            elif probe.io.codec is not None:
+                for block in self._blocks:
+                    probe.io.read(handle, block, staged)
             else:
                 handle.read(staged, offset)
-                probe.integrity.digest(staged)
+                probe.io.integrity.digest(staged)
             moved = True
             grows = nbytes == self._request_bytes < self._largest_bytes and probe.clock() - started_s < QUICK_S
             if grows:
                 self._request_bytes = min(2 * nbytes, self._largest_bytes)
         finally:
+            drive_bytes = nbytes if probe.io.codec is None else sum(block.stored_bytes for block in self._blocks)
             with probe.space.lock:
-                meter.stop(transfer, moved=moved, is_typical=is_typical and not grows)
-                self.path.probe_bytes += nbytes if moved and kind is Kind.WRITE else 0
+                meter.stop(transfer, moved=moved, is_typical=is_typical and not grows, drive_bytes=drive_bytes)
+                self.path.probe_bytes += drive_bytes if moved and kind is Kind.WRITE else 0
         return not grows

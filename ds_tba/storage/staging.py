@@ -28,6 +28,8 @@ from ds_tba.storage.backends.base import IoBackend
 CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
+BUFFER_BYTES = 4 << 20  # of a lane: a codec gains nothing by more
+BUFFERS_FRACTION = 0.25  # part of staging that lanes' buffers take at most
 LENT_FRACTION = 0.5  # part of staging that may be tensors' memory at once
 
 
@@ -194,24 +196,29 @@ class StagingRing:
 
     Args:
         backend: says whether that is host memory (huge pages, or pinned) or device memory.
+        lanes: how many need a buffer of their own, which are at the end of this memory and in no slot.
 
     Attributes:
         accelerator: as given.
+        buffers: of the lanes, for :meth:`view`.
         zero_copy: whether a slot can be a tensor's memory, so that nothing need be copied. On an asynchronous device it
             cannot, even where staging is on the device: kernels that still use a tensor when its last reference goes
             would run while the slot is overwritten.
         slots: changed under the store's lock.
     """
 
-    def __init__(self, accelerator: Accelerator, backend: IoBackend, staging_bytes: int) -> None:
+    def __init__(self, accelerator: Accelerator, backend: IoBackend, staging_bytes: int, lanes: int = 0) -> None:
         self.accelerator = accelerator
         self._backend = backend
         self._on_device = backend.stages_on_device
         self.zero_copy = accelerator.is_synchronized_device()
         self._is_pinned = not (self.zero_copy or self._on_device)
         self.copies = Copies(accelerator)
-        self.slots = CopySafeAllocator(staging_bytes, backend.alignment_bytes)
-        self._memory: torch.Tensor | None = self._allocate(self.slots.capacity_bytes)
+        buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes) if lanes else 0
+        self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes, backend.alignment_bytes)
+        first = self.slots.capacity_bytes
+        self.buffers = [Span(first + number * buffer_bytes, buffer_bytes) for number in range(lanes)]
+        self._memory: torch.Tensor | None = self._allocate()
         self._closed_memory: torch.Tensor | None = None
         self._loans = self._lent_bytes = 0
         self._streams = threading.local()
@@ -301,7 +308,7 @@ class StagingRing:
 
     def wake(self) -> None:
         """Take the memory again."""
-        self._memory = self._allocate(self.slots.capacity_bytes)
+        self._memory = self._allocate()
 
     def close(self) -> None:
         """Give the memory back, or let the end of the last loan do so. Idempotent."""
@@ -309,7 +316,8 @@ class StagingRing:
             self._closed_memory, self._memory = self._memory, None
             self._free_if_unused()
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def _allocate(self) -> torch.Tensor:
+        nbytes = self.slots.capacity_bytes + sum(buffer.nbytes for buffer in self.buffers)
         if self._is_pinned:
             pinned = self.accelerator.pinned(nbytes).zero_()
             if pinned.data_ptr() % PAGE_BYTES:  # no drive takes it, and a fork would share it
@@ -325,6 +333,12 @@ class StagingRing:
             memory, self._closed_memory = self._closed_memory, None
             if not self._is_pinned:
                 self._backend.free_staging(memory)
+
+
+def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
+    """Return the length of a lane's buffer: all of them together take a part of staging only."""
+    nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // lanes)
+    return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
 
 
 def tensor_over(host: torch.Tensor, nbytes: int) -> torch.Tensor:

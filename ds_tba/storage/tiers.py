@@ -17,6 +17,7 @@ from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.base import AnyStore, Refusal
+from ds_tba.storage.codec import BloscCodec, Codec
 from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapPath
@@ -117,6 +118,7 @@ class Tiers:
             "paths": [str(directory.path) for directory in self.directories],
             "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
             "written_bytes": store.written_bytes,
+            **self._compressed(),
             "read_bytes": store.read_bytes,
             "forwarded_bytes": store.forwarded_bytes,
             "cancelled_bytes": store.cancelled_bytes,
@@ -129,6 +131,12 @@ class Tiers:
             "stall_s": store.stall_s,
             "bandwidth": self.bandwidth(),
         }
+
+    def _compressed(self) -> dict[str, Any]:
+        if self.nvme is None or self.nvme.io.codec is None:
+            return {}
+        tensor_bytes = sum(path.tensor_bytes for path in self.paths)
+        return {"uncompressed_bytes": tensor_bytes, "compression_ratio": round(self.stored_share(), 4)}
 
     def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
         """Return the wear of each path.
@@ -147,6 +155,11 @@ class Tiers:
         """Return the terabytes that all drives together still take, as one rank's share."""
         drives = {drive.device or str(number): drive for number, drive in enumerate(self._drives)}.values()
         return sum(drive.left_tbw(self._config.ssd.rated_endurance_tbw) for drive in drives) / self._ranks_on_node
+
+    def stored_share(self) -> float:
+        """Return the bytes that the drives were written for a byte of storages; 1 without compression."""
+        tensor_bytes = sum(path.tensor_bytes for path in self.paths)
+        return sum(path.stored_bytes for path in self.paths) / tensor_bytes if tensor_bytes else 1.0
 
     def describe(self) -> list[str]:
         """Return parts of the line that says at the start what will run; empty where nothing is offloaded."""
@@ -172,7 +185,8 @@ class Tiers:
         parts = [
             f"saved storages of {config.min_tensor_bytes} bytes and more are moved",
             f"io.staging_bytes {config.io.ring_bytes}",
-            f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}",
+            f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}, "
+            f"compression {config.io.compression or 'none'}",
         ]
         if self.host is not None and not self._host_is_first:
             parts.append(f"tensors refused by NVMe go to {self.host_in_words}")
@@ -246,14 +260,17 @@ class Tiers:
                 _check_direct(file, self.selection)
                 file.reserve_first(min(needed, config.io.ring_bytes))
                 files.append(file)
-            ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes)
-            undo.callback(ring.close)
+            codec = _open_codec(config, self.selection)
             lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
+            buffers = 0 if codec is None else lanes.of(len(files))
+            ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes, buffers)
+            undo.callback(ring.close)
             is_last = config.host_budget_bytes == 0 or self._host_is_first
-            store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity, is_last=is_last)
+            backend, integrity = self.selection.backend, config.io.integrity
+            store = NvmeStore(files, backend, ring, lanes, integrity, codec, is_last=is_last)
             undo.callback(store.close)
             if len(files) > 1:  # to divide the bytes by
-                measure_drives(store.space, store.integrity)
+                measure_drives(store.space, store.io)
             undo.pop_all()
         return store
 
@@ -276,7 +293,7 @@ def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[floa
         if tiers.nvme is None:
             return [], 0
         if not all(path.probe_bytes for path in tiers.paths):  # several were measured as they were opened
-            measure_drives(tiers.nvme.space, tiers.nvme.integrity)
+            measure_drives(tiers.nvme.space, tiers.nvme.io)
         with tiers.nvme.space.lock:
             return [path.rates() for path in tiers.paths], sum(path.written_bytes for path in tiers.paths)
 
@@ -291,6 +308,19 @@ def _measured(paths: Sequence[SwapPath]) -> list[str]:
         for key in ("write_alone", "read_alone", "write_beside_read", "read_beside_write")
     )
     return [f"measured {alone_write} GB/s of writes and {alone_read} of reads, at the same time {write} and {read}"]
+
+
+def _open_codec(config: OffloadConfig, selection: Selection) -> Codec | None:
+    """Return the codec of ``io.compression``; None without one."""
+    if config.io.compression is None:
+        return None
+    if selection.backend.stages_on_device:
+        raise BackendUnavailableError(
+            f'io.compression "{config.io.compression}" compresses in host memory, through which backend '
+            f'{selection.backend.name} moves no bytes here ({selection.reason}): set "io": {{"backend": "posix"}}, or '
+            "leave io.compression out."
+        )
+    return BloscCodec(config.io.compression)
 
 
 def _check_direct(file: SwapFile, selection: Selection) -> None:

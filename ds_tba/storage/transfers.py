@@ -27,8 +27,8 @@ from ds_tba.errors import ActivationCorruptionError, ActivationLostError, Storag
 from ds_tba.stats import Kind, Transfer
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.path import Part, PartState, SwapTicket, Task
+from ds_tba.storage.codec import BlockIo
+from ds_tba.storage.path import Block, Part, PartState, SwapTicket, Task
 from ds_tba.storage.space import SwapSpace
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,14 @@ class Transfers:
     """Writes and reads of parts, as tasks for the lanes of their paths.
 
     Args:
-        integrity: takes and compares the checksums.
+        io: moves the bytes, and tells by their checksums whether they are the right ones.
     """
 
-    def __init__(self, space: SwapSpace, integrity: Integrity) -> None:
+    def __init__(self, space: SwapSpace, io: BlockIo) -> None:
         self._space = space
         self._ring = space.ring
         self._stats = space.stats
-        self._integrity = integrity
+        self._io = io
 
     def write(self, ticket: SwapTicket, part: Part) -> Task:
         """Return the task that writes a queued part."""
@@ -131,8 +131,7 @@ class Transfers:
             with self._space.deferred, self._space.lock:  # here, because the copy before was not the drive's time
                 work.transfer = part.path.meter.start(Kind.WRITE, part.extent.nbytes)
         try:
-            part.checksums = self._integrity.digest(staged)
-            handle.write(staged, part.extent.offset)
+            part.blocks = self._io.write(handle, staged, part.extent.offset, work.ticket.item_bytes)
             work.is_written = True
         except Exception as error:
             if is_out_of_memory(error):
@@ -144,7 +143,7 @@ class Transfers:
     def _stop_transfer(self, work: _Work, *, moved: bool) -> None:
         transfer, work.transfer = work.transfer, None
         if transfer is not None:
-            work.part.path.meter.stop(transfer, moved=moved)
+            work.part.path.meter.stop(transfer, moved=moved, drive_bytes=work.part.stored_bytes)
 
     def _end_write(self, work: _Work) -> None:
         """Say what became of a write: the bytes are in the file, in memory, or lost. See [Note: Again]."""
@@ -164,7 +163,9 @@ class Transfers:
                 space.end_work(part, _S.LOADED if stays else _S.STORED)
                 if not stays or part.arrival is not None:
                     space.free_slot(part)
-                self._stats.written_bytes += part.extent.nbytes
+                self._stats.written_bytes += part.stored_bytes
+                part.path.tensor_bytes += part.extent.nbytes
+                part.path.stored_bytes += part.stored_bytes
             else:
                 self._keep(work)
             space.settle_copies()
@@ -248,29 +249,31 @@ class Transfers:
             if work.error is not None or part.arrival is not None:
                 part.host = None
                 space.free_slot(part)
-            self._stats.read_bytes += part.extent.nbytes if work.error is None else 0
+            self._stats.read_bytes += part.stored_bytes if work.error is None else 0
             part.reader = None
             space.settle_copies()
 
     def _read_checked(self, part: Part, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
-        """Read a part's bytes into ``target``, and once more if that failed or brought other bytes.
+        """Read a part's bytes into ``target``; return the error for which they must not be used, if there is one."""
+        for block in part.blocks:
+            error = self._read_block(part, block, target, handle)
+            if error is not None:
+                return error
+        return None
 
-        DeepSpeed's op tells no error of a read. Returns the error for which the bytes must not be used, if there is
-        one.
-        """
-        offset, where = part.extent.offset, part.place
+    def _read_block(self, part: Part, block: Block, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
+        """Read a block, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of it."""
+        where = part.place
         try:
             try:
-                handle.read(target, offset)
-                mismatch = self._integrity.compare(target, part.checksums)
-                why = None if mismatch is None else "bytes read back are not the bytes written"
+                problem = self._io.read(handle, block, target)
+                why = problem and "bytes read back are not the bytes written"
             except TransferError as error:
                 why = str(error)
-            if why is None:
+            if not why:
                 return None
             logger.warning("%s: %s; trying once more", where, why)
-            handle.read_again(target, offset)
-            mismatch = self._integrity.compare(target, part.checksums)
+            problem = self._io.read(handle, block, target, again=True)
         except Exception as error:
             if is_out_of_memory(error):
                 raise  # as above
@@ -280,10 +283,9 @@ class Transfers:
             )
             lost.__cause__ = error
             return lost
-        if mismatch is None:
+        if not problem:
             return None
         return ActivationCorruptionError(
-            f"{where}: bytes read back are not the bytes written: {mismatch.nbytes} bytes at file offset "
-            f"{offset + mismatch.offset} have checksum {mismatch.found:#018x}, expected {mismatch.expected:#018x}. A "
-            "write was lost, short or stale: check the drive (dmesg, smartctl), and resume from the last checkpoint."
+            f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: check "
+            "the drive (dmesg, smartctl), and resume from the last checkpoint."
         )

@@ -223,6 +223,27 @@ def test_nodes_of_many_gpus_share_drives_and_a_network(directory: Path, capsys: 
     assert fewer["rows"][0]["held"]["always"]["parameters"] == -(-alone["parameter_bytes"] // 8)
 
 
+def test_compression_lowers_the_wear_as_given_or_as_assumed(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = (*GIVEN, "--write-gbps", "8", "--read-gbps", "16", "--drive-tbw", "1200")
+    per_day = {}
+    for ratio, told in ((None, ""), ("0.5", "leaves 0.5 of the bytes that are written a day (as given)")):
+        options = given if ratio is None else (*given, "--compression-ratio", ratio)
+        per_day[ratio] = row(estimate(directory, *options), "offload all")["written_bytes_per_day"]
+        capsys.readouterr()
+        assert main(["plan", *arguments_of(directory), *options]) == 0
+        assert told in capsys.readouterr().out
+    assert per_day["0.5"] == pytest.approx(per_day[None] / 2)
+    write_config(directory, activation_nvme_offload={**BLOCK, "io": {"staging_bytes": 1 << 20, "compression": "zstd"}})
+    assert row(estimate(directory, *given), "offload all")["written_bytes_per_day"] == pytest.approx(
+        per_day[None] * 0.65
+    )
+    capsys.readouterr()
+    assert main(["plan", *arguments_of(directory), *given]) == 0
+    assert "compression leaves 0.65 of the bytes that are written a day (assumed" in capsys.readouterr().out
+
+
 def test_what_is_recommended_is_merged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_config(directory, zero_optimization={"stage": 2, "reduce_bucket_size": 1000})
     config = directory / "ds_config.json"

@@ -709,6 +709,18 @@ def test_wear_is_told_by_day() -> None:
     assert setup_of(trace).row("", fixed(trace), training_with({}), {}).life_days is None
 
 
+def test_compression_counts_in_wear_and_in_its_limit() -> None:
+    trace = stack(8, staging_bytes=2 * SIZE)
+    plain, packed = setup_of(trace), replace(setup_of(trace), stored_share=0.5)
+    rows = [one.row("", fixed(trace, Placement.NVME), training_with({}), {}) for one in (plain, packed)]
+    assert rows[1].written_bytes_per_day == rows[0].written_bytes_per_day / 2
+    assert rows[0].life_days is not None and rows[1].life_days == pytest.approx(2 * rows[0].life_days)
+    ssd = {"rated_endurance_tbw": 600, "min_life_days": 365}
+    training = replace(training_with({}), offload=OffloadConfig.model_validate({"nvme_path": "/x", "ssd": ssd}))
+    limits = [one.limits(training).write_limit_bytes_per_step for one in (plain, packed)]
+    assert limits[1] == pytest.approx(2 * limits[0])
+
+
 def test_nothing_saved_is_no_error() -> None:
     rows, _ = rows_of(setup_of(one_block(machine=resources()), 10**9))
     assert {row.cost.peak_saved_bytes for row in rows} == {0}

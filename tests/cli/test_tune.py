@@ -89,6 +89,7 @@ def test_the_command_prints_blocks_to_paste(tmp_path: Path, capsys: pytest.Captu
     (block,) = re.findall('"io": ({.*})', text)
     OffloadConfig.model_validate({"nvme_path": str(drive), "io": json.loads(block)})
     assert "(defaults)" in text and "counts as wear" in text and "kvikio" in text
+    assert "io.compression" not in text
     assert main(["tune", *given, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     OffloadConfig.model_validate({"nvme_path": str(drive), "io": found["recommended"]})
@@ -102,3 +103,34 @@ def test_a_directory_that_cannot_be_measured_is_named(
     (tmp_path / "file").touch()
     assert main(["tune", "--nvme_path", str(tmp_path / name), "--backend", "posix"]) == 2
     assert f"nvme_path {tmp_path / name}" in capsys.readouterr().err
+
+
+def test_compression_has_rows_where_its_package_is_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Candidate] = []
+
+    def measure(_: tune.Drives, one: Candidate) -> DriveRates:
+        seen.append(one)
+        rate = 2e9 if one.compression == "zstd" else 1e9
+        return DriveRates(rate, rate, rate, MIB)
+
+    monkeypatch.setattr(tune.Drives, "measure", measure)
+    given = ["tune", "--nvme_path", str(tmp_path), "--seconds", "0.2", "--backend", "posix"]
+    assert main(given) == 0
+    (block,) = re.findall('"io": ({.*})', capsys.readouterr().out)
+    assert json.loads(block)["compression"] == "zstd"
+    assert {(one.lanes, one.compression) for one in seen if one.compression} == {
+        (2, "lz4"), (4, "lz4"), (2, "zstd"), (4, "zstd"),
+    }  # fmt: skip
+    OffloadConfig.model_validate({"nvme_path": "/x", "io": json.loads(block)})
+    monkeypatch.setattr(tune, "find_spec", lambda name: None)
+    seen.clear()
+    assert main(given) == 0
+    assert 'pip install "ds_tba[compression]"' in capsys.readouterr().out
+    assert not [one for one in seen if one.compression]
+
+
+@pytest.mark.parametrize("name", ["lz4", "zstd"])
+def test_a_measurement_with_compression(tmp_path: Path, name: str) -> None:
+    assert min(tune.Drives([str(tmp_path)]).measure(Candidate("posix", 1, name))) > 0

@@ -199,6 +199,18 @@ def test_step_time(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.engine
+def test_compression_on_a_slower_drive(tmp_path: Path) -> None:
+    size = ("--width", "256", "--depth", "2", "--sequence", "512", "--batch", "2", "--bf16", "--drive_mbps", "300")
+    short = ("--rounds", "1", "--steps", "1", "--warmup", "1", "--staging_mib", "16", "--nvme_path", str(tmp_path))
+    output = benchmark("step_time.py", *size, *short, "--variants", "nvme", "lz4", "zstd")
+    assert "losses of all variants and rounds equal: yes" in output
+    lines = output[output.index("| variant | step / nvme") :].splitlines()[2:5]
+    left = {line.split("|")[1].strip(): float(line.split("|")[5]) for line in lines}
+    assert left.keys() == {"nvme", "lz4", "zstd"} and left["zstd"] < left["lz4"] < left["nvme"] == 1.0
+
+
+@pytest.mark.thorough
+@pytest.mark.engine
 def test_update_time(tmp_path: Path) -> None:
     small = ("--parameters", "5e5", "--width", "256", "--tokens", "16", "--rounds", "2", "--steps", "1")
     files = ("--json", str(tmp_path / "json"), "--markdown", str(tmp_path / "md"))

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import StoreFactory
+from curves.throttled import ThrottledBackend
 from support.doubles import Clock, CpuAccelerator, EventAccelerator
 from support.late_device import LateDevice
 
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
-from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Rates
+from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Machine, Rates
 from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
+from ds_tba.storage.codec import BloscCodec, Codec
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.probe import DriveProbe
 from ds_tba.storage.staging import TIMES, measure_copies
+from ds_tba.storage.tiers import Tiers
 
 MIB = 1 << 20
+IO = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
 
 
 def drives_of(store: NvmeStore) -> DriveProbe:
-    return DriveProbe(store.space, store.integrity)
+    return DriveProbe(store.space, store.io)
 
 
 class Paced(CpuAccelerator):
@@ -234,3 +243,69 @@ def test_drives_are_measured_again_but_not_all_the_time(
         now["s"] = at_s
         assert rates.may_measure() is expected
     assert not Rates(None, CpuAccelerator(), MIB).may_measure()
+
+
+class SlowCodec(BloscCodec):
+    """Takes so many seconds for a block, each way."""
+
+    def __init__(self, block_s: float) -> None:
+        super().__init__("lz4")
+        self._block_s = block_s
+
+    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
+        time.sleep(self._block_s)
+        return super().compress(data, into, item_bytes)
+
+    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        time.sleep(self._block_s)
+        super().decompress(packed, into)
+
+
+class Halving(Codec):
+    """Takes no time, and leaves a half: what it is given comes back only where that is noise of the same numbers."""
+
+    name = "halving"
+
+    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
+        return data.numel() // 2
+
+    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("makes_slower", [True, False])
+def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_rates(
+    make_store: StoreFactory, makes_slower: bool
+) -> None:
+    backend = ThrottledBackend()
+    backend.throttle(100e6, 100e6)
+    drives = drives_of(make_store(backend, codec=SlowCodec(0.5) if makes_slower else Halving()))
+    (path,) = drives._space.paths
+    path.file.reserve_first(64 * MIB)
+    path.extents.grow(path.file.size_bytes)
+    rates = Rates(drives, CpuAccelerator(), MIB)
+    rates.measure()
+    (found,) = rates.resources().paths
+    assert (found.write_bytes_per_s < 60e6) is makes_slower and (found.read_bytes_per_s > 120e6) is not makes_slower
+    advice, plain = drives.advice(), drives._plain_bytes_per_s
+    assert ("Leave it out" in advice and '"lz4"' in advice) is makes_slower and bool(advice) is makes_slower
+    rates.measure()
+    assert drives._plain_bytes_per_s == plain  # without it they are measured once
+    assert not drives_of(make_store()).advice()
+
+
+def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(tmp_path: Path) -> None:
+    config = OffloadConfig.model_validate(
+        {"nvme_path": str(tmp_path), "ssd": {"rated_endurance_tbw": 10.0, "min_life_days": 1.0}, "io": IO}
+    )
+    tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
+    with closing(tiers):
+        memory = MemoryMeter(tiers._accelerator.memory, lambda: 0)
+        machine = Machine(config, tiers, Rates(None, CpuAccelerator(), MIB), memory, CpuAccelerator().clock)
+        before = machine.limits(1.0)
+        (path,) = tiers.paths
+        path.tensor_bytes, path.stored_bytes = 100 * MIB, 50 * MIB
+        after = machine.limits(1.0)
+    assert (before.stored_share, after.stored_share) == (1.0, 0.5)
+    assert after.write_limit_bytes_per_step == 2 * before.write_limit_bytes_per_step
+    assert after.endurance_tbw == before.endurance_tbw

@@ -1,6 +1,6 @@
 """Memory runs out between two lines of a lane, each in turn: bytes come back or are lost by name, and nobody hangs.
 
-    memory_in_lanes.py DIRECTORY LANES FIRST STRIDE LIMIT_S TIMES
+    memory_in_lanes.py DIRECTORY LANES FIRST STRIDE LIMIT_S TIMES [CODEC]
 
 LANES: ``write`` or ``read``. From its line FIRST on every STRIDE-th is struck, each in a store of its own, for LIMIT_S
 seconds or until every line was; TIMES errors come one after the other. Prints ``LINES struck of all lines in lanes``,
@@ -31,6 +31,7 @@ from ds_tba.errors import StorageError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Refusal
+from ds_tba.storage.codec import BloscCodec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
@@ -87,16 +88,18 @@ class Strike:
 class Trial:
     """One store: storages go out and come back, some read ahead, some given up."""
 
-    def __init__(self, directory: Path, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, codec: str) -> None:
         chance = random.Random(seed)
         self.device = LateDevice(late_compute=True, longest_pause_s=0.0) if seed % 2 else CpuAccelerator()
-        backend: IoBackend = DeviceBackend() if seed % 4 == 3 else PosixBackend()
-        ring = StagingRing(self.device, backend, 512 * KIB)
-        files = [SwapFile(directory, 4 << 20) for _ in range(1 + seed % 3 // 2)]
+        backend: IoBackend = DeviceBackend() if seed % 4 == 3 and not codec else PosixBackend()
+        lanes, paths = Lanes(2, 2), 1 + seed % 3 // 2
+        ring = StagingRing(self.device, backend, 512 * KIB, lanes.of(paths) if codec else 0)
+        files = [SwapFile(directory, 4 << 20) for _ in range(paths)]
         for file in files:
             file.reserve_first(4 << 20)
-        self.store = NvmeStore(files, backend, ring, Lanes(2, 2), "sampled")
+        self.store = NvmeStore(files, backend, ring, lanes, "sampled", BloscCodec(codec) if codec else None)
         self.chance = chance
+        self.values = 16 if codec else 256  # of a byte: of all, no codec has anything to take
         self.exact = self.lost = self.wrong = 0
 
     def round(self) -> None:
@@ -104,7 +107,7 @@ class Trial:
         store, chance = self.store, self.chance
         saved = []
         for size in SIZES:
-            wanted = torch.randint(0, 256, (size,), dtype=torch.uint8)
+            wanted = torch.randint(0, self.values, (size,), dtype=torch.uint8)
             data = self.device.allocate(size, CPU)
             if isinstance(self.device, LateDevice):
                 self.device.launch(lambda to, wanted=wanted: to.copy_(wanted), data)
@@ -159,7 +162,7 @@ def hangs(strike: Strike) -> None:
     os._exit(1)
 
 
-def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, times: str) -> None:
+def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, times: str, codec: str = "") -> None:
     logging.disable(logging.CRITICAL)
     threading.excepthook = lambda _: None  # of a lane that dies
     torch.set_num_threads(1)
@@ -172,7 +175,7 @@ def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, time
         strike.begin(at, int(times))
         watch = threading.Timer(HANG_S, hangs, (strike,))
         watch.start()
-        trial = Trial(Path(directory), at)
+        trial = Trial(Path(directory), at, codec)
         trial.round()
         strike.left = 0
         struck += bool(strike.where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from conftest import StoreFactory
@@ -12,8 +12,10 @@ from contracts.store import MIB, StoreContract
 from support import runs
 from support.doubles import CpuAccelerator
 
+from ds_tba.config import Compression
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Store
+from ds_tba.storage.codec import BloscCodec
 from ds_tba.storage.host import HostStore, SpareMemory
 
 PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
@@ -41,6 +43,13 @@ class TestNvmeStore(StoreContract):
     @pytest.fixture
     def store(self, make_store: StoreFactory, backend: IoBackend) -> Store[Any]:
         return make_store(backend, staging_bytes=8 * MIB, swap_file_bytes=16 * MIB)
+
+
+@pytest.mark.parametrize("codec", get_args(Compression))
+class TestNvmeStoreWithCodec(StoreContract):
+    @pytest.fixture
+    def store(self, make_store: StoreFactory, codec: str) -> Store[Any]:
+        return make_store(staging_bytes=8 * MIB, swap_file_bytes=16 * MIB, codec=BloscCodec(codec))
 
 
 class TestStoreOfThePage(StoreContract):

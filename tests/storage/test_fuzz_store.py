@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from support.doubles import DeviceBackend, ScriptedBackend
 from support.late_device import LateDevice
 from support.runs import ROOT
 
+from ds_tba.config import Compression
 from ds_tba.errors import ActivationLostError, DsTbaError, StateError, TransferError
 from ds_tba.storage.base import Refusal, Ticket
+from ds_tba.storage.codec import BloscCodec, Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 
 KIB = 1 << 10
@@ -92,7 +95,8 @@ class Worker:
             self._store.wake()
 
     def _put(self) -> None:
-        wanted = torch.randint(0, 256, (self._chance.choice(SIZES),), dtype=torch.uint8)
+        values = self._chance.choice((1, 16, 256))  # all alike, some for a codec, and none
+        wanted = torch.randint(0, values, (self._chance.choice(SIZES),), dtype=torch.uint8)
         data = self._device.allocate(wanted.numel(), CPU)
         self._device.launch(lambda to: to.copy_(wanted), data)
         ticket = self._store.put(data, wait=self._chance.random() < 0.5)
@@ -122,7 +126,7 @@ class Worker:
                 self._act("release", len(self._saved) - 1)
 
 
-def made(make_store: StoreFactory, chance: random.Random) -> tuple[NvmeStore, FaultyDevice]:
+def made(make_store: StoreFactory, chance: random.Random, codec: Codec | None = None) -> tuple[NvmeStore, FaultyDevice]:
     device = FaultyDevice(chance)
     pause_s = chance.choice((0.0, 0.002))
     writes_fail, reads_fail = chance.choice((0.0, 0.05)), chance.choice((0.0, 0.1))
@@ -137,7 +141,8 @@ def made(make_store: StoreFactory, chance: random.Random) -> tuple[NvmeStore, Fa
             reads.well = 0
             raise TransferError("Input/output error", 5)
 
-    backend = chance.choice((ScriptedBackend, ScriptedBackend, DeviceBackend))(script)
+    backends = (ScriptedBackend,) if codec else (ScriptedBackend, ScriptedBackend, DeviceBackend)
+    backend = chance.choice(backends)(script)
     store = make_store(
         backend,
         staging_bytes=chance.choice((256, 512, 1024)) * KIB,
@@ -146,6 +151,7 @@ def made(make_store: StoreFactory, chance: random.Random) -> tuple[NvmeStore, Fa
         accelerator=device,
         paths=chance.choice((1, 2)),
         integrity=chance.choice(("sampled", "full")),
+        codec=codec,
     )
     return store, device
 
@@ -163,12 +169,40 @@ def is_at_rest(store: NvmeStore) -> bool:
     return not any(counts) and not any(path.extents.used_bytes for path in store.paths)
 
 
-@pytest.mark.parametrize("seed", range(24))
+class FailingCodec(BloscCodec):
+    """Fails now and then, or finds no memory: of each lane not again soon, because it tries a few times only."""
+
+    def __init__(self, name: str, chance: random.Random) -> None:
+        super().__init__(name)
+        self._chance = chance
+        self._well = threading.local()
+
+    def _fails(self) -> bool:
+        self._well.calls = getattr(self._well, "calls", 0) + 1
+        fails = self._well.calls > 100 and self._chance.random() < 0.1
+        self._well.calls *= not fails
+        return fails
+
+    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
+        if self._fails():
+            raise self._chance.choice((MemoryError, TransferError))("in the codec")
+        return super().compress(data, into, item_bytes)
+
+    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        if self._fails():
+            raise MemoryError("in the codec")
+        super().decompress(packed, into)
+
+
+@pytest.mark.parametrize(
+    ("seed", "codec"), [*((seed, None) for seed in range(24)), *product(range(8), get_args(Compression))]
+)
 def test_whatever_fails_bytes_are_exact_and_nothing_is_left(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, seed: int
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, seed: int, codec: str | None
 ) -> None:
     monkeypatch.setattr("ds_tba.storage.nvme.RESTING_LIMIT_S", 0.05)
-    store, device = made(make_store, random.Random(seed))
+    chance = random.Random(seed)
+    store, device = made(make_store, chance, FailingCodec(codec, chance) if codec else None)
     worker = Worker(store, device, seed, rests=True)
     for _ in range(120):
         worker.step()
@@ -216,10 +250,12 @@ def test_a_store_that_another_thread_closes_hands_out_no_wrong_byte(make_store: 
 # ---- memory that runs out in a lane ---------------------------------------------------------------------------------
 
 
-def struck(directory: Path, lanes: str, first: int, stride: int, limit_s: int, times: int) -> tuple[int, int, int]:
+def struck(
+    directory: Path, lanes: str, first: int, stride: int, limit_s: int, times: int, *codec: str
+) -> tuple[int, int, int]:
     """Strike lines of lanes; returns how many lines were struck, and how many storages came back and were lost."""
     program = ROOT / "tests" / "scripts" / "memory_in_lanes.py"
-    told = map(str, (program, directory, lanes, first, stride, limit_s, times))
+    told = map(str, (program, directory, lanes, first, stride, limit_s, times, *codec))
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     done = subprocess.run(
         [sys.executable, *told],
@@ -234,9 +270,12 @@ def struck(directory: Path, lanes: str, first: int, stride: int, limit_s: int, t
     return number, exact, lost
 
 
+@pytest.mark.parametrize("codec", [(), ("lz4",)], ids=["plain", "lz4"])
 @pytest.mark.parametrize("lanes", ["write", "read"])
-def test_memory_that_runs_out_in_a_lane_hangs_nobody_and_loses_nothing(tmp_path: Path, lanes: str) -> None:
-    number, exact, lost = struck(tmp_path, lanes, 11, 37, 300, 1)
+def test_memory_that_runs_out_in_a_lane_hangs_nobody_and_loses_nothing(
+    tmp_path: Path, lanes: str, codec: tuple[str, ...]
+) -> None:
+    number, exact, lost = struck(tmp_path, lanes, 11, 37, 300, 1, *codec)
     assert number > 10 and exact > 6 * number and not lost
 
 

@@ -48,6 +48,7 @@ example:
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
+COMPRESSION_RATIO = 0.65  # assumed, as of activations in BF16
 FIRST_LENGTH = 4096  # of --longest without --seq
 _SHOWN_GROUPS, _SHOWN_OPS = 20, 6
 
@@ -78,6 +79,10 @@ def add_parsers(commands: Commands) -> None:
         add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
         add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
         add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")
+        ratio = (
+            f"bytes that io.compression leaves of one (default: {COMPRESSION_RATIO}, assumed, where the config has it)"
+        )
+        add("--compression-ratio", metavar="RATIO", type=in_units_of(1), help=ratio)
         add("--write", type=Path, metavar="FILE", help="merge what is recommended into FILE; a backup is kept")
         add("--details", action="store_true", default=name == "estimate", help="also what is saved where, and more")
         add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the parameters (default: the config's)")
@@ -169,6 +174,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
     paths, drives = _drives(training, options.write_gbps, options.read_gbps, options.gpus_per_node)
     endurance = _endurance(options.drive_tbw, training)
+    compression = _Compression.of(options.compression_ratio, offload.io.compression)
     ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
     where = offload.nvme_path or "/local_nvme"
     chosen = {"--fused-loss": options.fused_loss, "--tiled-mlp": options.tiled_mlp}
@@ -184,7 +190,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
         run = dry_run(recipe, options.batch, sequence, training, device, paths, options.lora, aids)
         return Setup(
             run, training, device, ranks, endurance.rating.tbw / sharers, where, sharers, endurance.drives,
-            used_tbw=endurance.used_tbw / sharers, batch=options.batch, aids=aids,
+            used_tbw=endurance.used_tbw / sharers, batch=options.batch, aids=aids, stored_share=compression.ratio,
         )  # fmt: skip
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
@@ -199,6 +205,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
         f"rates of the drives {drives}{f'; each GPU has 1/{sharers} of them' if sharers > 1 else ''}",
         f"drives of a node rated {endurance.rating} (--drive-tbw has yours, together); TB a day, host memory and swap "
         "space in the table are one GPU's",
+        *compression.notes,
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
         f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s; what ZeRO offloads "
         "goes over PCIe, and a step takes that long at least",
@@ -245,6 +252,21 @@ def _drives(
     rates = (write or WRITE_BYTES_PER_S) / sharers, (read or READ_BYTES_PER_S) / sharers
     path = PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates))
     return (path,), f"{source}; {CONCURRENT_FRACTION} of each while both run"
+
+
+class _Compression(NamedTuple):
+    """The bytes that compression leaves of one, and what to say of them."""
+
+    ratio: float
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, given: float | None, configured: str | None) -> _Compression:
+        if given is None and configured is None:
+            return cls(1.0, ())
+        source = "assumed: the report of a run has yours" if given is None else "as given"
+        ratio = COMPRESSION_RATIO if given is None else given
+        return cls(ratio, (f"compression leaves {ratio:g} of the bytes that are written a day ({source})",))
 
 
 class Endurance(NamedTuple):

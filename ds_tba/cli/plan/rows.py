@@ -102,6 +102,7 @@ class Setup:
         nvme_path: to paste.
         sharers: GPUs that share the drives.
         drives: of a node.
+        stored_share: bytes that the drives are written for a byte of saved tensors.
     """
 
     run: DryRun
@@ -115,6 +116,7 @@ class Setup:
     used_tbw: float = 0.0
     batch: int = 1
     aids: frozenset[str] = frozenset()
+    stored_share: float = 1.0
 
     def trace(self, training: Training) -> Trace:
         """Return the trace with the optimizer's time."""
@@ -162,7 +164,8 @@ class Setup:
         verdict = ""
         if memory_bytes is not None:
             verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
-        per_day = (cost.written_bytes + zero.written_bytes) * DAY_S / cost.step_s if cost.step_s else 0.0
+        written_bytes = self.stored_share * cost.written_bytes + zero.written_bytes
+        per_day = written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
         host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
         swap_bytes = zero.swap_bytes + cost.written_bytes // training.micro_steps
         life = life_days(self.tbw - self.used_tbw, per_day)
@@ -196,7 +199,8 @@ class Setup:
         """Return the config's limits; the room that the device has for activations is the budget where it is known."""
         offload, memory_bytes = training.offload, self.device.memory_bytes
         life, step_s = offload.ssd.min_life_days, self.trace(training).step_s
-        limits = Limits.of(offload, write_limit_bytes_per_step(self.tbw - self.used_tbw, life, step_s))
+        write_limit = write_limit_bytes_per_step(self.tbw - self.used_tbw, life, step_s) / self.stored_share
+        limits = Limits.of(offload, write_limit)
         if memory_bytes is None:
             return limits
         held = held_of(training, self.run, self.ranks, self.device.kind)

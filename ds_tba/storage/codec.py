@@ -1,0 +1,217 @@
+"""How do the bytes of a part reach the drive and come back? In blocks with checksums, and through a codec where one is.
+
+[Note: Compression] A lane compresses a block of the staging slot into a buffer of its own, which is a part of staging,
+and writes what it came to, padded to the alignment; a block that does not become smaller by an eighth is written as it
+is. Checksums cover what is on the drive, and how long a block is there is known to its part only, so that a torn or
+stale block is found as without a codec. Extents are as long as the bytes, whatever comes of them.
+
+A codec sees host memory. One that compresses on a device, before the copy to the host, could stand behind
+:class:`Codec` with a ring that stages on the device; there is none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_tba.config import CODEC_PACKAGE
+from ds_tba.device.memory import host_view, is_out_of_memory
+from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.integrity import Integrity
+from ds_tba.storage.path import Block
+from ds_tba.storage.staging import Span, StagingRing
+
+LEAST_GAIN = 1 / 8  # of a block's bytes; with less, the time of reading it back is not worth it
+
+
+class Codec(ABC):
+    """Compresses without loss. Any lane may call it at any time.
+
+    Attributes:
+        name: as in ``io.compression``.
+    """
+
+    name: str
+
+    @abstractmethod
+    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
+        """Compress ``data`` (uint8, 1-D, host memory) into the first bytes of ``into``.
+
+        Args:
+            item_bytes: length of an element; a wrong one costs compression only.
+
+        Returns:
+            The length of what it came to; 0 where that does not fit.
+
+        Raises:
+            TransferError: it failed.
+        """
+
+    @abstractmethod
+    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        """Fill ``into`` with the bytes of which ``packed`` was made.
+
+        Raises:
+            TransferError: ``packed`` was not made of so many bytes.
+        """
+
+
+class _Filtered(NamedTuple):
+    """Names in blosc2: a compressor behind a filter that sorts the bytes or bits of elements by their significance."""
+
+    compressor: str
+    filter: str
+    level: int
+
+
+_BLOSC = {"lz4": _Filtered("LZ4", "BITSHUFFLE", 5), "zstd": _Filtered("ZSTD", "SHUFFLE", 1)}
+
+
+class BloscCodec(Codec):
+    """blosc2, in the calling thread.
+
+    Raises:
+        BackendUnavailableError: the package is missing.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        try:
+            blosc2: Any = importlib.import_module(CODEC_PACKAGE)
+        except ImportError as error:
+            raise BackendUnavailableError(
+                f'io.compression "{name}" needs the package {CODEC_PACKAGE}, which cannot be imported ({error}): '
+                'pip install "ds_tba[compression]", or leave io.compression out.'
+            ) from error
+        blosc2.set_releasegil(True)  # for all of the process; else a lane would stop the training thread
+        way = _BLOSC[name]
+        self._blosc2 = blosc2
+        self._parameters = {
+            "codec": getattr(blosc2.Codec, way.compressor),
+            "clevel": way.level,
+            "filters": [getattr(blosc2.Filter, way.filter)],
+            "filters_meta": [0],
+            "nthreads": 1,
+        }
+
+    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
+        try:
+            packed = self._blosc2.compress2(host_view(data), typesize=item_bytes, **self._parameters)
+        except (RuntimeError, ValueError) as error:
+            raise self._failure("compress", data.numel(), error) from error
+        if len(packed) > into.numel():
+            return 0
+        host_view(into)[: len(packed)] = packed
+        return len(packed)
+
+    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        view = host_view(packed)
+        try:
+            nbytes, packed_bytes, _ = self._blosc2.get_cbuffer_sizes(view)
+            is_ours = (nbytes, packed_bytes) == (into.numel(), packed.numel())
+            if is_ours:  # else blosc2, which believes the length that stands in the bytes, would write beyond ``into``
+                self._blosc2.decompress2(view, dst=host_view(into), nthreads=1)
+        except (RuntimeError, ValueError) as error:
+            raise self._failure("decompress", packed.numel(), error) from error
+        if not is_ours:
+            raise self._failure("decompress", packed.numel(), f"they tell of {packed_bytes}, made of {nbytes}")
+
+    def _failure(self, verb: str, nbytes: int, why: Exception | str) -> Exception:
+        if isinstance(why, Exception) and is_out_of_memory(why):
+            return MemoryError(str(why))
+        return TransferError(f"{self.name} cannot {verb} {nbytes} bytes ({why})")
+
+
+class BlockIo:
+    """Moves parts between staging and a file, for the lanes.
+
+    Args:
+        integrity: takes and compares the checksums.
+        ring: staging, with a buffer for each lane where there is a codec.
+    """
+
+    def __init__(self, integrity: Integrity, ring: StagingRing, codec: Codec | None = None) -> None:
+        self.integrity = integrity
+        self.codec = codec
+        self._ring = ring
+        self._buffers: dict[IoHandle, Span] = {}
+
+    def give_buffers(self, lanes: Sequence[IoHandle]) -> None:
+        """Give each lane, which has this handle, a buffer of its own, if the ring has such."""
+        self._buffers = dict(zip(lanes, self._ring.buffers, strict=False))
+
+    def write(self, handle: IoHandle, staged: torch.Tensor, offset: int, item_bytes: int) -> tuple[Block, ...]:
+        """Write the bytes of a part from a file's ``offset`` on; return where they are.
+
+        Raises:
+            TransferError: the drive or the codec failed.
+        """
+        if self.codec is None:
+            return (self._write_block(handle, staged, Block(0, staged.numel(), offset, staged.numel())),)
+        blocks: list[Block] = []
+        buffer = self._ring.view(self._buffers[handle])
+        for start in range(0, staged.numel(), buffer.numel()):
+            data = staged[start : start + buffer.numel()]
+            stored, packed_bytes = self._pack(self.codec, data, buffer, item_bytes)
+            block = Block(start, data.numel(), offset, stored.numel(), packed_bytes)
+            blocks.append(self._write_block(handle, stored, block))
+            offset += stored.numel()
+        return tuple(blocks)
+
+    def read(self, handle: IoHandle, block: Block, part: torch.Tensor, *, again: bool = False) -> str:
+        """Read a block of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.
+
+        Args:
+            again: they came wrong, or not at all.
+
+        Raises:
+            TransferError: the drive failed.
+        """
+        transfer = handle.read_again if again else handle.read
+        target = block.within(part)
+        if self.codec is None or not block.packed_bytes:
+            transfer(target, block.offset)
+            return self._difference(block, target)
+        stored = self._ring.view(self._buffers[handle])[: block.stored_bytes]
+        transfer(stored, block.offset)
+        problem = self._difference(block, stored)
+        return problem or _unpacked(self.codec, stored[: block.packed_bytes], target)
+
+    def _pack(
+        self, codec: Codec, data: torch.Tensor, buffer: torch.Tensor, item_bytes: int
+    ) -> tuple[torch.Tensor, int]:
+        """Return what to store of a block, and the length of what the codec made of it."""
+        packed_bytes = codec.compress(data, buffer, item_bytes)
+        stored_bytes = self._ring.slots.padded(packed_bytes)
+        if not packed_bytes or stored_bytes > (1 - LEAST_GAIN) * data.numel():
+            return data, 0
+        buffer[packed_bytes:stored_bytes].zero_()  # else bytes of the block before would go to the drive
+        return buffer[:stored_bytes], packed_bytes
+
+    def _write_block(self, handle: IoHandle, stored: torch.Tensor, block: Block) -> Block:
+        checksums = self.integrity.digest(stored)
+        handle.write(stored, block.offset)
+        return block._replace(checksums=checksums)
+
+    def _difference(self, block: Block, stored: torch.Tensor) -> str:
+        mismatch = self.integrity.compare(stored, block.checksums)
+        if mismatch is None:
+            return ""
+        return (
+            f"{mismatch.nbytes} bytes at file offset {block.offset + mismatch.offset} have checksum "
+            f"{mismatch.found:#018x}, expected {mismatch.expected:#018x}"
+        )
+
+
+def _unpacked(codec: Codec, packed: torch.Tensor, target: torch.Tensor) -> str:
+    """Decompress a block; return why that could not be done, which a checksum that samples may have missed."""
+    try:
+        codec.decompress(packed, target)
+    except TransferError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,309 @@
+"""Codecs: every bit comes back whatever the bytes are, fewer of them reach the drive, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from conftest import StoreFactory
+from support.disks import until
+from support.doubles import DeviceBackend, ScriptedBackend, part_of
+from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
+
+from ds_tba.config import AioConfig, Compression, OffloadConfig, validate
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, ConfigError, TransferError
+from ds_tba.storage import tiers as tiers_module
+from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.codec import BloscCodec
+from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import PartState, SwapTicket
+from ds_tba.storage.staging import BUFFER_BYTES, lane_buffer_bytes
+from ds_tba.storage.tiers import Tiers
+
+NAMES = get_args(Compression)
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten()
+
+
+def activations(count: int) -> torch.Tensor:
+    return torch.nn.functional.gelu(torch.randn(count)).bfloat16()
+
+
+def saved(store: NvmeStore, data: torch.Tensor, item_bytes: int = 2) -> SwapTicket:
+    ticket = store.put(data, wait=True, item_bytes=item_bytes)
+    assert isinstance(ticket, SwapTicket)
+    until(lambda: all(part.state is PartState.STORED for part in ticket.parts), "stored")
+    return ticket
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_of_every_dtype_comes_back(make_store: StoreFactory, name: str, dtype: torch.dtype) -> None:
+    """Random bits are numbers, NaNs with payloads, infinities and denormals of each dtype; beside them usual values."""
+    store = make_store(codec=BloscCodec(name))
+    size = torch.empty(0, dtype=dtype).element_size()
+    usual = torch.randn(100_003).mul(4).to(torch.float32).to(dtype)
+    for data in (noise(70_001 * size), bytes_of(usual), torch.zeros(MIB + size, dtype=torch.uint8)):
+        ticket = saved(store, data.clone(), size)
+        assert torch.equal(store.get(ticket, CPU).data, data)
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_payloads_of_nan_and_signs_of_zero_stay(make_store: StoreFactory, name: str) -> None:
+    bits = torch.tensor([0x7FC0, 0x7F81, 0xFFFF - (1 << 16), 0x0001, 0x8000 - (1 << 16)], dtype=torch.int16)
+    data = bytes_of(bits.repeat(200_000))
+    store = make_store(codec=BloscCodec(name))
+    ticket = stored(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert part_of(ticket).stored_bytes < data.numel() / 8
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [*product(NAMES, (1, 4095, 4096, 4097, 3 * MIB + 17, 20 * MIB + 1))])
+@pytest.mark.parametrize("values", [1, 16, 256])
+def test_odd_sizes_come_back_from_every_backend(
+    make_store: StoreFactory, backend: IoBackend, name: str, nbytes: int, values: int
+) -> None:
+    store = make_store(backend, codec=BloscCodec(name))
+    data = torch.randint(0, values, (nbytes,), dtype=torch.uint8)
+    ticket = stored(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, name: str) -> None:
+    store, data = make_store(codec=BloscCodec(name)), bytes_of(activations(4 * MIB))
+    ticket = saved(store, data)
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    (path,) = store.paths
+    assert path.tensor_bytes == data.numel() and path.stored_bytes < 0.85 * data.numel()
+    counts = {store.stats.written_bytes, store.stats.read_bytes, path.written_bytes, path.stored_bytes}
+    assert counts == {sum(part.stored_bytes for part in ticket.parts)}
+    assert path.meter.writes.moved_bytes == path.meter.reads.moved_bytes == data.numel()  # rates are of tensors
+    assert all(block.stored_bytes % 4096 == 0 for part in ticket.parts for block in part.blocks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_length_of_an_element_is_what_the_shuffle_needs(make_store: StoreFactory, name: str) -> None:
+    store, data = make_store(codec=BloscCodec(name)), bytes_of(activations(MIB))
+    lengths = {}
+    for item_bytes in (1, 2):
+        ticket = saved(store, data.clone(), item_bytes)
+        lengths[item_bytes] = part_of(ticket).stored_bytes
+    assert lengths[2] < 0.95 * lengths[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_block_that_does_not_become_smaller_is_stored_as_it_is(make_store: StoreFactory, name: str) -> None:
+    store = make_store(codec=BloscCodec(name), staging_bytes=64 * MIB)
+    data = torch.cat([noise(BUFFER_BYTES), torch.zeros(BUFFER_BYTES, dtype=torch.uint8)])
+    ticket = stored(store, data.clone())
+    first, second = part_of(ticket).blocks
+    assert (first.packed_bytes, first.stored_bytes) == (0, BUFFER_BYTES)
+    assert 0 < second.packed_bytes <= second.stored_bytes < BUFFER_BYTES / 100
+    assert second.offset == first.offset + first.stored_bytes
+    assert torch.equal(store.get(ticket, CPU).data, data)
+
+
+def lose(store: NvmeStore, offset: int, nbytes: int) -> None:
+    """Have other bytes there, as where a write was lost."""
+    os.pwritev(store.paths[0].file.fd, [mmap_of(nbytes)], offset)
+
+
+def mmap_of(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes)
+    memory.write(noise(nbytes).numpy().tobytes())
+    return memory
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["first page", "last page", "all of it"])
+def test_torn_and_stale_blocks_are_found(make_store: StoreFactory, name: str, where: str) -> None:
+    store = make_store(codec=BloscCodec(name))
+    ticket = saved(store, bytes_of(activations(MIB)))
+    (block,) = part_of(ticket).blocks
+    length = block.stored_bytes if where == "all of it" else 4096
+    lose(store, block.offset + (block.stored_bytes - 4096 if where == "last page" else 0), length)
+    with pytest.raises(ActivationCorruptionError, match="bytes read back are not the bytes written"):
+        store.get(ticket, CPU)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stale_bytes_after_a_lost_rewrite_are_found(make_store: StoreFactory, name: str) -> None:
+    backend = ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None)
+    store = make_store(backend, codec=BloscCodec(name))
+    first = saved(store, bytes_of(activations(MIB)))
+    store.release(first)
+    second = saved(store, bytes_of(activations(MIB)))
+    assert part_of(second).extent == part_of(first).extent
+    with pytest.raises(ActivationCorruptionError):
+        store.get(second, CPU)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_checksums_do_not_see_never_leaves_its_memory(make_store: StoreFactory, name: str, seed: int) -> None:
+    """With integrity off any bytes reach the codec: it refuses, or fills the memory that it has, and no other."""
+    store = make_store(codec=BloscCodec(name), integrity="off")
+    beside = noise(MIB)
+    neighbour = put(store, beside.clone())
+    ticket = saved(store, bytes_of(activations(MIB)))
+    (block,) = part_of(ticket).blocks
+    torch.manual_seed(seed)
+    page = 4096 * int(torch.randint(0, block.stored_bytes // 4096, (1,))) if seed else 0
+    lose(store, block.offset + page, 4096)
+    if not page:
+        with pytest.raises(ActivationCorruptionError, match=f"{name} cannot decompress"):
+            store.get(ticket, CPU)
+    else:
+        try:
+            assert store.get(ticket, CPU).data.numel() == 2 * MIB
+        except ActivationCorruptionError as error:
+            assert f"{name} cannot decompress" in str(error)
+    assert torch.equal(store.get(neighbour, CPU).data, beside)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_lengths_than_those_of_the_block_are_refused(name: str) -> None:
+    codec = BloscCodec(name)
+    packed, target = torch.empty(MIB, dtype=torch.uint8), torch.full((MIB,), 7, dtype=torch.uint8)
+    length = codec.compress(torch.zeros(MIB, dtype=torch.uint8), packed, 1)
+    for wrong in (target[: MIB // 2], torch.empty(MIB + 1, dtype=torch.uint8)):
+        with pytest.raises(TransferError, match=f"{name} cannot decompress"):
+            codec.decompress(packed[:length], wrong)
+    with pytest.raises(TransferError, match=f"{name} cannot decompress"):
+        codec.decompress(packed[: length - 1], target)
+    assert bool((target == 7).all())
+    codec.decompress(packed[:length], target)
+    assert not target.any()
+
+
+class Failing(BloscCodec):
+    """Fails so many times with an error."""
+
+    def __init__(self, verb: str, error: Exception, times: int) -> None:
+        super().__init__("lz4")
+        self._verb, self._error, self.times = verb, error, times
+
+    def _fail(self, verb: str) -> None:
+        if verb == self._verb and self.times:
+            self.times -= 1
+            raise self._error
+
+    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
+        self._fail("compress")
+        return super().compress(data, into, item_bytes)
+
+    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        self._fail("decompress")
+        super().decompress(packed, into)
+
+
+@pytest.mark.parametrize("error", [TransferError("in the codec"), ZeroDivisionError("a bug in a codec")])
+def test_bytes_that_cannot_be_compressed_stay_in_memory(make_store: StoreFactory, error: Exception) -> None:
+    store = make_store(codec=Failing("compress", error, 1), lanes=Lanes(1, 1))
+    data = noise(MIB)
+    ticket = put(store, data.clone())
+    until(lambda: part_of(ticket).state is PartState.RESCUED, "the rescue")
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store.paths[0].failure == str(error)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_bytes_that_cannot_be_decompressed_are_read_once_more_and_then_an_error(
+    make_store: StoreFactory, times: int
+) -> None:
+    store = make_store(codec=Failing("decompress", TransferError("lz4 cannot decompress"), times), lanes=Lanes(1, 1))
+    data = bytes_of(activations(MIB))
+    ticket = saved(store, data.clone())
+    if times == 1:
+        assert torch.equal(store.get(ticket, CPU).data, data)
+        return
+    with pytest.raises(ActivationCorruptionError, match=r"lz4 cannot decompress.*resume from the last checkpoint"):
+        store.get(ticket, CPU)
+
+
+@pytest.mark.parametrize("verb", ["compress", "decompress"])
+def test_a_codec_without_memory_is_tried_again(make_store: StoreFactory, verb: str) -> None:
+    store = make_store(codec=Failing(verb, MemoryError("in the codec"), 1), lanes=Lanes(1, 1))
+    data = bytes_of(activations(MIB))
+    ticket = saved(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store.paths[0].failure is None and not store.stats.rescued_bytes
+
+
+def test_buffers_of_lanes_are_a_part_of_staging(make_store: StoreFactory) -> None:
+    store = make_store(codec=BloscCodec("lz4"), staging_bytes=32 * MIB, lanes=Lanes(3, 2))
+    held = sum(buffer.nbytes for buffer in store.ring.buffers)
+    assert len(store.ring.buffers) == 5 and held + store.ring.slots.capacity_bytes == 32 * MIB
+    assert held <= 8 * MIB
+    assert lane_buffer_bytes(1 << 30, 4, 4096) == BUFFER_BYTES
+    assert lane_buffer_bytes(MIB, 128, 8192) == 8192
+    assert make_store().ring.buffers == []
+
+
+def test_a_store_that_has_rested_compresses_again(make_store: StoreFactory) -> None:
+    store = make_store(codec=BloscCodec("lz4"))
+    data = bytes_of(activations(MIB))
+    for _ in range(2):
+        ticket = saved(store, data.clone())
+        assert torch.equal(store.get(ticket, CPU).data, data) and part_of(ticket).blocks[0].packed_bytes
+        store.release(ticket)
+        nothing_is_held(store)
+        until(store.rest, "rest")
+        store.wake()
+
+
+# ---- who may have one ----
+
+
+def block(tmp_path: Path, **io: object) -> dict[str, object]:
+    return {"nvme_path": str(tmp_path), "io": {"compression": "lz4", **io}}
+
+
+def opened(config: OffloadConfig) -> Tiers:
+    return Tiers(config, AioConfig(), CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
+
+
+def test_without_the_package_it_is_refused_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    config = OffloadConfig.model_validate(block(tmp_path, backend="posix"))
+    with pytest.raises(
+        BackendUnavailableError, match=r'io.compression "lz4" needs.*pip install "ds_tba\[compression\]"'
+    ):
+        opened(config)
+
+
+def test_nothing_is_imported_where_nothing_is_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    opened(OffloadConfig.model_validate(block(tmp_path, backend="posix", compression=None))).close()
+
+
+def test_gds_and_a_codec_contradict_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'io.compression is "lz4".*"gds".*leave io.compression out'):
+        validate(OffloadConfig, block(tmp_path, backend="gds"), "activation_nvme_offload")
+
+
+def test_a_backend_that_stages_on_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers_module, "select_backend", lambda *_, **__: Selection(DeviceBackend(), "a test"))
+    with pytest.raises(BackendUnavailableError, match=r'io.compression "lz4".*host memory.*"backend": "posix"'):
+        opened(OffloadConfig.model_validate(block(tmp_path)))
