@@ -374,7 +374,7 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
         ConfigError: a path is not that of a module, or lies inside another.
     """
     layers = repeated_layers(model) if paths is None else named_layers(model, paths)
-    return [Block(path, module) for path, module in layers.items()]
+    return [Block(index, path, module) for index, (path, module) in enumerate(layers.items())]
 
 
 def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -82,10 +82,12 @@ class Block:
     """A repeated layer.
 
     Attributes:
+        index: its place among the repeated layers.
         path: of the module in the model, such as ``"model.layers.3"``.
         module: the layer.
     """
 
+    index: int
     path: str
     module: nn.Module
 
