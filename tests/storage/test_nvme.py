@@ -273,10 +273,10 @@ def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
     slow_files: set[int] = set()
 
     class UnequalBackend(PosixBackend):
-        """A drive is slow while its descriptor is in the set: 4 ms for a MiB."""
+        """A drive is slow while its descriptor is in the set: 40 ms for a MiB, far above what a busy machine takes."""
 
         def open_handle(self, fd: int) -> IoHandle:
-            return _Delayed(super().open_handle(fd), lambda nbytes: 4e-9 * nbytes if fd in slow_files else 0.0)
+            return _Delayed(super().open_handle(fd), lambda nbytes: 4e-8 * nbytes if fd in slow_files else 0.0)
 
     store = make_store(UnequalBackend(), paths=2, lanes=Lanes(1, 1))
     first, second = store.paths
