@@ -152,7 +152,7 @@ class Trace:
         optimizer_s: the time of a step outside of its micro-steps; ``rest_s`` in JSON.
         micro_steps: of one step.
         forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
-            forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/saved.py``.
+            forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/prefetch.py``.
     """
 
     storages: tuple[StorageTrace, ...]

@@ -59,7 +59,7 @@ class Rule:
         result: attribute under which the node may hold its own output.
         is_view: the output shares its operand's memory, so that it is a step between others only.
         listed: attribute under which the node holds a list of operands more.
-        needs_epsilon: the last constant is the ``eps`` of a norm; see ``recipe.py``.
+        needs_epsilon: the last constant is the ``eps`` of a norm; see ``search.py``.
         is_copy: the graph does not tell the strides of its output.
     """
 
