@@ -149,7 +149,7 @@ class _Probe:
 
 def _noise(nbytes: int, *, are_numbers: bool) -> torch.Tensor:
     chance = numpy.random.default_rng(0)
-    if not are_numbers:
+    if not are_numbers or nbytes < ITEM_BYTES:  # PyTorch gives no view of nothing in another dtype
         return torch.from_numpy(chance.integers(0, 256, nbytes, numpy.uint8))
     return torch.from_numpy(chance.standard_normal(nbytes // ITEM_BYTES, numpy.float32)).bfloat16().view(torch.uint8)
 

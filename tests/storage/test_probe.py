@@ -197,9 +197,12 @@ def in_crumbs(spans: SpanAllocator) -> int:
     return spans.used_bytes
 
 
+@pytest.mark.parametrize("codec", [None, "lz4"])
 @pytest.mark.parametrize("where", ["staging", "file"])
-def test_room_in_crumbs_is_given_back_and_nothing_is_measured(make_store: StoreFactory, where: str) -> None:
-    store = with_room(make_store())
+def test_room_in_crumbs_is_given_back_and_nothing_is_measured(
+    make_store: StoreFactory, where: str, codec: str | None
+) -> None:
+    store = with_room(make_store(codec=None if codec is None else BloscCodec(codec)))
     (path,) = store.paths
     used_bytes = in_crumbs(store.ring.slots if where == "staging" else path.extents)
     measure_drives(store.space, store.io)
