@@ -198,13 +198,17 @@ def in_crumbs(spans: SpanAllocator) -> int:
 
 
 @pytest.mark.parametrize("codec", [None, "lz4"])
-@pytest.mark.parametrize("where", ["staging", "file"])
+@pytest.mark.parametrize("where", ["staging", "full staging", "file"])
 def test_room_in_crumbs_is_given_back_and_nothing_is_measured(
     make_store: StoreFactory, where: str, codec: str | None
 ) -> None:
     store = with_room(make_store(codec=None if codec is None else BloscCodec(codec)))
     (path,) = store.paths
-    used_bytes = in_crumbs(store.ring.slots if where == "staging" else path.extents)
+    if where == "full staging":
+        used_bytes = store.ring.slots.capacity_bytes
+        assert store.ring.slots.allocate(used_bytes) is not None
+    else:
+        used_bytes = in_crumbs(store.ring.slots if where == "staging" else path.extents)
     measure_drives(store.space, store.io)
     assert path.probe_bytes == 0
     assert store.ring.slots.used_bytes + path.extents.used_bytes == used_bytes
