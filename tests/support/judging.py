@@ -25,7 +25,7 @@ def is_no_worse(ours: Prediction, theirs: Prediction, limits: Limits, trace: Tra
     if budget is None:
         if theirs.step_s > longest_s:
             return True
-        figures = (ours.peak_saved_bytes, ours.step_s), (theirs.peak_saved_bytes, theirs.step_s + GRACE_S)
+        figures = (ours.peak_saved_bytes, ours.step_s), (theirs.peak_saved_bytes, theirs.step_s + grace_s)
         return ours.step_s <= longest_s and figures[0] <= figures[1]
     if theirs.peak_saved_bytes > budget:
         return ours.peak_saved_bytes <= theirs.peak_saved_bytes
