@@ -19,7 +19,7 @@ ZERO    ?= 3
 BACKEND ?=
 STEPS   ?= 1
 # Narrow, deep and long, so that activations fill the memory: parameters take 6 MiB of it, in FP32.
-SIZE    ?= --width 64 --depth 32 --batch 4 --sequence 1536 --also_lengths 768 1152
+SIZE    ?= --width 64 --depth 32 --batch 8 --sequence 2048 --also_lengths 1024 1536
 # Everything leaves, through little staging: this training is small.
 LIMITS  ?= --placement nvme --staging_bytes 8388608 --min_tensor_bytes 65536
 NVME    ?= $(CURDIR)/.cache/nvme
