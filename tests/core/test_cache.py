@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import AlarmError, StoreFactory
 from support import hazards
 from support.doubles import Gate, ScriptedBackend, fails, wait_for_writes
 from support.each_hazard import cache_over
@@ -191,10 +191,6 @@ def test_saved_tensors_can_still_be_written_and_loaded(make_store: StoreFactory,
 # ---- interrupts -----------------------------------------------------------------------------------------------------
 
 
-class Interrupted(Exception):
-    """What a signal handler of the user's raises."""
-
-
 def interrupted_step(cache: TensorCache, at: int) -> bool:
     """Train a step, and interrupt it as the function of ds_tba of that number is called; False if there is none."""
     calls = 0
@@ -205,7 +201,7 @@ def interrupted_step(cache: TensorCache, at: int) -> bool:
             calls += 1
             if calls == at:
                 sys.setprofile(None)
-                raise Interrupted
+                raise AlarmError
 
     x = torch.randn(32, 32, requires_grad=True)
     sys.setprofile(interrupt)
@@ -215,15 +211,17 @@ def interrupted_step(cache: TensorCache, at: int) -> bool:
             loss = (made * made * made.mean(1, keepdim=True)).sum()
         del made
         loss.backward()
-    except Interrupted:
+    except AlarmError:
         return True
     finally:
         sys.setprofile(None)
     return False
 
 
+# Python itself ignores an exception that comes as it closes a generator, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_step_is_remembered_or_leaves_nothing() -> None:
-    """What is counted in one section, and taken back in another, must not be lost between the two."""
+    """An interrupt between two sections loses no count that one of them adds and the other takes back."""
     host, at, left = HostStore(CpuAccelerator(), MIB), 1, list[int]()
     while True:
         cache = TensorCache([host], "cpu", 1024)

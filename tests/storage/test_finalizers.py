@@ -197,15 +197,11 @@ def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(tmp_pat
 # ---- a section that was left half done ------------------------------------------------------------------------------
 
 
-class Handled(Exception):
-    """What a signal handler of the user's raises."""
-
-
 @pytest.mark.parametrize(
     ("error", "is_refused"),
     [
         (KeyboardInterrupt(), True),
-        (Handled(), True),
+        (AlarmError(), True),
         (MemoryError(), True),
         (StateError("an illegal move"), True),
         (RuntimeError("a defect"), True),
