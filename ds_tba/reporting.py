@@ -195,7 +195,7 @@ class Reporter:
         }
         for room in (self._tiers, *self._rooms):
             fields |= room.summary()
-        # Of the stores there are those whose writes have failed; the cache knows what no store took.
+        # The stores count failed writes; the cache counts storages that no store took.
         fallbacks = Counter(cache.fallbacks) + Counter(fields.get("fallbacks_by_reason", {}))
         fields |= {"fallbacks": fallbacks.total(), "fallbacks_by_reason": dict(fallbacks)}
         return OffloadReport(**fields)

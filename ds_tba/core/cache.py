@@ -313,8 +313,9 @@ class TensorCache(Lender):
         self._stats.packed_tensors += 1
         if self._in_use and not self._is_capturing:
             self._end_operations(self._operation())
-        why = self.eligibility_of(tensor)
-        if why is Eligibility.ELIGIBLE:
+        why = self._eligibility_by_tensor(tensor)
+        excluded_by = self._excluded_by() if why is Eligibility.ELIGIBLE else ""
+        if why is Eligibility.ELIGIBLE and not excluded_by:
             return self._save(tensor)
         if why is Eligibility.PARAMETER:
             self._stats.passed_through_tensors += 1
@@ -322,8 +323,8 @@ class TensorCache(Lender):
         if why in _FOREIGN:
             self._stats.kept_bytes[why.value] += nbytes_of(tensor)
             return PassedThrough(tensor)
-        if why is Eligibility.EXCLUDED:
-            counted: SavedCounted = SavedExcluded(self, tensor, tensor.untyped_storage().nbytes(), self._excluded_by())
+        if excluded_by:
+            counted: SavedCounted = SavedExcluded(self, tensor, tensor.untyped_storage().nbytes(), excluded_by)
         else:
             small = why is Eligibility.SMALL
             nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
@@ -333,7 +334,12 @@ class TensorCache(Lender):
         return counted
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
-        """Whether a tensor may leave device memory."""
+        """Return whether a tensor that is saved now may leave device memory."""
+        why = self._eligibility_by_tensor(tensor)
+        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self._excluded_by() else why
+
+    def _eligibility_by_tensor(self, tensor: torch.Tensor) -> Eligibility:
+        """Return whether a tensor may leave device memory, whichever module saves it."""
         acts = self.stores or self.rematerialization is not None
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
@@ -347,7 +353,7 @@ class TensorCache(Lender):
             accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
         ):
             return Eligibility.OF_GRAPH
-        return Eligibility.EXCLUDED if self._excluded_by() else why
+        return why
 
     def _excluded_by(self) -> str:
         return "" if self._exclusion is None else self._exclusion.reason()
@@ -550,8 +556,7 @@ class TensorCache(Lender):
                     self._note_unpacked(held)
             return tensor
         tensor = held.restore()
-        # A mark of the tensor, that its bytes do not have; or it has no storage of its own.
-        if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not _is_its_bytes(tensor):
             return tensor.clone()
         storage = tensor.untyped_storage()
         if _others_read(owner):
@@ -569,7 +574,7 @@ class TensorCache(Lender):
         owner = held.record if isinstance(held, SavedView) else held.memory
         if not _others_read(owner):
             return tensor
-        if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not _is_its_bytes(tensor):
             return tensor.clone()
         return held.over(self._copied(tensor.untyped_storage()))
 
@@ -853,6 +858,11 @@ class TensorCache(Lender):
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
+
+
+def _is_its_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a storage of its own, and no mark that the bytes there do not have."""
+    return has_plain_storage(tensor) and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _others_read(owner: SavedStorage | CountedMemory) -> bool:
