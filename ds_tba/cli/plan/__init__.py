@@ -16,11 +16,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size, table
+from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size
 from ds_tba.config import BLOCK, parse_block, with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.report import write_file
-from ds_tba.stats import expanded, readable
+from ds_tba.stats import aligned, expanded, readable
 from ds_tba.wear import Drive, Rating, examine
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[s
         step = row.cost.step_s / first.cost.step_s if first.cost.step_s else 1.0
         sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes)
         cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *_costs(row)))
-    yield from table(cells)
+    yield from aligned(cells)
     yield f"            {first.name!r} takes {first.cost.step_s:.3g} s a step"
 
 
@@ -324,7 +324,7 @@ def _table_of_longest(setup: Setup, found: Sequence[Longest]) -> Iterator[str]:
         speed = setup.batch * sequence / row.cost.step_s * setup.training.micro_steps if row.cost.step_s else 0.0
         times = (f"{row.cost.step_s:.3g}", f"{speed:,.0f}", *_costs(row)) if sequence else ("-",) * (2 + len(_COSTS))
         cells.append((row.name, length, readable(row.need_bytes), *times))
-    yield from table(cells)
+    yield from aligned(cells)
     longest = max(found, key=attrgetter("sequence"))
     if not longest.sequence:
         return
@@ -404,7 +404,7 @@ def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
         nbytes, write, read = (value / parts for value in of_node)
         per_day, life = setup.sharers * row.written_bytes_per_day / parts / 1e12, _life(row.life_days)
         cells.append((name, readable(nbytes), f"{write / 1e9:.2f}", f"{read / 1e9:.2f}", f"{per_day:.2f}", life))
-    yield from table(cells) if row.cost.written_bytes else ()
+    yield from aligned(cells) if row.cost.written_bytes else ()
     if found["nodes"] > 1:
         left = max(0.0, 1 - found["network_s"] / row.cost.step_s)
         yield (
@@ -422,7 +422,7 @@ def _details(setup: Setup, plan: Plan, found: dict[str, Any]) -> Iterator[str]:
         name, times = (group["name"], group["count"]) if group["count"] else (f"outside: {group['name']}", 1)
         one, every, movable = group["saved_bytes"], times * group["saved_bytes"], times * group["movable_bytes"]
         cells.append((name, str(group["count"] or ""), readable(one), readable(every), readable(movable)))
-    yield from table(cells)
+    yield from aligned(cells)
     yield ""
     shares = [f"{word} {readable(nbytes)}" for word, nbytes in found["plan_bytes"].items()]
     again = f"{sum(plan.recomputed_blocks)} of {len(plan.recomputed_blocks)} passes are recomputed"
