@@ -425,8 +425,6 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
 
 def _backward(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     offloader.stop_saving()
-    if not getattr(engine, "pipeline_parallelism", False):  # whose loss_fn "until_backward" does not serve
-        offloader.look_outside((original.args, original.keywords))
     return original()
 
 

@@ -188,14 +188,11 @@ class ActivationOffloader:
     def _open_explainer(self) -> Explainer:
         from ds_tba.explain.explainer import Explainer
         from ds_tba.explain.sample import Counters, StepSamples
-        from ds_tba.explain.timeline import TimelineFile
 
-        timelines = None
-        if self.config.report.timeline_path:
-            timelines = TimelineFile(self._files.timeline, self.config.activation_budget_bytes)
+        file = self._files.timeline if self.config.report.timeline_path else None
         store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
         counters = Counters(self.cache.stats, store, [path.meter for path in self._tiers.paths])
-        samples = StepSamples(counters, self._where_it_runs(), timelines, self._writer.steps + 1)
+        samples = StepSamples(counters, self._where_it_runs(), file, self._writer.steps + 1)
         return Explainer(self.config, self.cache, self._accelerator, samples)
 
     def _open_controller(
@@ -326,14 +323,6 @@ class ActivationOffloader:
     def stop_saving(self) -> None:
         """End that: backward, or another forward, begins."""
         KEPT.close(self)
-
-    def look_outside(self, losses: object) -> None:
-        """Say once where most of what the backward of these losses needs was saved outside of forward."""
-        if self._explainer is None or self._is_forked():
-            return
-        told = self._explainer.begin_backward(losses)
-        if told and self._writer.rank == 0:
-            logger.warning("%s", told)
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Return the context of a whole step in which forwards and backwards of several micro-batches alternate.

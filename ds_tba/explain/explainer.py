@@ -49,10 +49,6 @@ class Explainer:
         """Return the context of a forward, from that in which tensors are saved."""
         return self._samples.forward(saving)
 
-    def begin_backward(self, losses: object) -> str:
-        """Return what to say of losses that save more than forward did; empty where there is nothing to say."""
-        return self._samples.begin_backward(losses)
-
     def end_backward(self) -> None:
         """Note that a micro-step is over."""
         self._samples.end_backward()
