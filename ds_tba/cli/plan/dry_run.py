@@ -92,7 +92,6 @@ def dry_run(
         with torch.device(runs_on):
             subject = recipe(batch, sequence)
             layers = [one.module for one in find_blocks(subject.model, None)]
-            # Before adapters, whose parametrizations hold each weight of a module by themselves.
             owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
             largest = max(sum(one.numel() for one in each) for each in owned)
             if lora_rank is not None:
