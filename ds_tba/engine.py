@@ -45,8 +45,8 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agree, machine, on_all_ranks, own_rank
 from ds_tba.reporting import show_log
 from ds_tba.stats import expanded
+from ds_tba.update import refuse_half_updated
 from ds_tba.update.config import UpdateConfig, parse_update_block
-from ds_tba.update.interrupted import refuse_half_updated
 
 if TYPE_CHECKING:
     from ds_tba.explain.out_of_memory import ModelMemory
