@@ -35,8 +35,8 @@ from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
-    from ds_tba.explain.explainer import Explainer
     from ds_tba.explain.model_memory import ModelMeter
+    from ds_tba.explain.sample import StepSamples
     from ds_tba.plan.agreement import Agreement
     from ds_tba.plan.controller import Controller
     from ds_tba.plan.plan import Planner
@@ -125,9 +125,10 @@ class ActivationOffloader:
         self._running: RunningModule | None = None
         self._chosen: ChosenModules | None = None
         self._sites = self._open_sites()
-        self._explainer: Explainer | None = None
+        self._samples: StepSamples | None = None
+        self._meter: ModelMeter | None = None
         if config.report.timeline_path:
-            self._explaining()
+            self._sampling()
         self._controller: Controller | None = None
         self._resting = Resting(self._tiers, self.cache, rank, waking_s)
         self._closer = Closer(self._close, accelerator)
@@ -178,22 +179,18 @@ class ActivationOffloader:
             self._reporter.add(sites)
         return sites
 
-    def _explaining(self) -> Explainer:
-        """Return the explainer, which is loaded where somebody asks for it first."""
-        if self._explainer is None:
-            self._explainer = self._open_explainer()
-            self._reporter.add(self._explainer)
-        return self._explainer
+    def _sampling(self) -> StepSamples:
+        """Return what samples steps, which is loaded where somebody asks for it first."""
+        if self._samples is None:
+            from ds_tba.explain.sample import Counters, StepSamples
 
-    def _open_explainer(self) -> Explainer:
-        from ds_tba.explain.explainer import Explainer
-        from ds_tba.explain.sample import Counters, StepSamples
-
-        file = self._files.timeline if self.config.report.timeline_path else None
-        store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
-        counters = Counters(self.cache.stats, store, [path.meter for path in self._tiers.paths])
-        samples = StepSamples(counters, self._where_it_runs(), file, self._writer.steps + 1)
-        return Explainer(self.config, self.cache, self._accelerator, samples)
+            file = self._files.timeline if self.config.report.timeline_path else None
+            store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
+            counters = Counters(self.cache.stats, store, [path.meter for path in self._tiers.paths])
+            self._samples = StepSamples(counters, self._where_it_runs(), file, self._writer.steps + 1)
+            self.cache.observe(self._samples)
+            self._reporter.add(self._samples)
+        return self._samples
 
     def _open_controller(
         self, model: nn.Module, agreement: Agreement, everyone: Agreement, planner: Planner | None
@@ -256,7 +253,8 @@ class ActivationOffloader:
             self._where_it_runs().watch(model)
             if self.config.patterns:
                 self._choose_by_name(model, everyone or agreement)
-            self._explaining().watch(meter)
+            self._sampling()
+            self._meter = meter
             if self._controller is None and self.config.is_planned:
                 from ds_tba.plan.agreement import Alone
 
@@ -299,7 +297,7 @@ class ActivationOffloader:
         if self._sites is not None:
             mark_inputs(inputs)
         saving = self._saver.saving()
-        return self._forward(saving if self._explainer is None else self._explainer.forward(saving))
+        return self._forward(saving if self._samples is None else self._samples.forward(saving))
 
     @contextmanager
     def _forward(self, saving: AbstractContextManager[None]) -> Iterator[None]:
@@ -346,8 +344,8 @@ class ActivationOffloader:
         if self._is_forked():
             return
         self._saver.end_micro_step()
-        if self._explainer is not None:
-            self._explainer.end_backward()
+        if self._samples is not None:
+            self._samples.end_backward()
 
     def note_step(self) -> None:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
@@ -365,8 +363,8 @@ class ActivationOffloader:
             self._tiers.host.end_step()
         if self._controller is not None:
             self._controller.end_step()
-        if self._explainer is not None:
-            self._explainer.end_step()
+        if self._samples is not None:
+            self._samples.end_step()
         self._reporter.end_step(0 if self._controller is None else self._controller.plans)
 
     def rest(self, *, now: bool = False) -> None:
@@ -392,7 +390,7 @@ class ActivationOffloader:
 
         Within a forward of the steps 1, 2, 4, 8, ... it tells of now; else of the end of the last such forward.
         """
-        return self._explaining().explain(self._where())
+        return self._explained()
 
     def note_failure(self, error: BaseException | None) -> None:
         """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""
@@ -401,13 +399,16 @@ class ActivationOffloader:
                 return
             # On the error itself: a reference to it would hold its frames, and all tensors in them, as long as we live.
             setattr(error, _EXPLAINED, True)
-            logger.error("memory ran out; %s", self._explaining().explain(self._where(), error))
+            logger.error("memory ran out; %s", self._explained(error))
             self._reporter.refresh(now=True)
         except Exception:  # nothing may hide the user's error
             logger.exception("memory ran out, and what fills it cannot be told")
 
-    def _where(self) -> str:
-        return f"rank {self._writer.rank}, step {self._writer.steps + 1}"
+    def _explained(self, error: BaseException | None = None) -> str:
+        from ds_tba.explain.explainer import Explainer
+
+        explainer = Explainer(self.config, self.cache, self._accelerator, self._sampling(), self._meter)
+        return explainer.explain(f"rank {self._writer.rank}, step {self._writer.steps + 1}", error)
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
@@ -202,12 +202,14 @@ class StepSamples:
     Attributes:
         running: as above.
         holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
+        earlier_bytes: saved bytes in device memory as the last step ended.
     """
 
     def __init__(self, counters: Counters, running: RunningModule, file: ReportFile | None, step: int) -> None:
         self.running = running
         self.holders: list[Holder] = []
         self.holders_step = 0
+        self.earlier_bytes = 0
         self._counters = counters
         self._file = file
         self._step = step
@@ -243,6 +245,7 @@ class StepSamples:
             sample.end()
             if sample.timeline is not None and self._file is not None:
                 self._file.write_text(sample.timeline.to_json(self._step, self._file.writer.rank))
+        self.earlier_bytes = self._counters.cache.resident.now
         self._step += 1
         self._begin_step()
 
@@ -254,10 +257,14 @@ class StepSamples:
         for meter in self._counters.paths:
             meter.tell(timeline)
 
-    @property
-    def timeline_path(self) -> str | None:
-        """Path of the timelines, which may be another than the config's; None where nobody wants any."""
-        return None if self._file is None else str(self._file.path)
+    def summary(self) -> dict[str, object]:
+        """Return the fields of the report about who holds saved bytes, and when."""
+        return {
+            "holders": [asdict(one) for one in self.holders],
+            "holders_step": self.holders_step,
+            # May be another than the config's, where an engine beside this one has that.
+            "timeline_path": None if self._file is None else str(self._file.path),
+        }
 
     def now(self) -> list[Holder]:
         """Return the holders of saved bytes: in a sampled forward as they are now, else as its end found them."""
