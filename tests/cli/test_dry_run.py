@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from support.estimate_models import ALL
+from support.placed import fixed
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.cli.plan.dry_run import Passes, PeakMeter, dry_run
 from ds_tba.cli.plan.model import Subject, loss_of
-from ds_tba.cli.plan.rows import fixed, made_again
+from ds_tba.cli.plan.rows import made_again
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.core.cache import TensorCache

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import runs
+from support.placed import fixed
 from support.traces import SIZE, one_block, resources, storage
 from torch import nn
 from torch.nn import functional
@@ -24,7 +25,6 @@ from ds_tba.cli.plan.rows import (
     LOGITS,
     Row,
     Setup,
-    fixed,
     groups_of,
     holders,
     made_again,

@@ -258,11 +258,6 @@ def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any
     return setup.row(name, plan.prediction, training, {BLOCK: block, **merged}), plan
 
 
-def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: bool = False) -> Prediction:
-    """Return the cost of one placement for everything that it is possible for; see :func:`assign`."""
-    return replay(*assign(trace, placement, recompute=recompute)).cost
-
-
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
     """Give one placement to everything that it is possible for; all else is kept.
 
