@@ -384,6 +384,7 @@ def _wrapped(original: Callable[..., object], around: Around | None) -> Callable
     @functools.wraps(original)
     def method(self: Engine, *args: object, **kwargs: object) -> object:
         offloader: Any = self.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
+        # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
         if around in (_forward, None):
             refuse_half_updated(getattr(self, "optimizer", None))
         if around is None or (offloader is None and around is not _destroy):
@@ -406,6 +407,7 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
             f'without compiled_autograd_enabled=True, or remove "{BLOCK}".'
         )
     skip_frames((_mark_owned,))
+    # In each forward: a parameter that was replaced meanwhile would be taken for an activation, and offloaded.
     engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
     if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
         offloader.stop_saving()
@@ -430,6 +432,7 @@ def _backward(offloader: ActivationOffloader, original: Original, engine: Engine
 
 def _step(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     offloader.stop_saving()
+    # Before the optimizer: gradients that may be wrong are refused while no parameter has taken them.
     offloader.note_micro_step()
     before = engine.global_steps
     result = original()

@@ -106,6 +106,7 @@ class ActivationOffloader:
                 f'"{BLOCK}.until_backward" needs PyTorch 2.8, which tells whose hooks are the innermost: leave it '
                 "out, or compute the loss inside of the model's forward."
             )
+        # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         PROCESS.rest(now=True)
         is_host = accelerator.is_synchronized_device()
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
@@ -132,6 +133,7 @@ class ActivationOffloader:
         self._controller: Controller | None = None
         self._resting = Resting(self._tiers, self.cache, rank, waking_s)
         self._closer = Closer(self._close, accelerator)
+        # Most programs never close an engine: without this nobody would write the last report.
         atexit.register(self.close)
 
     # ---- rooms --------------------------------------------------------------------------------------------------

@@ -346,6 +346,7 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
         ) from error
     if target.is_dir():
         raise ConfigError(f"{key} {target} is a directory: name a file, for example {target / 'report.json'}.")
+    # os.replace() would put a file in the place of /dev/stdout.
     if not is_replaceable(target):
         raise ConfigError(f"{key} {target} is a device, a pipe or a file of the system's: name a regular file.")
     if not os.access(target.parent, os.W_OK):
@@ -423,6 +424,7 @@ class ReportFile:
         if self.path is None or not (now or time.monotonic() - self._written_at >= self._age_s):
             return
         self.write(make())
+        # Young at first: a run that is killed in its first minute has a report, too.
         self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
 
     def write(self, found: Mapping[str, object]) -> None:

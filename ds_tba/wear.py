@@ -91,6 +91,7 @@ def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
     if device is None:
         return Drive()
     rotational = {"0": False, "1": True}.get(_read(device / "queue" / "rotational"))
+    # Else every cloud instance would be warned of a spinning disk.
     if device.name.startswith(VIRTUAL):
         rotational = None
     smart = _smart(device.name)

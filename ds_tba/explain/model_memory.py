@@ -42,6 +42,7 @@ class _Storages:
         if tensor.device.type != self._type or tensor.layout is not torch.strided:
             return 0
         storage = tensor.untyped_storage()
+        # Tied weights and views in ZeRO's flat buffers would count once for each name.
         is_new = storage.data_ptr() not in self._seen
         self._seen.add(storage.data_ptr())
         return storage.nbytes() if is_new else 0

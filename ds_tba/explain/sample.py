@@ -116,6 +116,7 @@ class StepSample:
         def look_at_unpack(held: object) -> torch.Tensor:
             if not self._is_open:
                 return unpack(held)
+            # What was saved between forward and backward, as by a loss outside, would be in no table.
             if self._is_after and self._seen:  # backward begins
                 self._found_more()
             started_s, stalled_s, made_bytes = (
@@ -178,6 +179,7 @@ class StepSample:
 
     def end(self) -> None:
         """Look no more: hooks of a graph may live on."""
+        # A record is a key here: its storage would live until the next sample.
         self._is_open = False
         self._seen.clear()
 

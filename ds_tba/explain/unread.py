@@ -24,7 +24,8 @@ def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     is_training = script.endswith(".py") and not any(one in script for one in _LAUNCHERS)
     if not (is_accelerate or is_training) or _is_other_process(environ) or _has_engine():
         return ""
-    if hasattr(sys, "last_value") or {"-h", "--help"} & set(argv):  # it ended before it could train
+    # A script that failed has its own error to read; a line about a config below it would hide that.
+    if hasattr(sys, "last_value") or {"-h", "--help"} & set(argv):
         return ""
     variable = environ.get(VARIABLE, "")
     if variable.strip() and not _OFF.search(variable):

@@ -122,6 +122,7 @@ class Updater:
     def update(self, sub_groups: Sequence[SubGroup]) -> None:
         """Update all sub-groups, in their order; return when every byte is in its place."""
         self.pin([array for one in sub_groups for array in one.arrays])
+        # Pinned before the chunks are divided: a sub-group that is not pinned is the host's for the whole step.
         _Update(self, sub_groups).run()
         every = self.config.report.every_steps
         is_due = every > 0 and self.counts.steps % every == 0
@@ -140,6 +141,7 @@ class Updater:
         registry = self.registry
         if registry is None or self.config.device_share == 0:
             return
+        # Pins of arrays that a checkpoint has replaced would count against the limit, and hold their memory.
         registry.keep(arrays)
         began_s, before_bytes = time.perf_counter(), registry.pinned_bytes
         for array in reversed(arrays):

@@ -238,6 +238,7 @@ def _drives(
     elif write or read:
         source = f"{'write' if write else 'read'} as given, else {source}"
     elif config.nvme_paths:
+        # Measuring with it would compile the op for minutes.
         if config.io.backend == "aio":
             config = config.model_copy(update={"io": config.io.model_copy(update={"backend": None})})
         try:
@@ -477,6 +478,7 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None)
         return f"not written {path}: nothing in it has to be changed"
     old = read_config("--write", path) if path.exists() else new
     result, kept = _merged(old, merged), ""
+    # A file that a run would refuse is not written over one that it takes.
     parse_block(result)
     try:
         if path.exists():

@@ -167,6 +167,7 @@ def _micro_step(
     for module in model.modules():
         mark_owned(module)
     mark_inputs(subject.inputs)
+    # Without them a gradient would count as temporary here, and again among what the device holds.
     for one in model.parameters():  # gradients exist, as in all micro-steps but the first
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]

@@ -153,6 +153,7 @@ class Setup:
         zero, cost = beside(training, self.run, self.ranks), self.paced(cost, training)
         if moving_bytes is None:
             moving_bytes = cost.peak_saved_bytes + self.run.temporary_bytes
+        # Both peaks together may never come: with everything kept their sum was measured, and no setting holds more.
         moving = min(self.run.kept_bytes, moving_bytes)
         staging_bytes = training.offload.io.ring_bytes if cost.written_bytes else 0
         staged_on_device = staging_bytes if self.stages_on_device(training) else 0
