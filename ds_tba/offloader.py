@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
@@ -49,22 +48,6 @@ logger = logging.getLogger(__name__)
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
 _EXPLAINED = "_ds_tba_explained"  # of an error
-
-
-class Saver(Protocol):
-    """Opens forwards: the cache by a rule, the controller by plans."""
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Return the context of a forward."""
-
-    def interleaving(self) -> AbstractContextManager[None]:
-        """Return the context of a step whose micro-batches alternate."""
-
-    def after_forward(self) -> saved_tensors_hooks | None:
-        """Return hooks for what is saved between a forward and its backward."""
-
-    def end_micro_step(self) -> None:
-        """Note that backward is over."""
 
 
 def _host_bytes() -> int:
@@ -271,7 +254,8 @@ class ActivationOffloader:
     # ---- called in training -------------------------------------------------------------------------------------
 
     @property
-    def _saver(self) -> Saver:
+    def _saver(self) -> Controller | TensorCache:
+        """What opens forwards: the controller by plans, else the cache by a rule."""
         return self._controller or self.cache
 
     def saving(self, inputs: object = ()) -> AbstractContextManager[None]:

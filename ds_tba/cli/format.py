@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ds_tba.errors import DsTbaError
 
@@ -61,13 +61,7 @@ class Command(Protocol):
     def __call__(self, options: argparse.Namespace, /) -> Result: ...
 
 
-class HasOptions(Protocol):
-    """A parser, or a group of one."""
-
-    def add_argument(self, *names: str, **how: Any) -> argparse.Action: ...
-
-
-def add_json(parser: HasOptions) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     """Add the option that all commands have."""
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on the standard output")
 

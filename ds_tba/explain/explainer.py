@@ -7,6 +7,7 @@ model holds, and the judgement (``out_of_memory.py``); cannot see DeepSpeed's en
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
@@ -18,10 +19,11 @@ from ds_tba.holders import table
 from ds_tba.stats import readable
 
 
+@dataclass(frozen=True)
 class Explainer:
     """Says what fills the device.
 
-    Args:
+    Attributes:
         config: the block.
         cache: whose saved tensors count.
         accelerator: the device.
@@ -29,19 +31,11 @@ class Explainer:
         meter: counts what the model holds; None where nobody does.
     """
 
-    def __init__(
-        self,
-        config: OffloadConfig,
-        cache: TensorCache,
-        accelerator: Accelerator,
-        samples: StepSamples,
-        meter: ModelMeter | None,
-    ) -> None:
-        self._config = config
-        self._cache = cache
-        self._accelerator = accelerator
-        self._samples = samples
-        self._meter = meter
+    config: OffloadConfig
+    cache: TensorCache
+    accelerator: Accelerator
+    samples: StepSamples
+    meter: ModelMeter | None
 
     def explain(self, where: str, error: BaseException | None = None) -> str:
         """Return what fills the device, and which key or call would help.
@@ -50,8 +44,8 @@ class Explainer:
             where: the rank and the step, for the first line.
             error: by which memory ran out, if it did.
         """
-        failure = Failure() if error is None else failure_of(error, self._samples.running, self._accelerator.device())
-        model = ModelMemory() if self._meter is None else self._meter.memory()
+        failure = Failure() if error is None else failure_of(error, self.samples.running, self.accelerator.device())
+        model = ModelMemory() if self.meter is None else self.meter.memory()
         found = self._diagnosis(failure, model)
         lines = [
             f"{where}{f', {failure}' if failure.phase else ''}.",
@@ -65,22 +59,22 @@ class Explainer:
         return "\n".join(lines)
 
     def _diagnosis(self, failure: Failure, model: ModelMemory) -> Diagnosis:
-        stats, is_host = self._cache.stats, self._accelerator.is_synchronized_device()
+        stats, is_host = self.cache.stats, self.accelerator.is_synchronized_device()
         return Diagnosis(
-            self._config,
-            self._samples.now(),
+            self.config,
+            self.samples.now(),
             stats.kept_bytes,
             saved_bytes=stats.resident.now,
             peak_bytes=stats.resident.peak,
-            earlier_bytes=min(self._samples.earlier_bytes, stats.resident.now),
-            in_use_bytes=0 if is_host else self._accelerator.memory.levels().in_use_bytes,
+            earlier_bytes=min(self.samples.earlier_bytes, stats.resident.now),
+            in_use_bytes=0 if is_host else self.accelerator.memory.levels().in_use_bytes,
             is_host=is_host,
             model=model,
             failure=failure,
         )
 
     def _in_memory(self, found: Diagnosis) -> str:
-        stats, model = self._cache.stats, found.model
+        stats, model = self.cache.stats, found.model
         in_use = "" if found.is_host else f"; {readable(found.in_use_bytes)} are in use in all"
         return (
             f"In memory: saved tensors hold {readable(found.saved_bytes)} ({readable(found.peak_bytes)} at their "
@@ -89,11 +83,11 @@ class Explainer:
         )
 
     def _holders(self) -> Iterator[str]:
-        holders = self._samples.now()
+        holders = self.samples.now()
         if not holders:
             return
-        if holders is self._samples.holders:
-            yield f"saved at the end of the last forward looked at, in step {self._samples.holders_step}:"
+        if holders is self.samples.holders:
+            yield f"saved at the end of the last forward looked at, in step {self.samples.holders_step}:"
         else:
             yield "saved so far in this forward:"
         yield from table(holders)

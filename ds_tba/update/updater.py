@@ -82,10 +82,11 @@ class UpdateReport:
         )
 
 
+@dataclass(eq=False)
 class Updater:
     """Runs the updates of one optimizer, and counts them.
 
-    Args:
+    Attributes:
         config: the block; its ``device_share`` is 0 where the device's bits are not CPUAdam's.
         accelerator: the training device.
         host, pipeline: the two sides.
@@ -96,28 +97,15 @@ class Updater:
         file: file for the report.
     """
 
-    def __init__(
-        self,
-        config: UpdateConfig,
-        accelerator: Accelerator,
-        host: HostUpdate,
-        pipeline: DevicePipeline,
-        powers: Powers,
-        registry: Registry | None = None,
-        *,
-        target_on_device: bool = True,
-        counts: UpdateReport | None = None,
-        file: ReportFile | None = None,
-    ) -> None:
-        self.config = config
-        self.accelerator = accelerator
-        self.host = host
-        self.pipeline = pipeline
-        self.powers = powers
-        self.registry = registry
-        self.target_on_device = target_on_device
-        self.counts = UpdateReport() if counts is None else counts
-        self._file = file
+    config: UpdateConfig
+    accelerator: Accelerator
+    host: HostUpdate
+    pipeline: DevicePipeline
+    powers: Powers
+    registry: Registry | None = None
+    target_on_device: bool = True
+    counts: UpdateReport = field(default_factory=UpdateReport)
+    file: ReportFile | None = None
 
     def update(self, sub_groups: Sequence[SubGroup]) -> None:
         """Update all sub-groups, in their order; return when every byte is in its place."""
@@ -128,8 +116,8 @@ class Updater:
         is_due = every > 0 and self.counts.steps % every == 0
         if is_due and self.counts.rank == 0:
             logger.info("%s", self.report().line())
-        if self._file is not None:
-            self._file.refresh(self._fields, now=is_due)
+        if self.file is not None:
+            self.file.refresh(self._fields, now=is_due)
 
     def leave(self, reason: str, words: str) -> None:
         """Count an update that is left to DeepSpeed."""
@@ -186,8 +174,8 @@ class Updater:
         if self.registry is not None:
             self.registry.close()
         self.counts.state = "finished"
-        if self._file is not None:
-            self._file.write(self._fields())
+        if self.file is not None:
+            self.file.write(self._fields())
         if self.counts.rank == 0 and self.counts.steps:
             logger.info("%s", self.report().line())
 
