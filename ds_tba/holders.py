@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ds_tba.stats import aligned, readable
 
 MAX_ROWS = 10
+# Whole names between dots: "conv2d" and "layer1" are no numbers of layers.
 _LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 

@@ -1,4 +1,4 @@
-"""What ``engine.activation_offloader`` is: wires the core and the rooms that its config asks for, and passes calls on.
+"""The object at ``engine.activation_offloader``: wires the core and the rooms that its config asks for.
 
 The core (cache, tiers, report) is always there. Every other room is imported here, and only where its key asks for it.
 Decides nothing itself; cannot see DeepSpeed's engine (``engine.py`` ties the two together).
@@ -92,6 +92,7 @@ class ActivationOffloader:
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         PROCESS.rest(now=True)
         is_host = accelerator.is_synchronized_device()
+        # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._accelerator = accelerator
         self._ranks_on_node, self._pid = ranks_on_node, os.getpid()
@@ -255,7 +256,7 @@ class ActivationOffloader:
 
     @property
     def _saver(self) -> Controller | TensorCache:
-        """What opens forwards: the controller by plans, else the cache by a rule."""
+        """The controller, which opens forwards by plans; else the cache, which does by a rule."""
         return self._controller or self.cache
 
     def saving(self, inputs: object = ()) -> AbstractContextManager[None]:

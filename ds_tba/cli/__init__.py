@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 return 2
         status: int = options.run(options)
+        # Here, or a pipe that nobody reads would be a traceback at exit.
         sys.stdout.flush()
     except BrokenPipeError:  # as behind "| head": nobody reads on, also not what is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

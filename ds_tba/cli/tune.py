@@ -99,6 +99,7 @@ def tuned(
     """
     found: dict[Candidate, list[DriveRates]] = {}
     started_s = drives.now_s()
+    # In turns: a drive that slows down as it gets warm would make the last setting look slow.
     for one in cycle(candidates):
         found.setdefault(one, []).append(drives.measure(one))
         written_bytes = sum(each.written_bytes for many in found.values() for each in many)

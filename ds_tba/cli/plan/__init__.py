@@ -154,7 +154,7 @@ def _plan_longest(options: argparse.Namespace) -> Result:
 def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
     """Return the setups by the length of the sequence, a title, and what the figures rest on.
 
-    What is quick to look at comes first: a wrong option or config is told before transformers is imported.
+    Options and config are looked at first: what is wrong with them is told before transformers is imported.
     """
     import torch
 
@@ -272,7 +272,8 @@ class Endurance(NamedTuple):
 def _endurance(given: float | None, training: Training) -> Endurance:
     """Examine the drives; a rating that is given is of drives elsewhere, which nobody has written to yet."""
     examined = {path: examine(expanded(path)) for path in training.offload.nvme_paths} or {"": Drive()}
-    drives = {one.device or path: one for path, one in examined.items()}  # of another machine no device is known
+    # By device: two directories of one drive share its rating, and do not double it.
+    drives = {one.device or path: one for path, one in examined.items()}  # no device: another machine's
     if given:
         return Endurance(Rating(given, "as given"), len(drives), 0.0)
     rated = training.offload.ssd.rated_endurance_tbw
@@ -484,6 +485,7 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None)
         if path.exists():
             backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
             backup = next(one for one in backups if not one.exists())
+            # Before the file itself, which a full disk would else leave without a copy.
             write_file(backup, path.read_text())
             kept = f"; what it was is in {backup}"
         write_file(path, json.dumps(result, indent=2) + "\n")

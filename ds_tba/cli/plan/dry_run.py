@@ -84,11 +84,13 @@ def dry_run(
     offload, excluded = training.offload, sites.excluded_ops(training.offload)
     runs_on = "meta" if training.autocast is None else "cpu"
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
+    # No stores: everything is kept and recorded, and the settings are replayed from that.
     cache = TensorCache([], runs_on, offload.min_tensor_bytes)
     if offload.rematerialize_enabled and is_supported():
         cache.rematerialize(RematStore(cache, AssumedSites(cache, excluded, clock)))
     doing = "making the model"
     try:
+        # A function that makes its tensors by itself would take the memory of the whole model.
         with torch.device(runs_on):
             subject = recipe(batch, sequence)
             layers = [one.module for one in find_blocks(subject.model, None)]
@@ -427,6 +429,7 @@ def device_kernels(target: str, runs_on: str) -> Iterator[set[str]]:
             library.impl("_fused_rms_norm_backward", _rms_norm_backward, "Meta")
         yield taken
     finally:
+        # The table is the process's: every later tensor on this device would run these kernels.
         library._destroy()
 
 

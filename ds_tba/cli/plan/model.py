@@ -109,6 +109,7 @@ def _from_function(path: Path, name: str) -> Recipe:
     if not path.is_file():
         raise ModelError(f"{at}: there is no file {path}; give its path from here.")
     directory = str(path.resolve().parent)
+    # As for a script: or it could not import what lies beside it.
     sys.path.insert(0, directory)
     try:
         found = runpy.run_path(str(path), run_name=f"ds_tba_plan_{path.stem}")
@@ -144,6 +145,7 @@ def _from_hf_config(text: str) -> Recipe:
             "(FILE.py:function)."
         ) from error
     try:
+        # No download: a name with a slip would otherwise wait for a network, or fetch gigabytes.
         config = transformers.AutoConfig.from_pretrained(text, local_files_only=True)
     except Exception as error:  # the classes of its configs may raise anything
         why = " ".join(str(error).split()) or type(error).__name__

@@ -322,6 +322,7 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
         buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
         bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
     stepping = 0 if is_on_host or training.dtype is None else part(1, run.trained)
+    # ZeRO-3 steps through one sub-group at a time: the whole would be counted many times too large.
     if stage == 3:
         stepping = min(stepping, int(elements("sub_group_size", 1e9)))
     return Held(
