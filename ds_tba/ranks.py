@@ -34,6 +34,17 @@ class Built(Protocol):
         """Give back what it holds."""
 
 
+class KeyStore(Protocol):
+    """The store that ranks find each other by; see ``torch.distributed.Store``."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return once all keys are set; raises where one is not set in time."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a key's value."""
+        ...
+
+
 class _Answer(TypedDict, total=False):
     """The answer of a rank (its problem and its machine), or the verdict for all of them (with all machines)."""
 
@@ -106,7 +117,7 @@ def agree(problem: Exception | None) -> dict[str, int]:
     raise ConfigError(found) if problem is None else problem
 
 
-def _verdict(store: distributed.Store, build: int, size: int) -> _Answer:
+def _verdict(store: KeyStore, build: int, size: int) -> _Answer:
     """Return the first problem that keeps ranks from training, None where all can; and the ranks of each machine."""
     machines = Counter[str]()
     for rank in range(size):
@@ -121,7 +132,7 @@ def _verdict(store: distributed.Store, build: int, size: int) -> _Answer:
     return {"problem": None, "machines": machines}
 
 
-def _answer(store: distributed.Store, key: str, rank: int, timeout: timedelta | None = None) -> _Answer:
+def _answer(store: KeyStore, key: str, rank: int, timeout: timedelta | None = None) -> _Answer:
     try:
         store.wait([key], timeout or AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
