@@ -16,16 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
 from ds_tba.holders import Holder, table
 from ds_tba.stats import expanded, readable
 from ds_tba.wear import TERABYTE, PathWear
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 logger = logging.getLogger("ds_tba")
 
@@ -247,7 +244,7 @@ def parts() -> dict[str, list[Field[Any]]]:
 NEEDED = frozenset(one.name for one in fields(OffloadReport) if one.default is one.default_factory is MISSING)
 
 
-def _known(kind: type[DataclassInstance], found: Mapping[str, Any]) -> dict[str, Any]:
+def _known(kind: type[Holder | PathWear | OffloadReport], found: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a dataclass has fields for: the file may be of a newer version, which has more."""
     names = {one.name for one in fields(kind)}
     return {name: value for name, value in found.items() if name in names}

@@ -14,8 +14,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from ds_tba.errors import DsTbaError
 
-# The type that ``add_subparsers`` returns; it has no public name.
+# Types without a public name: what ``add_subparsers`` returns, and what has ``add_argument``.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+HasOptions: TypeAlias = "argparse._ActionsContainer"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -61,7 +62,7 @@ class Command(Protocol):
     def __call__(self, options: argparse.Namespace, /) -> Result: ...
 
 
-def add_json(parser: argparse._ActionsContainer) -> None:
+def add_json(parser: HasOptions) -> None:
     """Add the option that all commands have."""
     parser.add_argument("--json", action="store_true", help="print JSON, and nothing else, on the standard output")
 

@@ -15,7 +15,7 @@ from ds_tba.stats import readable
 from ds_tba.wear import TERABYTE
 
 DETAILED = 8  # reports with all their tables; more are only compared
-MAX_TEXT = 160  # characters
+MAX_TEXT = 400  # characters
 _STYLE = """
 :root { color-scheme: light dark; }
 body { margin: 0 auto; padding: 1rem; max-width: 64rem; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
