@@ -3,7 +3,7 @@
 [Note: The way of a part] ``put`` cuts a storage into parts. For each it reserves an extent and a staging slot, copies
 the device bytes into the slot and queues a write. A write lane writes the part and frees the slot. ``prefetch``
 allocates device memory for the storage and queues reads into new slots, from where a read lane queues the copy to the
-device; bytes that are still to be written are copied at once, or stay in memory where a slot can be a tensor's.
+device; bytes that are still to be written are copied at once. On the CPU bytes ahead of need stay in staging.
 ``get`` hands over bytes that are still in staging (cancelling a write that has not begun), waits for reads under way,
 and queues others that overtake those which nobody waits for. ``release`` only defers, because finalizers call it; see
 ``ds_tba/storage/finalizers.py``.
@@ -17,11 +17,9 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from ds_tba.device.accelerator import new_thread
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.backends.base import IoBackend
@@ -41,7 +39,7 @@ from ds_tba.storage.path import (
     spans_of,
 )
 from ds_tba.storage.space import COPY_POLL_S, SLOW_WAIT_S, SwapSpace
-from ds_tba.storage.staging import CLOSED, StagingRing, tensor_over
+from ds_tba.storage.staging import CLOSED, StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.storage.transfers import Transfers
 
@@ -236,10 +234,6 @@ class NvmeStore(Store[SwapTicket]):
         Args:
             beside: gets copies from memory beside staging, which goes when they are done.
         """
-        if self.ring.zero_copy and len(ticket.parts) == 1:
-            (part,) = ticket.parts
-            self._wait_until_at_hand(ticket, part)
-            return self._lend(part, device)
         if ticket.destination is None:
             ticket.destination = self.ring.copies.room(ticket.nbytes, device)
         for index, part in enumerate(ticket.parts):
@@ -258,20 +252,6 @@ class NvmeStore(Store[SwapTicket]):
             part.arrival = None
         ticket.destination = None
         return Loaded(arrival, stored=all(part.state is not _S.RELEASED for part in ticket.parts))
-
-    def _lend(self, part: Part, device: torch.device) -> Loaded:
-        """Hand over the bytes of a storage of one part on the CPU, as the tensor's own memory where it can be."""
-        is_ours = part.state in (_S.QUEUED, _S.LOADED)  # nobody else uses the memory
-        if part.host is not None and is_ours:
-            arrival = Arrival.done(tensor_over(part.host, part.nbytes))
-        elif part.host is None and is_ours and self.ring.may_lend(part.held_slot):
-            data, loan = self.ring.lend(part.held_slot, part.nbytes, self.space.deferred.watch)
-            loan.slot, part.slot = part.slot, None  # at once: two owners would give it back twice
-            arrival = Arrival.done(data)
-        else:
-            arrival = self.space.copy_in(part, self.ring.copies.room(part.nbytes, device))
-        self._hand_over(part)
-        return Loaded(arrival, stored=part.state is not _S.RELEASED)
 
     def _hand_over(self, part: Part) -> None:
         """Change what the hand-over of a part that is at hand changes about it."""
@@ -373,7 +353,7 @@ class NvmeStore(Store[SwapTicket]):
             if space.closed or space.resting:
                 return space.resting
             deadline_s = time.monotonic() + RESTING_LIMIT_S
-            while not (space.is_idle or self.ring.is_lent) and time.monotonic() < deadline_s:
+            while not space.is_idle and time.monotonic() < deadline_s:
                 space.changed.wait(COPY_POLL_S)  # lanes may be at work on what was given up
                 space.deferred.act()
             space.resting = space.is_idle
@@ -391,7 +371,7 @@ class NvmeStore(Store[SwapTicket]):
         with self.space.deferred, self.space.lock:
             for path in self.paths:
                 path.rest()
-            self.ring.rest()
+            self.ring.close()
 
     def wake(self) -> None:
         with self.space.deferred, self.space.lock:
@@ -434,9 +414,6 @@ class NvmeStore(Store[SwapTicket]):
                 for path in self.paths:
                     path.file.close()
             self.ring.close()
-        if self.ring.is_lent:  # its memory goes with the last tensor, and nobody else takes the lock any more
-            follow = partial(self.space.deferred.follow, lambda: self.ring.is_lent)
-            new_thread(self.ring.accelerator, follow, "ds_tba-loans").start()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""

@@ -16,7 +16,7 @@ from ds_tba.stats import StoreStats
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.path import BEFORE_WRITTEN, GIVEN_UP, LANE_CHECK_S, Part, PartState, SwapPath, SwapTicket
-from ds_tba.storage.staging import Loan, Span, StagingRing
+from ds_tba.storage.staging import Span, StagingRing
 
 SLOW_WAIT_S = 30.0
 COPY_POLL_S = 0.001
@@ -111,7 +111,7 @@ class SwapSpace:
         self.ring = ring
         self.lock = threading.Lock()  # not reentrant on purpose: see finalizers.py
         self.changed = threading.Condition(self.lock)
-        self.deferred: DeferredFinalizers[SwapTicket | Loan] = DeferredFinalizers(self.lock, self._finalize)
+        self.deferred: DeferredFinalizers[SwapTicket] = DeferredFinalizers(self.lock, self._finalize)
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
         self.copying: set[Part] = set()
@@ -122,9 +122,7 @@ class SwapSpace:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()
         is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
-        return is_unused and not (
-            self.writes_under_way or self.copying or self.ring.is_lent or self.ring.copies.under_way
-        )
+        return is_unused and not (self.writes_under_way or self.copying or self.ring.copies.under_way)
 
     @property
     def writes_under_way(self) -> int:
@@ -160,10 +158,10 @@ class SwapSpace:
         On the CPU bytes that are ahead stay in staging, and memory is taken when backward wants them.
         """
         copies = self.ring.copies
-        if ticket.destination is None and not self.ring.zero_copy:
+        if ticket.destination is None and not self.ring.is_synchronous:
             with suppress(RuntimeError, MemoryError):
                 ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
-        return ticket.destination is not None or self.ring.zero_copy
+        return ticket.destination is not None or self.ring.is_synchronous
 
     def begin_read_ahead(self, part: Part) -> bool:
         """Take a slot to read a stored part ahead; False where the bound or staging has no room for it."""
@@ -332,13 +330,8 @@ class SwapSpace:
         if arrival is not None:
             self.ring.copies.drop(arrival)
 
-    def _finalize(self, released: SwapTicket | Loan) -> None:
-        """Act on a released ticket, or on a lent slot whose tensor is gone."""
-        if isinstance(released, Loan):
-            if released.slot is not None:  # else a signal handler raised before it was lent
-                self.ring.end_loan(released.slot)
-            self.changed.notify_all()
-            return
+    def _finalize(self, released: SwapTicket) -> None:
+        """Act on a released ticket."""
         for part in released.parts:
             if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
                 self.read_ahead.end(part)

@@ -15,13 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ds_tba.device.accelerator import Accelerator, Event
 from ds_tba.device.copies import Copies
-from ds_tba.device.memory import PAGE_BYTES, aligned_memory, give_pages_back, host_view, huge_page_memory
+from ds_tba.device.memory import PAGE_BYTES, aligned_memory, give_pages_back, huge_page_memory
 from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends.base import IoBackend
 
@@ -30,7 +29,6 @@ COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
 BUFFER_BYTES = 4 << 20  # of a lane: a codec gains nothing by more
 BUFFERS_FRACTION = 0.25  # part of staging that lanes' buffers take at most
-LENT_FRACTION = 0.5  # part of staging that may be tensors' memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ class SpanAllocator:
     @property
     def is_unused(self) -> bool:
         """True if all of the region is free, by the ranges: an exception may have interrupted the counting."""
-        return self._free == [(0, self.capacity_bytes)]
+        return sum(length for _, length in self._free) == self.capacity_bytes
 
     def allocate(self, nbytes: int) -> Span | None:
         """Take a span of at least ``nbytes``; None where no free range is long enough."""
@@ -166,31 +164,6 @@ def wait_for_stream(accelerator: Accelerator) -> None:
     accelerator.current_stream().synchronize()
 
 
-class Loan:
-    """Lies on a storage that has a slot as its memory; its end tells that the slot is free.
-
-    Attributes:
-        slot: None until it is lent.
-    """
-
-    __slots__ = ("slot",)
-
-    def __init__(self) -> None:
-        self.slot: Span | None = None
-
-
-class _Lent:
-    """Lies on the storage."""
-
-    __slots__ = ("__weakref__",)
-
-
-class Watch(Protocol):
-    """Has a loan acted on when an object is gone."""
-
-    def __call__(self, watched: object, item: Loan) -> None: ...
-
-
 class StagingRing:
     """The only memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
 
@@ -201,9 +174,7 @@ class StagingRing:
     Attributes:
         accelerator: as given.
         buffers: of the lanes, for :meth:`view`.
-        zero_copy: whether a slot can be a tensor's memory, so that nothing need be copied. On an asynchronous device it
-            cannot, even where staging is on the device: kernels that still use a tensor when its last reference goes
-            would run while the slot is overwritten.
+        is_synchronous: the device is the host, so that a copy is done when its call returns.
         slots: changed under the store's lock.
     """
 
@@ -211,16 +182,14 @@ class StagingRing:
         self.accelerator = accelerator
         self._backend = backend
         self._on_device = backend.stages_on_device
-        self.zero_copy = accelerator.is_synchronized_device()
-        self._is_pinned = not (self.zero_copy or self._on_device)
+        self.is_synchronous = accelerator.is_synchronized_device()
+        self._is_pinned = not (self.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes) if lanes else 0
         self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes, backend.alignment_bytes)
         first = self.slots.capacity_bytes
         self.buffers = [Span(first + number * buffer_bytes, buffer_bytes) for number in range(lanes)]
         self._memory: torch.Tensor | None = self._allocate()
-        self._closed_memory: torch.Tensor | None = None
-        self._loans = self._lent_bytes = 0
         self._streams = threading.local()
 
     def view(self, slot: Span) -> torch.Tensor:
@@ -254,7 +223,7 @@ class StagingRing:
         A lane's thread starts with the default stream, where its kernels would stand behind all that the training
         thread has queued.
         """
-        if not self._on_device or self.zero_copy:
+        if not self._on_device or self.is_synchronous:
             return nullcontext()
         if not hasattr(self._streams, "own"):
             try:
@@ -263,58 +232,24 @@ class StagingRing:
                 return nullcontext()
         return self.accelerator.on(self._streams.own)
 
-    def may_lend(self, slot: Span) -> bool:
-        """Return whether enough of staging stays beside loans: else nothing could leave, and no budget be held."""
-        return self._lent_bytes + slot.nbytes <= LENT_FRACTION * self.slots.capacity_bytes
-
-    def lend(self, slot: Span, nbytes: int, watch: Watch) -> tuple[torch.Tensor, Loan]:
-        """Make the first ``nbytes`` of a slot a tensor's own memory: on the CPU a copy would cost as much as the read.
-
-        Args:
-            watch: is given the loan, whose slot the caller sets, and an object that goes with the tensor's storage;
-                must lead to :meth:`end_loan`.
-        """
-        data, lent, loan = tensor_over(self.view(slot), nbytes), _Lent(), Loan()
-        watch(lent, loan)
-        data.untyped_storage()._ds_tba_loan = lent  # type: ignore[attr-defined]
-        self._loans += 1  # one too many never frees memory that is lent
-        self._lent_bytes += slot.nbytes
-        return data, loan
-
-    def end_loan(self, slot: Span) -> None:
-        """Free a slot that was lent. The last one of a closed ring frees the memory too."""
-        self.slots.free(slot)
-        self._loans -= 1
-        self._lent_bytes -= slot.nbytes
-        self._free_if_unused()
-
-    @property
-    def is_lent(self) -> bool:
-        """True if a tensor has a slot as its memory."""
-        return self._loans > 0
-
     def trim(self) -> None:
-        """Give the memory's pages back until they are touched again, if no slot is in use.
+        """Give the pages of the slots back until they are touched again, if none is in use.
 
         Pinned memory and that of a device stay as they are.
         """
         if self._memory is not None and self.slots.is_unused and not self._is_pinned and not self._on_device:
-            give_pages_back(self._memory)
+            # Not those of the buffers: a lane may decompress in one what it reads into memory beside staging.
+            give_pages_back(self._memory[: self.slots.capacity_bytes])
 
-    def rest(self) -> None:
-        """Give the memory back until :meth:`wake`; no slot is in use."""
-        self._closed_memory, self._memory = self._memory, None
-        self._free_if_unused()
+    def close(self) -> None:
+        """Give the memory back; no slot is in use. :meth:`wake` takes it again. Idempotent."""
+        memory, self._memory = self._memory, None
+        if memory is not None and not self._is_pinned:
+            self._backend.free_staging(memory)
 
     def wake(self) -> None:
         """Take the memory again."""
         self._memory = self._allocate()
-
-    def close(self) -> None:
-        """Give the memory back, or let the end of the last loan do so. Idempotent."""
-        if self._memory is not None:
-            self._closed_memory, self._memory = self._memory, None
-            self._free_if_unused()
 
     def _allocate(self) -> torch.Tensor:
         nbytes = self.slots.capacity_bytes + sum(buffer.nbytes for buffer in self.buffers)
@@ -328,22 +263,11 @@ class StagingRing:
         wait_for_stream(self.accelerator)  # zeroing on the device must not overwrite the first tensor
         return memory
 
-    def _free_if_unused(self) -> None:
-        if self._closed_memory is not None and self._loans == 0:
-            memory, self._closed_memory = self._closed_memory, None
-            if not self._is_pinned:
-                self._backend.free_staging(memory)
-
 
 def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
     """Return the length of a lane's buffer: all of them together take a part of staging only."""
     nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // lanes)
     return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
-
-
-def tensor_over(host: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Return the first ``nbytes`` of host memory as a tensor of its own storage (and version counter), not copied."""
-    return torch.frombuffer(host_view(host), dtype=torch.uint8)[:nbytes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,9 +106,6 @@ class Transfers:
 
     def _write_staged(self, work: _Work, handle: IoHandle, *, has_failed: bool) -> None:
         part = work.part
-        if part.slot is None:  # lent to a tensor that the caller never got
-            work.error = ActivationLostError("a signal handler raised while backward took an activation")
-            return
         try:
             for copy in part.copies:
                 copy.wait()  # else other bytes would be written
@@ -117,7 +114,7 @@ class Transfers:
         except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
             work.error = ActivationLostError(f"an activation could not leave the device: {error}")
             return
-        staged = self._ring.view(part.slot)
+        staged = self._ring.view(part.held_slot)
         if not has_failed:
             self._write_out(work, staged, handle)
         if not work.is_written:
