@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_tba.device.copies import Arrival, PendingCopy
-from ds_tba.errors import ActivationLostError, StateError
+from ds_tba.errors import StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Loaded, Refusal, Store
 from ds_tba.storage.codec import BlockIo, Codec
@@ -38,7 +38,7 @@ from ds_tba.storage.path import (
     SwapTicket,
     spans_of,
 )
-from ds_tba.storage.space import COPY_POLL_S, SLOW_WAIT_S, SwapSpace
+from ds_tba.storage.space import COPY_POLL_S, SwapSpace
 from ds_tba.storage.staging import CLOSED, StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from ds_tba.storage.transfers import Transfers
@@ -275,7 +275,6 @@ class NvmeStore(Store[SwapTicket]):
         space, started = self.space, time.perf_counter()
         if space.read_ahead.end(part):  # from here on it is ours, and cannot be given up
             self.stats.forwarded_bytes += part.nbytes
-        warned = False
         if space.closed and part.state in (_S.STORED, _S.READ_QUEUED):
             raise StateError(CLOSED)
         if part.state is _S.STORED:
@@ -284,16 +283,7 @@ class NvmeStore(Store[SwapTicket]):
             part.path.reads.put(self._transfers.read(ticket, part), URGENT)
         while part.state not in AT_HAND | GIVEN_UP and not space.closed:
             space.changed.wait(LANE_CHECK_S)
-            is_slow = time.perf_counter() - started > SLOW_WAIT_S
-            if not part.path.reads.revive() and is_slow:
-                raise ActivationLostError(
-                    f"{part.path.file.directory}, offset {part.extent.offset}: the activation cannot be read back, "
-                    "because the threads that read died and cannot be started again: look for what takes the memory of "
-                    "this machine, and resume from the last checkpoint."
-                )
-            if is_slow and not warned:
-                warned = True
-                logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, part.path.file.directory)
+            space.slow_waits.note("backward", [part], started)
         if part.state in GIVEN_UP:
             raise StateError(_GIVEN_UP)
         has_nothing = part.host is None and part.arrival is None and part.error is None
@@ -421,5 +411,5 @@ class NvmeStore(Store[SwapTicket]):
         groups = [group for path in self.paths for group in (path.writes, path.reads)]
         for group in groups:
             group.stop()
-        ended = [group.end(lambda: deadline_s - time.monotonic()) for group in groups]
+        ended = [group.end(deadline_s) for group in groups]
         return all(ended)

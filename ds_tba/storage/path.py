@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Event, new_thread
+from ds_tba.device.accelerator import Accelerator, Event
 from ds_tba.device.copies import Arrival, Destination, PendingCopy
 from ds_tba.errors import StateError, StorageError, TransferError
 from ds_tba.stats import KindMeter, PathMeter, readable
@@ -33,7 +31,7 @@ from ds_tba.storage.swap_file import SwapFile, repair_of
 
 logger = logging.getLogger(__name__)
 
-LANE_CHECK_S = 1.0  # whoever waits for a lane looks as often whether it lives
+LANE_CHECK_S = 1.0  # whoever waits for a lane looks as often how long that takes
 AGAIN_S = 0.01  # between two tries of a lane, in which memory may come back
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # The work of a lane with its handle; called again after an exception, until it returns: see [Note: Lanes do not die].
@@ -45,8 +43,8 @@ class LaneGroup:
     """The lanes of one kind, and their tasks in order of priority, then of arrival.
 
     [Note: Lanes do not die] Whoever wants bytes waits for a lane, and memory may run out at any of its lines. So a task
-    is called again until it returns, and knows how far it came. A lane that died all the same, as where memory ran out
-    in its own care, is started again by whoever gives it work or waits for it (:meth:`revive`).
+    is called again until it returns, and knows how far it came; and what calls it again takes no memory itself
+    (:meth:`_run`). Nobody who waits for a lane need look whether it lives.
 
     Attributes:
         handles: one for each lane, opened by the store, used and closed by its thread.
@@ -55,33 +53,28 @@ class LaneGroup:
     def __init__(self) -> None:
         self.handles: list[IoHandle] = []
         self._threads: list[threading.Thread] = []
-        self._held: list[Task | None] = []  # by lane; of fixed length, because putting into it takes no memory
-        self._has_ended: list[bool] = []
-        self._name = ""
-        self._accelerator: Accelerator | None = None  # until they were started
+        # By lane, and of fixed length, because putting into them takes no memory.
+        self._held: list[Task | None] = []
+        self._failures: list[BaseException | None] = []
         # The one queue whose lock no signal handler's exception leaves taken; see finalizers.py [Note: Interrupts].
         self._tasks: tuple[queue.SimpleQueue[Task], queue.SimpleQueue[Task]] = queue.SimpleQueue(), queue.SimpleQueue()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more; and to end a lane
         self._is_stopping = False
-        self._reviving = threading.Lock()
-        self._process = os.getpid()
 
     def clear(self) -> None:
         """Forget lanes that have ended."""
         self.handles.clear()
         self._threads.clear()
-        self._held.clear()
-        self._has_ended.clear()
         self._wakes = queue.SimpleQueue()  # without those that nobody has taken
         self._is_stopping = False
 
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
         self._held = [None] * len(self.handles)
-        self._has_ended = [False] * len(self.handles)
-        self._name, self._accelerator = name, accelerator
+        self._failures = [None] * len(self.handles)
         for number in range(len(self.handles)):
-            thread = new_thread(accelerator, partial(self._run, number), name)
+            # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
+            thread = threading.Thread(target=self._run, args=(number, accelerator), name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
@@ -91,58 +84,48 @@ class LaneGroup:
             self._tasks[priority].put(task)
         finally:  # a task that no lane is woken for would be waited for without end
             self._wakes.put(None)
-        self.revive()
-
-    def revive(self) -> bool:
-        """Start lanes that have died again; False where one is dead and cannot be started."""
-        accelerator = self._accelerator
-        if accelerator is None or self._is_stopping or os.getpid() != self._process:  # a forked child has no lanes
-            return True
-        if not self._dead():
-            return True
-        with self._reviving, suppress(MemoryError, RuntimeError):  # no thread can be started: tried again later
-            for number in self._dead() if not self._is_stopping else ():
-                thread = new_thread(accelerator, partial(self._run, number), self._name)
-                thread.start()
-                self._threads[number] = thread
-                self._wakes.put(None)  # the one that it may have taken
-                logger.error("a lane (%s) died, and was started again", self._name)
-        return not self._dead()
-
-    def _dead(self) -> list[int]:
-        # Not by is_alive(), which takes a thread for dead from then on if a signal handler's exception comes in it.
-        present = threading.enumerate()
-        return [number for number, thread in enumerate(self._threads) if thread not in present]
 
     def stop(self) -> None:
         """Let the lanes end once the tasks before are done."""
-        with self._reviving:  # else a lane started just now would do a task beside whoever ends it
-            self._is_stopping = True
+        self._is_stopping = True
         for _ in self._threads:
             self._wakes.put(None)
 
-    def end(self, seconds_left: Callable[[], float]) -> bool:
-        """Wait until the lanes have ended, and close the handles; False where one did not in the time for that."""
+    def end(self, deadline_s: float) -> bool:
+        """Wait until the lanes have ended, and close the handles; False where one did not until then."""
         for handle in self.handles[len(self._threads) :]:
             handle.close()  # its thread never started
         del self.handles[len(self._threads) :]
-        for number, thread in enumerate(self._threads):
-            thread.join(max(0.0, seconds_left()))
-            if not thread.is_alive() and not self._has_ended[number]:  # it died; here is what it has left
-                self._wakes.put(None)
-                self._run(number)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, number: int) -> None:
-        while not self._has_ended[number]:
+    def _run(self, number: int, accelerator: Accelerator) -> None:
+        """Work until told to end, whatever that raises; see [Note: Lanes do not die]."""
+        has_ended = False
+        while not has_ended:
             try:
-                self._has_ended[number] = self._serve(number)
-            except Exception as error:  # noqa: BLE001 - see [Note: Lanes do not die]
-                self._wakes.put(None)  # the one that it may have taken
-                with suppress(Exception):
-                    logger.warning("a lane failed at its own work (%s: %s), and goes on", type(error).__name__, error)
-                time.sleep(AGAIN_S)
+                has_ended = self._work(number, accelerator)
+            except BaseException as error:  # noqa: BLE001 - without this lane somebody would wait for ever
+                self._failures[number] = error  # told by the next try: here nothing may ask for memory
         self.handles[number].close()
+
+    def _work(self, number: int, accelerator: Accelerator) -> bool:
+        """Do tasks until there is none and the lane is to end; True then."""
+        self._recover(number)
+        accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
+        while not self._serve(number):
+            pass
+        return True
+
+    def _recover(self, number: int) -> None:
+        error, self._failures[number] = self._failures[number], None
+        if error is None:
+            return
+        time.sleep(AGAIN_S)
+        self._wakes.put(None)  # the one that it may have taken
+        with suppress(Exception):
+            logger.warning("a lane failed at its own work (%s: %s), and goes on", type(error).__name__, error)
 
     def _serve(self, number: int) -> bool:
         """Do a task, the one before if that did not return; True once there is none and the lane is to end."""

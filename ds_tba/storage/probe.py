@@ -66,8 +66,6 @@ def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = t
     while probe.left:
         with suppress(queue.Empty):
             probe.ended.get(timeout=LANE_CHECK_S)
-        for lane in lanes:
-            lane.group.revive()
     if probe.failure is not None:
         path, error = probe.failure
         raise PathError(

@@ -5,9 +5,11 @@ Everything here changes under one lock. Does not know how bytes move: ``transfer
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
@@ -18,7 +20,10 @@ from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.path import BEFORE_WRITTEN, GIVEN_UP, LANE_CHECK_S, Part, PartState, SwapPath, SwapTicket
 from ds_tba.storage.staging import Span, StagingRing
 
-SLOW_WAIT_S = 30.0
+logger = logging.getLogger(__name__)
+
+SLOW_WAIT_S = 30.0  # for a drive, before that is told
+SLOW_AGAIN_S = 60.0  # from one such warning to the next
 COPY_POLL_S = 0.001
 _S = PartState
 
@@ -92,6 +97,32 @@ class ReadAhead:
         return list(reversed(self._prefetched))
 
 
+class SlowWaits:
+    """Tells of a drive that keeps forward or backward waiting: else a drive that hangs would look like a slow model."""
+
+    def __init__(self) -> None:
+        self._quiet_until_s = -math.inf
+
+    def note(self, who: str, parts: Iterable[Part], started_s: float) -> None:
+        """Log a warning where a wait for the drives of these parts takes long, and no other was logged of late.
+
+        Args:
+            started_s: by ``time.perf_counter()``.
+        """
+        now_s = time.perf_counter()
+        directories = {str(part.path.file.directory) for part in parts}
+        if not directories or now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
+            return
+        self._quiet_until_s = now_s + SLOW_AGAIN_S
+        logger.warning(
+            "%s has waited %.0f s for the drive of %s, and waits on. Look whether it reports errors (dmesg, smartctl); "
+            "if it does not answer again, end the run and name another directory in nvme_path",
+            who,
+            now_s - started_s,
+            ", ".join(sorted(directories)),
+        )
+
+
 class SwapSpace:
     """Slots of the staging ring and extents of the swap files.
 
@@ -102,6 +133,7 @@ class SwapSpace:
         changed: notified whenever a part moves on, or a slot or write ends.
         writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them.
         copying: the parts whose bytes are being copied into staging by a put.
+        slow_waits: tells of drives that do not answer.
         resting: whether it is between :meth:`NvmeStore.rest` and :meth:`NvmeStore.wake`.
     """
 
@@ -115,6 +147,7 @@ class SwapSpace:
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
         self.copying: set[Part] = set()
+        self.slow_waits = SlowWaits()
         self.closed = self.resting = False
 
     @property
@@ -128,11 +161,6 @@ class SwapSpace:
     def writes_under_way(self) -> int:
         """The number of writes that are under way or to come."""
         return len(self.writes)
-
-    def revive_lanes(self) -> bool:
-        """Start lanes that have died again, as whoever waits for one does; False where one cannot be started."""
-        are_alive = [group.revive() for path in self.paths for group in (path.writes, path.reads)]
-        return all(are_alive)
 
     # ---- taking -------------------------------------------------------------------------------------------------
 
@@ -236,10 +264,9 @@ class SwapSpace:
             # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
             if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
-                if not self.revive_lanes() and time.perf_counter() - started > SLOW_WAIT_S:
-                    break  # nobody writes any more: it stays in memory
             elif not (wait and self._give_up_read_ahead()):
                 break
+            self.slow_waits.note("forward", self.writes or self.read_ahead.newest_first(), started)
             self.deferred.act()
             self.settle_copies()
             if not (self.closed or self.resting):  # the lanes have ended since
@@ -252,7 +279,6 @@ class SwapSpace:
         parts = self.read_ahead.newest_first()
         if parts and not any(self.cancel_read_ahead(part) for part in parts):
             self.changed.wait(LANE_CHECK_S)
-            self.revive_lanes()
         return bool(parts)
 
     # ---- giving back --------------------------------------------------------------------------------------------

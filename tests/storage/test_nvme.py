@@ -597,6 +597,34 @@ def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_sto
     assert store.stats.written_bytes <= MIB
 
 
+@pytest.mark.parametrize("who", ["forward", "backward"])
+def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
+) -> None:
+    monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
+    for module in ("space", "nvme"):
+        monkeypatch.setattr(f"ds_tba.storage.{module}.LANE_CHECK_S", 0.01)
+    gate = Gate("write" if who == "forward" else "read")
+    store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, lanes=Lanes(1, 1))
+    if who == "forward":
+        for _ in range(4):
+            put(store, noise(MIB))
+        waiting = threading.Thread(target=store.put, args=(noise(MIB),), kwargs={"wait": True})
+    else:
+        waiting = threading.Thread(target=store.get, args=(stored(store, noise(MIB)), CPU))
+    waiting.start()
+    until(lambda: len(caplog.messages) > 0, "the warning")
+    time.sleep(0.2)
+    (said,) = caplog.messages  # no other for a minute
+    assert said.startswith(f"{who} has waited 0 s for the drive of {store.paths[0].file.directory}, and waits on")
+    assert "dmesg" in said and "nvme_path" in said
+    store.space.slow_waits._quiet_until_s = 0.0  # which is over
+    until(lambda: len(caplog.messages) == 2, "another warning")
+    gate.opened.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 # ---- ending ---------------------------------------------------------------------------------------------------------
 
 
