@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_tba.config import lane_buffer_bytes
 from ds_tba.device.accelerator import Accelerator, Event
 from ds_tba.device.copies import Copies
 from ds_tba.device.memory import PAGE_BYTES, aligned_memory, give_pages_back, huge_page_memory
@@ -27,8 +28,6 @@ from ds_tba.storage.backends.base import IoBackend
 CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
-BUFFER_BYTES = 4 << 20  # of a lane: a codec gains nothing by more
-BUFFERS_FRACTION = 0.25  # part of staging that lanes' buffers take at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +170,9 @@ class StagingRing:
         backend: says whether that is host memory (huge pages, or pinned) or device memory.
         lanes: how many need a buffer of their own, which are at the end of this memory and in no slot.
 
+    Raises:
+        ConfigError: these buffers leave no staging.
+
     Attributes:
         accelerator: as given.
         buffers: of the lanes, for :meth:`view`.
@@ -185,7 +187,13 @@ class StagingRing:
         self.is_synchronous = accelerator.is_synchronized_device()
         self._is_pinned = not (self.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
-        buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes) if lanes else 0
+        buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes)
+        if staging_bytes - lanes * buffer_bytes < backend.alignment_bytes:  # else no tensor would ever leave
+            raise ConfigError(
+                f"io.staging_bytes {staging_bytes} is no more than io.compression takes for buffers of {lanes} lanes, "
+                f"{buffer_bytes} bytes each: raise it to {8 * lanes * buffer_bytes}, or lower io.write_lanes and "
+                "io.read_lanes."
+            )
         self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes, backend.alignment_bytes)
         first = self.slots.capacity_bytes
         self.buffers = [Span(first + number * buffer_bytes, buffer_bytes) for number in range(lanes)]
@@ -262,12 +270,6 @@ class StagingRing:
         memory = self._backend.allocate_staging(nbytes)
         wait_for_stream(self.accelerator)  # zeroing on the device must not overwrite the first tensor
         return memory
-
-
-def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
-    """Return the length of a lane's buffer: all of them together take a part of staging only."""
-    nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // lanes)
-    return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.base import AnyStore, Refusal
-from ds_tba.storage.codec import BloscCodec, Codec
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapPath
@@ -320,7 +320,7 @@ def _open_codec(config: OffloadConfig, selection: Selection) -> Codec | None:
             f'{selection.backend.name} moves no bytes here ({selection.reason}): set "io": {{"backend": "posix"}}, or '
             "leave io.compression out."
         )
-    return BloscCodec(config.io.compression)
+    return Codec(config.io.compression)
 
 
 def _check_direct(file: SwapFile, selection: Selection) -> None:

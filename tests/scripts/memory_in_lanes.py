@@ -31,7 +31,7 @@ from ds_tba.errors import StorageError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.codec import BloscCodec
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import LaneGroup
 from ds_tba.storage.staging import StagingRing
@@ -99,7 +99,7 @@ class Trial:
         files = [SwapFile(directory, 4 << 20) for _ in range(paths)]
         for file in files:
             file.reserve_first(4 << 20)
-        self.store = NvmeStore(files, backend, ring, lanes, "sampled", BloscCodec(codec) if codec else None)
+        self.store = NvmeStore(files, backend, ring, lanes, "sampled", Codec(codec) if codec else None)
         self.chance = chance
         self.values = 16 if codec else 256  # of a byte: of all, no codec has anything to take
         self.exact = self.lost = self.wrong = 0

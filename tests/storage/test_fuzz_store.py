@@ -24,7 +24,7 @@ from support.runs import ROOT
 from ds_tba.config import Compression
 from ds_tba.errors import DsTbaError, StateError, TransferError
 from ds_tba.storage.base import Refusal, Ticket
-from ds_tba.storage.codec import BloscCodec, Codec
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 
 KIB = 1 << 10
@@ -169,7 +169,7 @@ def is_at_rest(store: NvmeStore) -> bool:
     return not any(counts) and not any(path.extents.used_bytes for path in store.paths)
 
 
-class FailingCodec(BloscCodec):
+class FailingCodec(Codec):
     """Fails now and then, or finds no memory: of each lane not again soon, because it tries a few times only."""
 
     def __init__(self, name: str, chance: random.Random) -> None:
