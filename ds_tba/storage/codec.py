@@ -22,7 +22,8 @@ from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.path import Block
-from ds_tba.storage.staging import Span, StagingRing
+from ds_tba.storage.spans import Span
+from ds_tba.storage.staging import StagingRing
 
 LEAST_GAIN = 1 / 8  # of a block's bytes; with less, the time of reading it back is not worth it
 

@@ -33,7 +33,8 @@ from ds_tba.errors import StateError
 from ds_tba.stats import Gauge, StoreStats
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.staging import CLOSED, CopySafeAllocator, Span
+from ds_tba.storage.spans import CopySafeAllocator, Span
+from ds_tba.storage.staging import CLOSED
 
 MIN_SEGMENT_BYTES = 1 << 20
 # A segment has room for so many storages as it was taken for, and a new one is at least that part of all.

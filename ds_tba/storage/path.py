@@ -1,9 +1,7 @@
-"""One directory of ``nvme_path``: its swap file, the lanes that write and read it, and the parts of storages there.
+"""One directory of ``nvme_path``: its swap file, and the lanes that write and read it.
 
 A lane is a thread with an I/O handle of its own. Writes and reads of a file have lanes and a queue each, so that reads
-never queue behind writes. A storage is always a list of parts, each of at most a part of staging, so that it fits
-whatever its size, spreads over all paths, and its copies, writes and reads overlap with each other. Does not know how
-bytes move.
+never queue behind writes. Does not know what the bytes are, nor how they move.
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Event
-from ds_tba.device.copies import Arrival, Destination, PendingCopy
-from ds_tba.errors import StateError, StorageError, TransferError
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.errors import StateError, TransferError
 from ds_tba.stats import KindMeter, PathMeter, readable
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.base import StateMachine, Store, Ticket
-from ds_tba.storage.staging import Span, SpanAllocator
+from ds_tba.storage.spans import Span, SpanAllocator
 from ds_tba.storage.swap_file import SwapFile, repair_of
 
 logger = logging.getLogger(__name__)
@@ -274,30 +269,6 @@ class SwapPath:
         )
 
 
-# ---- storages -------------------------------------------------------------------------------------------------------
-
-
-class PartState(Enum):
-    """The place of a part's bytes, and the user of its memory."""
-
-    QUEUED = "in staging, write not started"
-    WRITING = "in staging, write under way"
-    STORED = "in the swap file"
-    READ_QUEUED = "in the swap file, read not started"
-    READING = "read under way"
-    LOADED = "in staging or on the device, and in the swap file"
-    RESCUED = "in host memory or staging, because a write failed"
-    LOST = "nowhere"
-    ABANDONED = "given up while a lane uses its memory"
-    RELEASED = "given up"
-
-
-_S = PartState
-BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
-AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})
-GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
-
-
 class Block(NamedTuple):
     """Bytes of a part that are one transfer.
 
@@ -318,110 +289,3 @@ class Block(NamedTuple):
     def within(self, part: torch.Tensor) -> torch.Tensor:
         """Return the place of the bytes in the memory of their part."""
         return part if self.nbytes == part.numel() else part[self.start : self.start + self.nbytes]
-
-
-class Part(StateMachine):
-    """One part of a storage. Changed by its store only, under the store's lock.
-
-    [Note: Who frees a slot] A lane writes from the slot, or reads into it, without the lock; the states WRITING and
-    READING say so, and meanwhile nobody else frees it, or the drive would move the bytes of another ticket. A release
-    in these states only abandons the part, and the lane frees it at the end. Whether prefetching has come to a part
-    is known to ``ReadAhead`` alone.
-
-    Attributes:
-        start: offset of its bytes in the storage.
-        blocks: the places in the file of what is stored, once it is written.
-        copies: copies into the slot; with ``uses``, events of copies out of it: the slot is free after both.
-        reader: the task that reads it, while READING: there may be several for one part.
-        arrival: the copy into its place on the device, which may be under way.
-        host: memory outside of staging: of a read for which there was no slot, or of a failed write.
-        error: the reason why its bytes are LOST.
-    """
-
-    __slots__ = (
-        "arrival", "blocks", "copies", "error", "extent", "host", "nbytes", "path", "reader", "slot", "start",
-        "state", "uses",
-    )  # fmt: skip
-
-    noun = "a part of a storage"
-    moves: ClassVar[Mapping[PartState, tuple[PartState, ...]]] = {
-        _S.QUEUED: (_S.WRITING, _S.RELEASED),
-        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
-        _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
-        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
-        _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
-        _S.LOADED: (_S.STORED, _S.RELEASED),
-        _S.RESCUED: (_S.RELEASED,),
-        _S.LOST: (_S.RELEASED,),
-        _S.ABANDONED: (_S.RELEASED,),
-        _S.RELEASED: (),
-    }
-
-    def __init__(self, start: int, nbytes: int, path: SwapPath, extent: Span, slot: Span) -> None:
-        self.start = start
-        self.nbytes = nbytes
-        self.path = path
-        self.extent = extent
-        self.slot: Span | None = slot
-        self.state = PartState.QUEUED
-        self.blocks: tuple[Block, ...] = ()
-        self.copies: list[PendingCopy] = []
-        self.uses: list[Event | None] = []
-        self.reader: object = None
-        self.arrival: Arrival | None = None
-        self.host: torch.Tensor | None = None
-        self.error: StorageError | None = None
-
-    @property
-    def stored_bytes(self) -> int:
-        """The bytes that the drive has of it."""
-        return sum(block.stored_bytes for block in self.blocks)
-
-    @property
-    def held_slot(self) -> Span:
-        """The staging slot; raises a StateError where there is none."""
-        if self.slot is None:
-            raise StateError(f"a part '{self.state.value}' has no staging slot; this is a bug in ds_tba")
-        return self.slot
-
-    @property
-    def place(self) -> str:
-        """The place of its bytes, for an error."""
-        return f"{self.path.file.directory}, offset {self.extent.offset}, {self.extent.nbytes} bytes"
-
-
-class SwapTicket(Ticket):
-    """One storage, as its parts.
-
-    Attributes:
-        parts: the parts, in the order of their bytes.
-        destination: device memory for the whole storage, from when it is wanted until it is handed over.
-        is_loading: a thread is handing it over.
-        item_bytes: length of an element.
-        is_taken: all of its parts found room, so that it counts as offloaded.
-    """
-
-    __slots__ = ("destination", "device", "is_loading", "is_taken", "item_bytes", "parts")
-
-    def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device, item_bytes: int) -> None:
-        super().__init__(nbytes, store)
-        self.device = device
-        self.item_bytes = item_bytes
-        self.parts: list[Part] = []
-        self.destination: Destination | None = None
-        self.is_loading = self.is_taken = False
-
-    def place_of(self, part: Part) -> Destination | None:
-        """Return the place of a part in the destination, where there is one."""
-        destination = self.destination
-        return None if destination is None else destination.part(part.start, part.nbytes)
-
-    @property
-    def is_given_up(self) -> bool:
-        """True if nobody may ask for its bytes any more."""
-        return any(part.state in GIVEN_UP and part.arrival is None for part in self.parts)
-
-
-def spans_of(nbytes: int, part_bytes: int) -> Sequence[tuple[int, int]]:
-    """Return the start and the length of each part of ``nbytes``."""
-    return [(start, min(part_bytes, nbytes - start)) for start in range(0, nbytes, part_bytes)]

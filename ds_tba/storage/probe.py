@@ -26,7 +26,7 @@ from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.codec import BlockIo
 from ds_tba.storage.path import LANE_CHECK_S, Block, LaneGroup, SwapPath
 from ds_tba.storage.space import SwapSpace
-from ds_tba.storage.staging import Span
+from ds_tba.storage.spans import Span
 
 REGION_BYTES = 32 << 20  # of each path
 PHASE_BYTES = 2 * REGION_BYTES  # of each kind, path and phase; less where the region is smaller

@@ -1,6 +1,8 @@
-"""Where is there room for a part of a storage, and who holds it: staging slots, extents, and what was read ahead.
+"""The parts of storages, and where there is room for them: staging slots, extents, and what was read ahead.
 
-Everything here changes under one lock. Does not know how bytes move: ``transfers.py`` and ``nvme.py`` have that.
+A storage is always a list of parts, each of at most a part of staging, so that it fits whatever its size, spreads over
+all paths, and its copies, writes and reads overlap with each other. Everything here changes under one lock. Does not
+know how bytes move: ``nvme.py`` has that.
 """
 
 from __future__ import annotations
@@ -9,30 +11,167 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
+from typing import ClassVar
+
+import torch
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
-from ds_tba.device.copies import Arrival, Destination
+from ds_tba.device.accelerator import Event
+from ds_tba.device.copies import Arrival, Destination, PendingCopy
+from ds_tba.errors import StateError, StorageError
 from ds_tba.stats import StoreStats
-from ds_tba.storage.base import Refusal
+from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.path import BEFORE_WRITTEN, GIVEN_UP, LANE_CHECK_S, Part, PartState, SwapPath, SwapTicket
-from ds_tba.storage.staging import Span, StagingRing
+from ds_tba.storage.path import LANE_CHECK_S, Block, SwapPath
+from ds_tba.storage.spans import Span
+from ds_tba.storage.staging import StagingRing
 
 logger = logging.getLogger(__name__)
 
 SLOW_WAIT_S = 30.0  # for a drive, before that is told
 SLOW_AGAIN_S = 60.0  # from one such warning to the next
 COPY_POLL_S = 0.001
+
+
+class PartState(Enum):
+    """The place of a part's bytes, and the user of its memory."""
+
+    QUEUED = "in staging, write not started"
+    WRITING = "in staging, write under way"
+    STORED = "in the swap file"
+    READ_QUEUED = "in the swap file, read not started"
+    READING = "read under way"
+    LOADED = "in staging or on the device, and in the swap file"
+    RESCUED = "in host memory or staging, because a write failed"
+    LOST = "nowhere"
+    ABANDONED = "given up while a lane uses its memory"
+    RELEASED = "given up"
+
+
 _S = PartState
+BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
+AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})
+GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
+
+
+class Part(StateMachine):
+    """One part of a storage. Changed by its store only, under the store's lock.
+
+    [Note: Who frees a slot] A lane writes from the slot, or reads into it, without the lock; the states WRITING and
+    READING say so, and meanwhile nobody else frees it, or the drive would move the bytes of another ticket. A release
+    in these states only abandons the part, and the lane frees it at the end. Whether prefetching has come to a part
+    is known to ``ReadAhead`` alone.
+
+    Attributes:
+        start: offset of its bytes in the storage.
+        blocks: the places in the file of what is stored, once it is written.
+        copies: copies into the slot; with ``uses``, events of copies out of it: the slot is free after both.
+        reader: the task that reads it, while READING: there may be several for one part.
+        arrival: the copy into its place on the device, which may be under way.
+        host: memory outside of staging: of a read for which there was no slot, or of a failed write.
+        error: the reason why its bytes are LOST.
+    """
+
+    __slots__ = (
+        "arrival", "blocks", "copies", "error", "extent", "host", "nbytes", "path", "reader", "slot", "start",
+        "state", "uses",
+    )  # fmt: skip
+
+    noun = "a part of a storage"
+    moves: ClassVar[Mapping[PartState, tuple[PartState, ...]]] = {
+        _S.QUEUED: (_S.WRITING, _S.RELEASED),
+        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
+        _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
+        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
+        _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
+        _S.LOADED: (_S.STORED, _S.RELEASED),
+        _S.RESCUED: (_S.RELEASED,),
+        _S.LOST: (_S.RELEASED,),
+        _S.ABANDONED: (_S.RELEASED,),
+        _S.RELEASED: (),
+    }
+
+    def __init__(self, start: int, nbytes: int, path: SwapPath, extent: Span, slot: Span) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.path = path
+        self.extent = extent
+        self.slot: Span | None = slot
+        self.state = PartState.QUEUED
+        self.blocks: tuple[Block, ...] = ()
+        self.copies: list[PendingCopy] = []
+        self.uses: list[Event | None] = []
+        self.reader: object = None
+        self.arrival: Arrival | None = None
+        self.host: torch.Tensor | None = None
+        self.error: StorageError | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes that the drive has of it."""
+        return sum(block.stored_bytes for block in self.blocks)
+
+    @property
+    def held_slot(self) -> Span:
+        """The staging slot; raises a StateError where there is none."""
+        if self.slot is None:
+            raise StateError(f"a part '{self.state.value}' has no staging slot; this is a bug in ds_tba")
+        return self.slot
+
+    @property
+    def place(self) -> str:
+        """The place of its bytes, for an error."""
+        return f"{self.path.file.directory}, offset {self.extent.offset}, {self.extent.nbytes} bytes"
+
+
+class SwapTicket(Ticket):
+    """One storage, as its parts.
+
+    Attributes:
+        parts: the parts, in the order of their bytes.
+        destination: device memory for the whole storage, from when it is wanted until it is handed over.
+        is_loading: a thread is handing it over.
+        item_bytes: length of an element.
+        is_taken: all of its parts found room, so that it counts as offloaded.
+    """
+
+    __slots__ = ("destination", "device", "is_loading", "is_taken", "item_bytes", "parts")
+
+    def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device, item_bytes: int) -> None:
+        super().__init__(nbytes, store)
+        self.device = device
+        self.item_bytes = item_bytes
+        self.parts: list[Part] = []
+        self.destination: Destination | None = None
+        self.is_loading = self.is_taken = False
+
+    def place_of(self, part: Part) -> Destination | None:
+        """Return the place of a part in the destination, where there is one."""
+        destination = self.destination
+        return None if destination is None else destination.part(part.start, part.nbytes)
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if nobody may ask for its bytes any more."""
+        return any(part.state in GIVEN_UP and part.arrival is None for part in self.parts)
+
+
+def spans_of(nbytes: int, part_bytes: int) -> Sequence[tuple[int, int]]:
+    """Return the start and the length of each part of ``nbytes``."""
+    return [(start, min(part_bytes, nbytes - start)) for start in range(0, nbytes, part_bytes)]
+
+
+# ---- room ----
 
 
 class ReadAhead:
     """The parts that prefetching has come to, and the bytes that they take: nobody else knows this of a part.
 
-    Most are read ahead. *Early* ones were still to be written when prefetching came: their bytes stay in memory when
-    the write ends, and from then on count as read ahead, although they never left.
+    Most are read ahead. *Unwritten* ones were still to be written when prefetching came: their bytes stay in memory
+    when the write ends, and from then on count as read ahead, although they never left.
 
     Args:
         capacity_bytes: bytes of staging, which bound all of it. Bytes that were read ahead on an asynchronous device
@@ -42,55 +181,56 @@ class ReadAhead:
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self.prefetched_bytes = 0
-        self.early_bytes = 0
-        self._prefetched: dict[Part, bool] = {}  # in the order in which they were asked for: was it early?
-        self._early: set[Part] = set()
+        self.unwritten_bytes = 0
+        # In the order in which they were asked for, and whether the bytes never left memory.
+        self._prefetched: dict[Part, bool] = {}
+        self._unwritten: set[Part] = set()
 
     def __contains__(self, part: Part) -> bool:
-        return part in self._prefetched or part in self._early
+        return part in self._prefetched or part in self._unwritten
 
     def has_room(self, nbytes: int, *, beside_writes: bool) -> bool:
         """Return whether ``nbytes`` more may be read; the first always may; beside writes, less."""
         ahead_bytes = self.prefetched_bytes + nbytes
         bound_bytes = self._capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if beside_writes else 1)
-        fits = ahead_bytes <= bound_bytes and ahead_bytes + self.early_bytes <= self._capacity_bytes
+        fits = ahead_bytes <= bound_bytes and ahead_bytes + self.unwritten_bytes <= self._capacity_bytes
         return fits or not self.prefetched_bytes
 
-    def add(self, part: Part, *, was_early: bool = False) -> None:
+    def add(self, part: Part, *, never_left: bool = False) -> None:
         """Count a part as read ahead from here on."""
         self.prefetched_bytes += part.extent.nbytes
-        self._prefetched[part] = was_early
+        self._prefetched[part] = never_left
 
-    def add_early(self, part: Part) -> bool:
+    def add_unwritten(self, part: Part) -> bool:
         """Add a part that is still to be written; False where the bound has no room.
 
         It has a slot, and so the share that is left to writes does not matter. If it did, bytes that are being written
         when backward begins would hold up the reads behind them.
         """
         nbytes = part.extent.nbytes
-        if self.prefetched_bytes + self.early_bytes + nbytes > self._capacity_bytes:
+        if self.prefetched_bytes + self.unwritten_bytes + nbytes > self._capacity_bytes:
             return False
-        self.early_bytes += nbytes
-        self._early.add(part)
+        self.unwritten_bytes += nbytes
+        self._unwritten.add(part)
         return True
 
     def end_write(self, part: Part) -> bool:
         """The write of a part has ended; return whether its bytes stay in memory, because prefetching came first."""
-        if part in self._early:
+        if part in self._unwritten:
             self.end(part)
-            self.add(part, was_early=True)
+            self.add(part, never_left=True)
         return part in self._prefetched
 
     def end(self, part: Part) -> bool:
         """The part is not ahead any more, if it was; return whether its bytes never left memory."""
-        if part in self._early:
-            self._early.remove(part)
-            self.early_bytes -= part.extent.nbytes
+        if part in self._unwritten:
+            self._unwritten.remove(part)
+            self.unwritten_bytes -= part.extent.nbytes
             return False
-        was_early = self._prefetched.pop(part, None)
-        if was_early is not None:
+        never_left = self._prefetched.pop(part, None)
+        if never_left is not None:
             self.prefetched_bytes -= part.extent.nbytes
-        return bool(was_early)
+        return bool(never_left)
 
     def newest_first(self) -> list[Part]:
         """Return the parts that are read ahead; backward needs the newest last."""
@@ -110,8 +250,10 @@ class SlowWaits:
             started_s: by ``time.perf_counter()``.
         """
         now_s = time.perf_counter()
+        if now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
+            return
         directories = {str(part.path.file.directory) for part in parts}
-        if not directories or now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
+        if not directories:
             return
         self._quiet_until_s = now_s + SLOW_AGAIN_S
         logger.warning(
@@ -225,12 +367,12 @@ class SwapSpace:
             part.host = self.ring.overflow(nbytes)
         part.move(_S.READ_QUEUED)
 
-    def bring_early(self, ticket: SwapTicket, part: Part) -> bool:
+    def hold_unwritten(self, ticket: SwapTicket, part: Part) -> bool:
         """Keep at hand what is still to be written, in its slot or by a copy on the device; False without room.
 
         The slot of a copy is free with the end of its write, for what backward wants next.
         """
-        if not self.read_ahead.add_early(part):
+        if not self.read_ahead.add_unwritten(part):
             return False
         place = ticket.place_of(part)
         if place is not None:

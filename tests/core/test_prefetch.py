@@ -19,7 +19,7 @@ from ds_tba.core.saved import RecordState
 from ds_tba.device.copies import PendingCopy
 from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import PartState, SwapTicket
+from ds_tba.storage.space import PartState, SwapTicket
 
 ONE_LANE = Lanes(1, 1)
 devices = pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
     late = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
-    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.early_bytes == 8 * MIB
+    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.unwritten_bytes == 8 * MIB
     assert not store.prefetch(early[6])
     if (
         not store.ring.is_synchronous
@@ -150,7 +150,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert store.prefetch(tickets[which])
     loaded = store.get(tickets[which], CPU)
     assert torch.equal(loaded.data, pieces[which]) and loaded.stored is (which == 0)
-    assert store.space.read_ahead.early_bytes == 0
+    assert store.space.read_ahead.unwritten_bytes == 0
     gate.opened.set()
     wait_for_writes(store)
     assert store.stats.forwarded_bytes == MIB
@@ -178,7 +178,7 @@ def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
         store.release(one)
     gate.opened.set()
     nothing_is_held(store)
-    assert store.space.read_ahead.early_bytes == 0 and part_of(ticket).state is PartState.RELEASED
+    assert store.space.read_ahead.unwritten_bytes == 0 and part_of(ticket).state is PartState.RELEASED
 
 
 @devices
@@ -211,7 +211,7 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
     until(lambda: all(part_of(ticket).state is PartState.RESCUED for ticket in tickets), "the failures")
-    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.space.read_ahead.unwritten_bytes == store.space.read_ahead.prefetched_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert store.prefetch(ticket)
         assert torch.equal(store.get(ticket, CPU).data, piece)
@@ -234,7 +234,7 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
         patch.setattr(PendingCopy, "wait", lambda copy: lost())
         gate.opened.set()
         until(lambda: part_of(second).state is PartState.LOST, "the copy")
-    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.space.read_ahead.unwritten_bytes == store.space.read_ahead.prefetched_bytes == 0
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
     for ticket in (first, second):
@@ -314,7 +314,7 @@ def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory)
     ticket = store.put(data.clone(), wait=False)
     assert isinstance(ticket, SwapTicket) and len(ticket.parts) == 3
     gate.arrived.acquire()
-    assert store.prefetch(ticket) and nvme.space.read_ahead.early_bytes == 6 * MIB
+    assert store.prefetch(ticket) and nvme.space.read_ahead.unwritten_bytes == 6 * MIB
     gate.opened.set()
     wait_for_writes(nvme)
     loaded = store.get(ticket, CPU)

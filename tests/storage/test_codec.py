@@ -25,8 +25,9 @@ from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import PartState, SwapTicket
-from ds_tba.storage.staging import Span, StagingRing
+from ds_tba.storage.space import PartState, SwapTicket
+from ds_tba.storage.spans import Span
+from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.tiers import Tiers
 
 NAMES = get_args(Compression)

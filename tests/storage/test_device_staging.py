@@ -21,7 +21,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationCorruptionError
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes
-from ds_tba.storage.path import PartState
+from ds_tba.storage.space import PartState
 from ds_tba.storage.staging import StagingRing
 
 Script = Callable[[str, int], str | None]

@@ -161,7 +161,7 @@ def is_at_rest(store: NvmeStore) -> bool:
     ahead, space = store.space.read_ahead, store.space
     counts = (
         ahead.prefetched_bytes,
-        ahead.early_bytes,
+        ahead.unwritten_bytes,
         space.writes_under_way,
         len(space.copying),
         store.ring.slots.used_bytes,

@@ -34,7 +34,7 @@ from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import Part, PartState, SwapTicket
+from ds_tba.storage.space import Part, PartState, SwapTicket
 from ds_tba.storage.swap_file import SwapFile
 
 
@@ -686,9 +686,9 @@ def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
     if verb == "read":
         gate.arrived.acquire()
     ahead = store.space.read_ahead
-    assert ahead.prefetched_bytes + ahead.early_bytes == MIB
+    assert ahead.prefetched_bytes + ahead.unwritten_bytes == MIB
     store.release(ticket)
-    assert ahead.prefetched_bytes + ahead.early_bytes == 0
+    assert ahead.prefetched_bytes + ahead.unwritten_bytes == 0
     part = part_of(ticket)
     assert part.state is PartState.ABANDONED and part.slot is not None and slots_in_use(store) == MIB
     with pytest.raises(StateError, match="given up"):

@@ -23,7 +23,7 @@ from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, DriveProbe, measure_drives
-from ds_tba.storage.staging import SpanAllocator
+from ds_tba.storage.spans import SpanAllocator
 
 MIB = 1 << 20
 
