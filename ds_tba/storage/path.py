@@ -177,7 +177,7 @@ class SwapPath:
 
     @property
     def written_bytes(self) -> int:
-        """The bytes that this process had the drive write, which count as wear."""
+        """Return the bytes that this process had the drive write, which count as wear."""
         return self.meter.writes.drive_bytes + self.file.zeroed_bytes
 
     def busy_s(self, more_bytes: int) -> float:

@@ -196,7 +196,7 @@ class _Lane:
 
     @property
     def group(self) -> LaneGroup:
-        """The lanes to which it belongs."""
+        """Return the lanes to which it belongs."""
         return self.path.writes if self.kind is Kind.WRITE else self.path.reads
 
     def run(self, handle: IoHandle) -> None:

@@ -111,19 +111,19 @@ class Part(StateMachine):
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes that the drive has of it."""
+        """Return the bytes that the drive has of it."""
         return sum(block.stored_bytes for block in self.blocks)
 
     @property
     def held_slot(self) -> Span:
-        """The staging slot; raises a StateError where there is none."""
+        """Return the staging slot; raise a StateError where there is none."""
         if self.slot is None:
             raise StateError(f"a part '{self.state.value}' has no staging slot; this is a bug in ds_tba")
         return self.slot
 
     @property
     def place(self) -> str:
-        """The place of its bytes, for an error."""
+        """Return the place of its bytes, for an error."""
         return f"{self.path.file.directory}, offset {self.extent.offset}, {self.extent.nbytes} bytes"
 
 
@@ -215,14 +215,14 @@ class ReadAhead:
         return True
 
     def end_write(self, part: Part) -> bool:
-        """The write of a part has ended; return whether its bytes stay in memory, because prefetching came first."""
+        """Note the end of a write; return whether the bytes stay in memory, because prefetching came first."""
         if part in self._unwritten:
             self.end(part)
             self.add(part, never_left=True)
         return part in self._prefetched
 
     def end(self, part: Part) -> bool:
-        """The part is not ahead any more, if it was; return whether its bytes never left memory."""
+        """Count a part as ahead no more, if it was; return whether its bytes never left memory."""
         if part in self._unwritten:
             self._unwritten.remove(part)
             self.unwritten_bytes -= part.extent.nbytes
@@ -301,7 +301,7 @@ class SwapSpace:
 
     @property
     def writes_under_way(self) -> int:
-        """The number of writes that are under way or to come."""
+        """Return the number of writes that are under way or to come."""
         return len(self.writes)
 
     # ---- taking -------------------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class SwapSpace:
         return True
 
     def end_write(self, part: Part) -> None:
-        """The write of a part has ended, or will not be. May be said twice."""
+        """Note that the write of a part has ended, or will not be. May be called twice."""
         self.writes.discard(part)
         self.changed.notify_all()
 
@@ -474,7 +474,7 @@ class SwapSpace:
         self.ring.slots.settle()
 
     def end_work(self, part: Part, state: PartState) -> bool:
-        """The lane that used a part's memory has ended; False where the part was given up meanwhile."""
+        """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
         self.changed.notify_all()
         if part.state is _S.ABANDONED:
             self._drop_arrival(part)
