@@ -124,9 +124,8 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
     assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
     assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.unwritten_bytes == 8 * MIB
     assert not store.prefetch(early[6])
-    if (
-        not store.ring.is_synchronous
-    ):  # what was read ahead waits on the device, so that there is room for one more write
+    if not store.ring.is_synchronous:
+        # What was read ahead waits on the device, so that there is room for one more write.
         more = put(store, noise(MIB))
         assert not store.prefetch(more)
         store.get(early[0], CPU)
