@@ -125,12 +125,12 @@ class Transfers:
         if work.tries > LAST_TRY:
             self._give_up_work(work)
             return
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             if part.state is _S.QUEUED:
                 part.move(_S.WRITING)
             elif part.state not in (_S.WRITING, _S.ABANDONED):
                 return  # cancelled, or ended by a try before; nobody else writes this part
-            has_failed = part.path.failure is not None
+            has_failed = part.path.failure is not None  # then each write would fail anew, after the kernel's own tries
         if not work.is_done and work.tries <= MOST_TRIES:
             with self._ring.lane_stream():
                 self._write_staged(work, handle, has_failed=has_failed)
@@ -178,7 +178,7 @@ class Transfers:
     def _end_write(self, work: _Work) -> None:
         """Say what became of a write: the bytes are in the file, in memory, or lost. See [Note: Again]."""
         part, space = work.part, self._space
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             self._stop_transfer(work, moved=work.is_written)
             if part.state not in (_S.WRITING, _S.ABANDONED):
                 return
@@ -231,12 +231,12 @@ class Transfers:
         """Read a part into its slot, unless its read was cancelled or done by an urgent request."""
         part, space = work.part, self._space
         work.tries += 1
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             if part.state is _S.READ_QUEUED:
                 part.reader = work
                 part.move(_S.READING)
             elif part.reader is not work or part.state not in (_S.READING, _S.ABANDONED):
-                return
+                return  # another task reads it, or has: two would read into one slot, of which the first ends the use
             if work.transfer is None and not work.is_done:
                 work.transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
         if work.tries > LAST_TRY:
@@ -268,7 +268,7 @@ class Transfers:
                 f"{part.place}: the activation was not read back: memory ran out in {MOST_TRIES} tries (the log "
                 "has each). Look for what takes the memory of this machine, and resume from the last checkpoint."
             )
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             self._stop_transfer(work, moved=False)
             if part.reader is not work or part.state not in (_S.READING, _S.ABANDONED):
                 return
@@ -388,7 +388,7 @@ class NvmeStore(Store[SwapTicket]):
             for start, nbytes in spans:
                 refusal = self._put_part(ticket, data[start : start + nbytes], start, wait)
                 if refusal is not None:
-                    self.release(ticket)
+                    self.release(ticket)  # or the parts before would take room that nobody gives back
                     return refusal
         except BaseException:
             self.release(ticket)
@@ -398,7 +398,7 @@ class NvmeStore(Store[SwapTicket]):
     def _lacks_room(self, nbytes: int) -> Refusal | None:
         """Refuse a storage that would have to wait for staging, before its first parts are copied for nothing."""
         slots = self.ring.slots
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.settle_copies()
             if self.space.closed or slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
                 return None
@@ -410,14 +410,14 @@ class NvmeStore(Store[SwapTicket]):
     def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
         space, part = self.space, None
         try:
-            with space.deferred, space.deferred.lock:
+            with space.deferred, space.lock:
                 reserved = space.reserve(data.numel(), wait)
                 if isinstance(reserved, Refusal):
                     reserved.count(self.stats, ticket.nbytes, is_last=self._is_last)
                     return reserved
                 slot, path, extent = reserved
                 part = Part(start, data.numel(), path, extent, slot)
-                ticket.parts.append(part)
+                ticket.parts.append(part)  # first: from here on releasing the ticket frees slot and extent
                 space.writes.add(part)
                 space.copying.add(part)
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
@@ -443,7 +443,7 @@ class NvmeStore(Store[SwapTicket]):
 
     def prefetch(self, ticket: SwapTicket) -> bool:
         space = self.space
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             if space.closed or not self._left(ticket.parts):
                 return True  # in memory or on its way already, or nothing to do
             is_new = ticket.destination is None
@@ -481,9 +481,9 @@ class NvmeStore(Store[SwapTicket]):
 
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         space, beside = self.space, list[Arrival]()
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             space.settle_copies()  # backward needs the memory of what forward has finished copying
-            while ticket.is_loading:
+            while ticket.is_loading:  # by another thread: each would free the slots of the parts that it hands over
                 space.changed.wait(LANE_CHECK_S)
             if ticket.is_given_up:
                 raise StateError(_GIVEN_UP)
@@ -574,15 +574,15 @@ class NvmeStore(Store[SwapTicket]):
         self.space.deferred.refuse_broken()
 
     def settle(self) -> None:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.settle_copies()
 
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             return self.space.cancel(ticket)
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.settle_copies()
             return self.ring.copies.under_way
 
@@ -610,7 +610,7 @@ class NvmeStore(Store[SwapTicket]):
 
     def rest(self) -> bool:
         space = self.space
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             if space.closed or space.resting:
                 return space.resting
             deadline_s = time.monotonic() + RESTING_LIMIT_S
@@ -655,7 +655,7 @@ class NvmeStore(Store[SwapTicket]):
             self.close()
 
     def close(self) -> None:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.closed = True
             self.space.changed.notify_all()
             deadline_s = time.monotonic() + COPYING_LIMIT_S
@@ -666,7 +666,7 @@ class NvmeStore(Store[SwapTicket]):
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
             return
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             try:
                 # Copies that are under way read and write the memory that closing the ring frees.
                 self.ring.copies.finish()
@@ -680,7 +680,7 @@ class NvmeStore(Store[SwapTicket]):
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         groups = [group for path in self.paths for group in (path.writes, path.reads)]
-        for group in groups:
+        for group in groups:  # all of them first: they end at the same time
             group.stop()
         ended = [group.end(deadline_s) for group in groups]
         return all(ended)

@@ -118,7 +118,7 @@ class LaneGroup:
         if error is None:
             return
         time.sleep(AGAIN_S)
-        self._wakes.put(None)  # the one that it may have taken
+        self._wakes.put(None)  # the one that it may have taken: a task without one would wait for the next task
         with suppress(Exception):
             logger.warning("a lane failed at its own work (%s: %s), and goes on", type(error).__name__, error)
 
@@ -134,7 +134,7 @@ class LaneGroup:
                 except queue.Empty:
                     continue
         task = held[number]
-        if task is None:
+        if task is None:  # woken to end, or for a task that another lane has taken
             return self._is_stopping
         task(self.handles[number])
         held[number] = None  # and no local, or an idle lane would keep the last ticket alive

@@ -310,11 +310,12 @@ class SwapSpace:
         """Take a slot, a path and an extent on it for ``nbytes``."""
         if self.closed or self.resting:
             return Refusal.CLOSED
-        self.settle_copies()
+        self.settle_copies()  # or slots whose copies are done would pass for taken
         slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return Refusal.CLOSED if self.closed or self.resting else Refusal.STAGING_FULL
         working = [path for path in self.paths if path.failure is None]
+        # The path that would be done first: with equal shares the slowest would end every step alone.
         for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
             extent = path.reserve(nbytes)
             if extent is not None:
@@ -404,6 +405,7 @@ class SwapSpace:
         slot = None
         while slot is None and not (self.closed or self.resting):
             # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
+            # Without ``wait`` a slow drive keeps nobody from training: what finds no room stays on the device.
             if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
             elif not (wait and self._give_up_read_ahead()):
@@ -427,7 +429,7 @@ class SwapSpace:
 
     def cancel_read_ahead(self, part: Part) -> bool:
         """Give up bytes that are ahead, or are about to be; False where there is nothing to give up now."""
-        if part not in self.read_ahead or part.state is _S.READING:
+        if part not in self.read_ahead or part.state is _S.READING:  # the drive writes into its slot
             return False
         self.read_ahead.end(part)
         self._drop_arrival(part)
@@ -459,6 +461,7 @@ class SwapSpace:
 
     def free_slot(self, part: Part) -> None:
         """Give back the slot of a part, if it has one, once no copy uses it."""
+        # Taken before it is freed: an exception between the two loses room, the other order would give it to two parts.
         slot, part.slot = part.slot, None
         if slot is None:
             return
