@@ -202,7 +202,7 @@ class ActivationOffloader:
 
         accelerator, nvme = self._accelerator, self._tiers.nvme
         drives = None if nvme is None else DriveProbe(nvme.space, nvme.io)
-        rates = Rates(drives, accelerator, self.config.io.ring_bytes)
+        rates = Rates(drives, accelerator, self.config.slots_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()
         if advice and self._writer.rank == 0:
@@ -457,12 +457,13 @@ class ActivationOffloader:
 
 def _measure_together(rates: Rates, agreement: Agreement) -> None:
     """Measure at the same time as the ranks that share the drives; if one rank fails, all fail."""
-    agreement.all_gather(None)
-    problem = None
-    try:
-        rates.measure()
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
-        problem = str(error)
-    for rank, found in enumerate(agreement.all_gather(problem)):
-        if found is not None:
-            raise PathError(f"rank {rank}: {found}")
+    for measure in (rates.measure_plain, rates.measure):  # each beside the same of the others
+        agreement.all_gather(None)
+        problem = None
+        try:
+            measure()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
+            problem = str(error)
+        for rank, found in enumerate(agreement.all_gather(problem)):
+            if found is not None:
+                raise PathError(f"rank {rank}: {found}")

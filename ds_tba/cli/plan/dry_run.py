@@ -127,7 +127,7 @@ def dry_run(
     if not blocks:
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
-    resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
+    resources = Resources(paths, copy, copy, offload.slots_bytes, is_synchronous=device.kind == "cpu")
     origins = [one.origin for one in recorder.record.storages]
     whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
