@@ -79,10 +79,6 @@ _REPLACED = (
     "its parameters are replaced for the call (torch.func.functional_call), and a second run would find its own: have "
     "the model call it as a module"
 )
-_READ_TWICE = (
-    "a custom Function in it reads ctx.saved_tensors twice in one backward, for which a checkpoint has them only once: "
-    "have it read them once"
-)
 _EXCLUDED = (
     '"only" or "except" keeps tensors that are saved in it, which recomputing would free: have them keep none of it to '
     "have plans choose"
@@ -191,10 +187,6 @@ class Blocks:
             self._why.setdefault(block.path, _SAVES_NOTHING)
         elif self._why.get(block.path) == _SAVES_NOTHING:
             del self._why[block.path]
-
-    def note_read_twice(self, path: str) -> None:
-        """Note that one backward has read twice what a pass through the block has saved."""
-        self._why.setdefault(path, _READ_TWICE)
 
     def warn_left_out(self) -> None:
         """Log one line for each new reason."""

@@ -73,7 +73,7 @@ class Sites:
     ) -> None:
         self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
         self.step = 1
-        self._running = running or RunningModule({})
+        self._running = running or RunningModule()
         self.accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
         self._answers = PinnedAnswers(accelerator, 2, torch.bool)

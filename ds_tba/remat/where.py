@@ -34,14 +34,10 @@ def position_in_code() -> int:
 
 
 class RunningModule:
-    """Tells which module of a model runs. It reads the call stack: no module has a hook for that.
+    """Tells which module of a model runs. It reads the call stack: no module has a hook for that."""
 
-    Args:
-        paths: for each module (by ``id``) its path in the model.
-    """
-
-    def __init__(self, paths: dict[int, str]) -> None:
-        self._paths = dict(paths)
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}  # by id of the module
 
     def watch(self, model: nn.Module) -> None:
         """Know the modules of a model from now on."""

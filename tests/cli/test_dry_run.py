@@ -82,8 +82,8 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     """The model really run, with values, its saved tensors kept."""
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
-    paths = {id(module): path for path, module in model.named_modules()}
-    running = RunningModule(paths)
+    running = RunningModule()
+    running.watch(model)
     recorder = Recorder(Scene(cache, NoClock(), running))
     with (
         cache.saving(around=recorder.around),

@@ -480,7 +480,7 @@ def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
         steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
     assert offloader.report().plans == 1 and feedback.kept_s == kept_s
     with monkeypatch.context() as patched:
-        patched.setattr(feedback, "_judged", lambda *_: Action.GO_ON)
+        patched.setattr(feedback, "_judged", lambda *_, **__: Action.GO_ON)
         steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
     assert offloader.report().plans == 2 and 1.5 * kept_s < feedback.kept_s < 2.5 * kept_s
 

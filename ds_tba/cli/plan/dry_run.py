@@ -78,7 +78,7 @@ def dry_run(
         aids: ``--fused-loss`` and ``--tiled-mlp``, where the model has them.
 
     Raises:
-        ConfigError: the config excludes an op that there is no rule for.
+        ConfigError: the config excludes an op that there is no rule for, or names what the model lacks.
         ModelError: the model does not run, or needs values, which the meta device does not have.
     """
     offload, excluded = training.offload, sites.excluded_ops(training.offload)
@@ -107,7 +107,7 @@ def dry_run(
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind, runs_on) as attention:
             recorder, meter = _micro_step(subject, blocks, training, cache, clock)
-    except ModelError:
+    except (ConfigError, ModelError):
         raise
     except (Exception, SystemExit) as error:  # the user's model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
@@ -159,7 +159,8 @@ def _micro_step(
 ) -> tuple[Recorder, PeakMeter]:
     """Run one forward and one backward."""
     model, autocast = subject.model, training.autocast
-    running = RunningModule({id(module): path for path, module in model.named_modules()})
+    running = RunningModule()
+    running.watch(model)
     chosen = ChosenModules(running, training.offload.patterns)
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
