@@ -217,7 +217,7 @@ class MicroStepRecord:
 
 
 def _leaves(view: SavedView) -> bool:
-    """Whether the bytes of a view have left device memory, or will once the operation that saves them is over."""
+    """Return whether the bytes of a view have left device memory, or will once the operation that saves them ends."""
     return view.is_offloaded or view.record.state is RecordState.LEAVING
 
 

@@ -8,8 +8,9 @@ and nobody waits for it: until then the ticket holds the bytes as a pending copy
 others at most. What comes while there are more is saved, and compared another time. Bytes that turn out to differ go to
 the next store, as those of a failed write do, or stay where none takes them.
 
-[Note: Graphs that stay] What a graph that outlives backward still needs, and no operand is wanted for anything else, is
-made once and held, where that takes less than its operands do.
+[Note: Graphs that stay] A graph may outlive backward: a statistic that a script keeps until the next step, say. A
+storage that it still needs, and whose operands nobody else wants, is rematerialized once and held, where that takes
+less than its operands do.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class PendingComparison(PendingCopy):
     """A comparison that the device may not have answered. Holds the bytes that wait for the answer, if any do.
 
     Attributes:
-        ticket: whose bytes wait; None where the site was proven before.
+        ticket: storage whose bytes wait; None if the site was proven before.
     """
 
     __slots__ = ("_store", "comparison", "ticket")
@@ -88,8 +89,8 @@ class RematStore(TensorStore[RecipeTicket]):
     """The store.
 
     Args:
-        cache: whose saved views are operands, and whose stores are next.
-        sites: what may be rematerialized.
+        cache: owner of the saved views that are operands, and of the stores that are next.
+        sites: find recipes, and prove that they give the same bytes.
     """
 
     keeps_bytes = False
@@ -151,7 +152,7 @@ class RematStore(TensorStore[RecipeTicket]):
         return ticket
 
     def _may_prove(self, tensor: torch.Tensor, recipe: Recipe) -> bool:
-        """Whether there is room for it now, and it is likely to be worth that."""
+        """Return whether there is room for a comparison now, and it is likely to be worth that."""
         site, nbytes = recipe.site, tensor.untyped_storage().nbytes()
         if 2 * recipe.work_bytes > self._cache.limit_bytes:
             return False
@@ -320,7 +321,7 @@ def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:
 
 
 def _takes_more(ticket: RecipeTicket) -> bool:
-    """Whether what only recipes hold for a storage takes more than its bytes would, beside what is there already."""
+    """Return whether a storage's operands that only recipes hold take more than its own bytes would."""
     recipe, record = ticket.recipe, ticket.record
     if recipe is None or record is None:
         return False
