@@ -137,11 +137,11 @@ class Controller:
             yield
 
     def _passes(self, is_recorded: bool) -> AbstractContextManager[None]:
-        """Watch all blocks where a micro-step is recorded, else have those run that a plan recomputes."""
+        """Be told of passes: of all in a recorded micro-step, else of those through blocks that are recomputed."""
         if is_recorded:
-            return self._blocks.watching()
+            return self._blocks.listening()
         if isinstance(self._policy, ByPlan) and self.in_force is not None and self.in_force.watched:
-            return self._blocks.recomputing(self.in_force.watched)
+            return self._blocks.listening(self.in_force.watched)
         return nullcontext()
 
     def after_forward(self) -> saved_tensors_hooks | None:

@@ -87,7 +87,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     recorder = Recorder(Scene(cache, NoClock(), running))
     with (
         cache.saving(around=recorder.around),
-        Blocks(find_blocks(model, None), Passes(recorder, ChosenModules(running, {}))).watching(),
+        Blocks(find_blocks(model, None), Passes(recorder, ChosenModules(running, {}))).listening(),
     ):
         output = forward()
     loss_of(output).backward()

@@ -177,7 +177,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).watching(),
+            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).listening(),
             casting,
         ):
             output = subject.forward()
