@@ -298,7 +298,9 @@ _FRAMES = (_Forward.__call__,)
 
 
 def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
-    """Return the repeated layers of a model.
+    """Return the repeated layers of a model, in its order; see [Note: Repeated layers].
+
+    A module that stands in several places has its first path.
 
     Args:
         paths: their paths, or None to find them; a path to a ``ModuleList`` stands for its members.
@@ -306,25 +308,15 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
     Raises:
         ConfigError: a path is not that of a module, or lies inside another.
     """
-    layers = repeated_layers(model) if paths is None else named_layers(model, paths)
+    if paths is not None:
+        layers = _named(model, paths)
+    else:
+        layers = dict(_search(model, "", set(), _CONTAINERS, 2)) or dict(_search(model, "", set(), _UNCALLED, 1))
     return [Block(index, path, module) for index, (path, module) in enumerate(layers.items())]
 
 
-def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated layers of a model by path, in the order of the model; see [Note: Repeated layers].
-
-    A module that stands in several places has its first path. Empty where nothing is found.
-    """
-    return dict(_search(model, "", set(), _CONTAINERS, 2)) or dict(_search(model, "", set(), _UNCALLED, 1))
-
-
-def named_layers(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules at ``paths``, each once. A ``ModuleList`` or ``ModuleDict``, which is never called, stands for
-    its members.
-
-    Raises:
-        ConfigError: a path is not that of a module, or one module holds another.
-    """
+def _named(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules at these paths, each once."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, nn.Module] = {}
     for path in paths:
@@ -383,6 +375,7 @@ def _shapes(module: nn.Module) -> set[tuple[str, torch.Size]]:
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module, or its members where nobody calls the container itself."""
     if not isinstance(module, _UNCALLED):
         yield path, module
         return

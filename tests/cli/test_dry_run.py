@@ -21,7 +21,7 @@ from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import ModelError
+from ds_tba.errors import ConfigError, ModelError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources, Trace
@@ -230,7 +230,7 @@ def test_what_the_config_keeps_by_name_is_not_moved_and_its_blocks_are_not_recom
     stays = [one for one in kept.storages if not one.is_movable and one.nbytes >= MIN_BYTES and ".0.mlp" in one.module]
     assert all_of_it.movable_bytes - kept.movable_bytes == sum(one.nbytes for one in stays) > 0
     assert [one.is_recomputable for one in kept.blocks] == [False, *(True for _ in kept.blocks[1:])]
-    with pytest.raises(ModelError, match=r"'\*.mpl', which matches no module of the model; did you mean .*mlp"):
+    with pytest.raises(ConfigError, match=r"'\*.mpl', which matches no module of the model; did you mean .*mlp"):
         estimated(make, "meta", only=["*.mpl"])
 
 
