@@ -143,7 +143,10 @@ class Feedback:
         if mismatch.drift_bytes / planned_bytes > MAX_DRIFT:  # its time says nothing of the plan
             return Action.GO_ON
         self._times_s.append(time_s)
-        found = self._judged(plan, is_due=is_due) if len(self._times_s) >= MIN_STEPS else Action.GO_ON
+        if len(self._times_s) < MIN_STEPS:
+            return Action.GO_ON
+        # The share first: rates that change all the time would keep it from rising.
+        found = self._judged(plan, is_due=is_due)
         changed = self._changed(plan, rates) if is_due and found is Action.GO_ON else ""
         return self._ask(Action.PLAN, changed) if changed else found
 
