@@ -464,6 +464,8 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
     # No keyword of Python may be "except".
+    if {"except", "except_"} <= keys.keys():
+        raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
     block = _as_json({"except" if key == "except_" else key: value for key, value in keys.items()})
     _refuse_auto(block, call)
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")

@@ -138,7 +138,7 @@ class ActivationOffloader:
         if self._running is None:
             from ds_tba.remat.where import RunningModule
 
-            self._running = RunningModule({})
+            self._running = RunningModule()
         return self._running
 
     def _choose_by_name(self, model: nn.Module, everyone: Agreement | None) -> None:
@@ -191,9 +191,9 @@ class ActivationOffloader:
         found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
         chosen = self._chosen
         excluded = frozenset(one.path for one in found if chosen is not None and chosen.excludes_part_of(one.module))
-        may_recompute = plans and config.recompute
-        watched = Watched(model, found if config.recompute else (), may_recompute=may_recompute, excluded=excluded)
-        planning = Planning((planner or adaptive) if plans else None, machine, agreement)
+        layers = found if config.recompute else []
+        watched = Watched(model, self._where_it_runs(), layers, plans and config.recompute, excluded)
+        planning = Planning((planner or adaptive) if plans else None, agreement)
         return Controller(self.cache, machine, planning, watched, self._files.trace)
 
     def _open_machine(self, everyone: Agreement) -> Machine:
