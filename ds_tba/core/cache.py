@@ -47,13 +47,13 @@ from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
     NO_INDEX,
+    CountedGone,
     CountedMemory,
     Finalized,
     HandedOut,
     Hooks,
     Lender,
     Loading,
-    MemoryGone,
     Operation,
     Origin,
     PassedThrough,
@@ -77,7 +77,6 @@ from ds_tba.core.tensors import (
     has_plain_storage,
     held_bytes,
     hooks_of_forward,
-    is_cast_of_parameter,
     is_complete,
     is_parameter,
     is_read_by_an_extension,
@@ -131,6 +130,9 @@ class _Taken(NamedTuple):
 
     origin: Origin | None = None
     ticket: Ticket | None = None
+
+
+_NOT_TAKEN = _Taken()
 
 
 class _InUse(NamedTuple):
@@ -313,10 +315,11 @@ class TensorCache(Lender):
         self._stats.packed_tensors += 1
         if self._in_use and not self._is_capturing:
             self._end_operations(self._operation())
-        why = self._eligibility_by_tensor(tensor)
-        excluded_by = self._excluded_by() if why is Eligibility.ELIGIBLE else ""
-        if why is Eligibility.ELIGIBLE and not excluded_by:
-            return self._save(tensor)
+        why, excluded_by = self._eligibility_by_tensor(tensor), ""
+        if why is Eligibility.ELIGIBLE:
+            excluded_by = "" if self._exclusion is None else self._exclusion.reason()
+            if not excluded_by:
+                return self._save(tensor)
         if why is Eligibility.PARAMETER:
             self._stats.passed_through_tensors += 1
             return PassedThrough(tensor)
@@ -336,27 +339,25 @@ class TensorCache(Lender):
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory."""
         why = self._eligibility_by_tensor(tensor)
-        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self._excluded_by() else why
+        if why is Eligibility.ELIGIBLE and self._exclusion is not None and self._exclusion.reason():
+            return Eligibility.EXCLUDED
+        return why
 
     def _eligibility_by_tensor(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor may leave device memory, whichever module saves it."""
         acts = self.stores or self.rematerialization is not None
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
-        why, accelerator = eligibility(tensor, self._device, self._min_tensor_bytes), self._accelerator
+        casts_stay, accelerator = not self.residency.is_limited, self._accelerator
+        why = eligibility(tensor, self._device, self._min_tensor_bytes, casts_stay=casts_stay)
         if why is not Eligibility.ELIGIBLE:
             return why
-        if not self.residency.is_limited and is_cast_of_parameter(tensor):  # with a budget the plan says what leaves
-            return Eligibility.CAST_OF_PARAMETER
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
         if accelerator is not None and (
             accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
         ):
             return Eligibility.OF_GRAPH
         return why
-
-    def _excluded_by(self) -> str:
-        return "" if self._exclusion is None else self._exclusion.reason()
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
@@ -367,9 +368,9 @@ class TensorCache(Lender):
         with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
             if key in forward.by_key or (first is None and not self.residency.may_wait):
-                view = self._enter(forward, tensor, key, choice, _Taken())
+                view = self._enter(forward, tensor, key, choice, _NOT_TAKEN)
         if view is None:  # something may have to be proven or waited for first
-            taken = _Taken()
+            taken = _NOT_TAKEN
             if first is not None:
                 first.settle()
                 if choice.rematerialize or forward.is_recorded:
@@ -391,13 +392,16 @@ class TensorCache(Lender):
 
         A view that a device has yet to compare keeps its bytes until then.
         """
-        record, answer, operation = forward.by_key.get(key), None, self._operation()
-        is_away = record is not None and not record.is_kept
-        # What one operation saves has the same bytes: nothing runs in between.
-        if record is not None and is_away and record.fingerprint is not None and record.operation != operation:
-            answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
-            if answer.is_done:
-                record, answer = record if answer.read() else None, None
+        record, answer = forward.by_key.get(key), None
+        if record is not None and record.operation is not None:
+            operation = self._operation()
+            # What one operation saves has the same bytes: nothing runs in between.
+            if record.fingerprint is not None and record.operation != operation:
+                answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
+                if answer.is_done:
+                    record, answer = record if answer.read() else None, None
+            if record is not None and answer is None:  # else what this operation saves next would pass for equal
+                record.operation = operation
         if record is None:
             record = self._add(forward, tensor, key, choice, taken)
         else:
@@ -407,44 +411,51 @@ class TensorCache(Lender):
         if record.views == record.lent:
             self._stats.saved.add(record.memory.save(key.nbytes))
         offloaded = not record.is_kept and answer is None
-        record.operation = operation
         record.views += 1
         record.pending += offloaded
         # Under the lock: an interrupt between the count and the view whose end takes it back would leave it for ever.
         view = SavedView(self, record, tensor, offloaded=offloaded)
         if answer is not None:
             self._doubted.append((weakref.ref(view), answer))
-        elif not offloaded:
-            record.kept_views.append(weakref.ref(view))
         return view
 
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
     ) -> SavedStorage:
         """The record of a storage at its present version, which goes where it was chosen to go, unless it was taken."""
-        self.residency.make_room(key.nbytes)
-        record = SavedStorage(key, forward.micro_step)
-        record.is_complete, record.origin = is_complete(tensor), taken.origin
-        is_movable = False
-        if taken.ticket is not None:
-            self.residency.give(record, taken.ticket, tensor)
-        elif not self._is_over(record, tensor) and (choice.stores or self.residency.is_limited):
-            stream = None if self._accelerator is None else self._accelerator.current_stream()
-            self._in_use.append(_InUse(record, choice, self._operation(), stream))
-            if choice.stores:
-                record.move(RecordState.LEAVING)
-        elif reason := self.residency.offload(record, tensor, choice):
-            self._stats.kept_bytes[reason] += record.nbytes
-            is_movable = True
+        memory = self.residency.count(tensor.untyped_storage(), key.nbytes)
+        record = SavedStorage(key, forward.micro_step, memory)
+        record.origin = taken.origin
+        if not (choice.stores or taken.ticket is not None or self.residency.is_limited):
+            self._stats.kept_bytes[choice.reason] += record.nbytes  # it never leaves
         else:
-            record.index = record.micro_step.add(record)
-        self.residency.add(record, tensor)
-        if is_movable:
-            self.residency.add_kept(record)
+            record.operation, record.is_complete = self._operation(), is_complete(tensor)
+            if taken.ticket is not None:
+                self.residency.give(record, taken.ticket, tensor)
+            elif self._is_over(record, tensor):
+                self._place(record, tensor, choice)
+            else:
+                stream = None if self._accelerator is None else self._accelerator.current_stream()
+                self._in_use.append(_InUse(record, choice, record.operation, stream))
+                if choice.stores:
+                    record.move(RecordState.LEAVING)
         forward.by_key[key] = record
         self._live_records += 1
         record.micro_step.saved += 1
         return record
+
+    def _place(self, record: SavedStorage, tensor: torch.Tensor | None, choice: Choice) -> None:
+        """Have a store take the bytes of a record, or keep them.
+
+        Args:
+            tensor: that holds the bytes; None if no view does any more.
+        """
+        reason = choice.reason if tensor is None else self.residency.offload(record, tensor, choice)
+        if record.is_kept:
+            self._stats.kept_bytes[reason] += record.nbytes
+            self.residency.add_kept(record)
+        else:
+            record.index = record.micro_step.add(record)
 
     def _operation(self) -> Operation:
         """Return what tells the operation that saves now from later ones."""
@@ -481,13 +492,7 @@ class TensorCache(Lender):
             event = self._accelerator.new_event()
             event.record(one.stream)  # else the copy may begin before that stream has filled it
             self._accelerator.current_stream().wait_event(event)
-        held = next((view.held for view in record.holders), None)
-        reason = one.choice.reason if held is None else self.residency.offload(record, held, one.choice)
-        if record.state is RecordState.KEPT:
-            self._stats.kept_bytes[reason] += record.nbytes
-            self.residency.add_kept(record)
-        else:
-            record.index = record.micro_step.add(record)
+        self._place(record, next((view.held for view in record.holders), None), one.choice)
 
     def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         self.wait_for_room(nbytes)
@@ -498,7 +503,7 @@ class TensorCache(Lender):
             self._stats.saved.add(added_bytes)
             if reason:
                 self._stats.kept_bytes[reason] += added_bytes
-            self.finalizers.watch(user, MemoryGone(memory, is_free=False))
+            self.finalizers.watch(user, CountedGone(memory))
         return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
@@ -518,18 +523,19 @@ class TensorCache(Lender):
                 return self.unpack(micro_step, held)
         if self._in_use and not self._is_capturing:
             self._end_operations()
-        self._originals.forget_last()
+        reading = self._originals.begin_unpack()
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
         if isinstance(held, PassedThrough):
             tensor = held.restore()
-        elif self._originals.is_for_users_function:
+        elif reading is not None and reading.is_for_users_function:
             tensor = self._hand_out(held)
         else:
             tensor = held.restore()
             if is_read_by_an_extension():
                 tensor = self._own(held, tensor)
-        self._originals.add(tensor, held)
+        if reading is not None:
+            reading.add(tensor, held)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.residency.prefetch)
@@ -690,8 +696,6 @@ class TensorCache(Lender):
         record.memory.is_operand = True
         record.views += 1
         record.lent += 1
-        if not twin.is_offloaded:
-            record.kept_views.append(weakref.ref(twin))
         return twin
 
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
@@ -828,12 +832,12 @@ class TensorCache(Lender):
     # ---- the ends of records ------------------------------------------------------------------------------------
 
     def finalize(self, gone: Finalized) -> None:
-        if isinstance(gone, MemoryGone):
-            if gone.is_free:
-                self.residency.free(gone.memory)
-            else:
-                self._stats.saved.add(-gone.memory.unsave())
-                self.residency.leave(gone.memory)
+        if isinstance(gone, CountedMemory):
+            self.residency.free(gone)
+            return
+        if isinstance(gone, CountedGone):
+            self._stats.saved.add(-gone.memory.unsave())
+            self.residency.leave(gone.memory)
             return
         record = gone.record
         record.views -= 1

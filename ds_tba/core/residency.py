@@ -16,6 +16,7 @@ the lock: with a budget until there is room, without one until they are no more 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -25,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.core.saved import CountedMemory, Keeper, Loading, RecordState, Reloaded, ResidencyGuard, SavedStorage
+from ds_tba.core.saved import CountedMemory, Keeper, Loading, RecordState, Reloaded, SavedStorage
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
@@ -35,7 +36,7 @@ from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 
 logger = logging.getLogger(__name__)
 
-_GUARDS = "_ds_tba_guards"
+_numbers = itertools.count()  # of the accounts of each cache: two engines may save one storage
 
 
 class Residency:
@@ -50,6 +51,7 @@ class Residency:
 
     Attributes:
         limit_bytes: the budget; infinite without one.
+        is_limited: True if there is a budget.
         watched: all stores whose pending copies hold device memory.
     """
 
@@ -63,6 +65,8 @@ class Residency:
         released_bytes: int,
     ) -> None:
         self.limit_bytes = math.inf
+        self.is_limited = False
+        self._account = f"_ds_tba_account_{next(_numbers)}"  # attribute of each storage that is counted
         self._setting = ""  # that asks for the limit
         self._gauge = stats.resident
         self.releases = Releases(accelerator, lambda nbytes: stats.resident.add(-nbytes))
@@ -81,11 +85,6 @@ class Residency:
 
     # ---- room ---------------------------------------------------------------------------------------------------
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is a budget."""
-        return self.limit_bytes < math.inf
-
     def limit(self, nbytes: int | None, setting: str) -> None:
         """Set the budget.
 
@@ -94,6 +93,7 @@ class Residency:
             setting: that asks for it, for a warning where it cannot be held; empty for no warning.
         """
         self.limit_bytes = math.inf if nbytes is None else nbytes
+        self.is_limited = self.limit_bytes < math.inf
         self._setting = setting
 
     def is_exceeded_by(self, more_bytes: float) -> bool:
@@ -168,8 +168,8 @@ class Residency:
 
     def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
         """Return the account of the memory of a storage, if it has one."""
-        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
-        return next((one.memory for one in guards if one.is_of(self._cache)), None)
+        memory: CountedMemory | None = getattr(storage, self._account, None)
+        return memory
 
     def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> CountedMemory:
         """Count the memory of a storage for one user (more), until it is free or no user wants it counted.
@@ -180,8 +180,8 @@ class Residency:
         if memory is None:
             memory = CountedMemory()
             if storage is not None:
-                guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
-                setattr(storage, _GUARDS, (*guards, ResidencyGuard(self._cache, memory)))
+                setattr(storage, self._account, memory)
+                self._cache.finalizers.watch(storage, memory)
         if nbytes > memory.nbytes:
             if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
                 self.make_room(nbytes - memory.nbytes)
@@ -204,10 +204,6 @@ class Residency:
             self.releases.add(nbytes, memory.consumers)
         else:
             self._gauge.add(-nbytes)
-
-    def add(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """Count the memory of a storage that is saved until its last user releases it, wherever the bytes are."""
-        record.memory = self.count(tensor.untyped_storage(), record.nbytes)
 
     def add_kept(self, record: SavedStorage) -> None:
         """The bytes of a record stay in device memory, until the budget wants the room."""

@@ -8,9 +8,9 @@ own graph node.
 
 [Note: Lifetimes] A graph holds views, a view its record, a record its ticket, and the ticket of what is rematerialized
 holds views of its own (lent) of other records. That is no circle: a ticket never holds a graph. The cache lists
-records, and gives them up with their last view, and with them ticket and bytes. On a storage that is counted lies a
-guard. Record and guard share the account of its memory: the one tells of the end of a user, the other of the end of the
-memory, in any order.
+records, and gives them up with their last view, and with them ticket and bytes. A storage that is counted has its
+account as an attribute, and records share it: the end of a record tells of the end of a user, the end of the storage of
+the end of the memory, in any order.
 
 [Note: Finalizers] A view may go anywhere: in any thread, and also while its own thread holds the lock, because every
 allocation inside a critical section may start the garbage collector; and a signal handler may raise there. So nothing
@@ -255,7 +255,7 @@ class SavedStorage(StateMachine):
         is_refused: no store took it when it was to leave.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got.
-        operation: the one that saved it last.
+        operation: the one that saved it last; None where the bytes never leave.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -270,7 +270,7 @@ class SavedStorage(StateMachine):
         "memory", "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
     )  # fmt: skip
 
-    def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
+    def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage], memory: CountedMemory) -> None:
         self.key = key
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
@@ -283,7 +283,7 @@ class SavedStorage(StateMachine):
         self.fingerprint: Fingerprint | None = None
         self.handed_out: HandedOut | None = None
         self.operation: Operation | None = None
-        self.memory = CountedMemory()  # until it is counted
+        self.memory = memory
         self.micro_step = micro_step
         self.index = NO_INDEX
         self.views = self.lent = self.pending = 0
@@ -426,11 +426,12 @@ class SavedView:
         self._cache = cache
         self.record = record
         self.state = ViewGone(record, offloaded, False)
-        cache.finalizers.watch(self, self.state)
+        notice = cache.finalizers.watch(self, self.state)
         if offloaded:
             self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)
         else:
             self.held = kept(tensor)
+            record.kept_views.append(notice)
 
     @property
     def is_unpacked(self) -> bool:
@@ -508,7 +509,9 @@ class SavedView:
         other = copy.copy(self)
         other.handed = None
         other.state = ViewGone(self.record, self.state.is_away, True)
-        self._cache.finalizers.watch(other, other.state)
+        notice = self._cache.finalizers.watch(other, other.state)
+        if other.held is not None:
+            self.record.kept_views.append(notice)
         return other
 
     def let_go(self) -> None:
@@ -610,9 +613,13 @@ class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
 # ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class CountedMemory:
-    """The device memory of one storage, as one cache counts it. Changed only under the cache's lock.
+    """The account of a storage's device memory in one cache. Changed only under the cache's lock.
+
+    The end of the storage leaves it to the finalizers. With consumers the event of the release must come after all that
+    the allocator records when the memory goes. It does: the storage's object goes before the memory, and nobody acts on
+    that within the finalizer.
 
     Attributes:
         users: records and tensors that have it counted.
@@ -649,25 +656,6 @@ class CountedMemory:
         return nbytes
 
 
-class ResidencyGuard:
-    """Lies on a storage, so that its end tells that counted memory is free.
-
-    A storage that two engines save has one for each of them. With consumers the event of the release must come after
-    all that the allocator records when the memory goes. It does: this goes before the memory, and nobody acts on that
-    within the finalizer.
-    """
-
-    __slots__ = ("__weakref__", "_cache", "memory")
-
-    def __init__(self, cache: Keeper, memory: CountedMemory) -> None:
-        self._cache = cache
-        self.memory = memory
-        cache.finalizers.watch(self, MemoryGone(memory, is_free=True))
-
-    def is_of(self, cache: Keeper) -> bool:
-        return self._cache is cache
-
-
 class ViewGone:
     """Tells a record the end of one of its views.
 
@@ -691,18 +679,15 @@ class ViewGone:
         return self.is_away and not (self.is_lent or self.is_unpacked)
 
 
-class MemoryGone(NamedTuple):
-    """The host has let go of this memory, which consumers may still use; or only a tensor is gone that had it counted.
-
-    The first where it ``is_free``.
-    """
+class CountedGone(NamedTuple):
+    """Tells the end of a tensor without a record that had this memory counted."""
 
     memory: CountedMemory
-    is_free: bool
 
 
-Finalized = ViewGone | MemoryGone
-"""Told by the end of an object; acted on under the cache's lock."""
+Finalized = ViewGone | CountedGone | CountedMemory
+"""Told by the end of a view, of such a tensor, or of a storage, whose memory the host has freed; acted on under the
+cache's lock."""
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------

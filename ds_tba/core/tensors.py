@@ -41,8 +41,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-_STAMP = "_ds_tba_stamp"
-_LINEAGE = "_ds_tba_lineage"
+_STAMP = "_ds_tba_stamp"  # of storages and tensors
 _OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 _FUNCTION_SAVES = "_ds_tba_function_saves"
@@ -107,9 +106,13 @@ class ViewSpec:
         return whole.view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
-def stamp_of(storage: torch.UntypedStorage) -> Stamp:
-    """The stamp of a storage, issued at first sight; see [Note: Stamps]."""
-    return _stamped(storage, _STAMP)
+def stamp_of(owner: torch.UntypedStorage | torch.Tensor) -> Stamp:
+    """Return the stamp of a storage, or of a tensor's version counter, issued at first sight; see [Note: Stamps]."""
+    stamp: Stamp | None = getattr(owner, _STAMP, None)
+    if stamp is None:
+        stamp = next(_stamps)
+        setattr(owner, _STAMP, stamp)
+    return stamp
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,15 +127,7 @@ def lineage_of(tensor: torch.Tensor) -> Stamp:
     LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
     counter otherwise (``detach``) count as different here, which costs a second write and is never wrong.
     """
-    return _stamped(base_of(tensor), _LINEAGE)
-
-
-def _stamped(holder: Any, attribute: str) -> Stamp:
-    stamp: Stamp | None = getattr(holder, attribute, None)
-    if stamp is None:
-        stamp = next(_stamps)
-        setattr(holder, attribute, stamp)
-    return stamp
+    return stamp_of(base_of(tensor))
 
 
 def next_sequence_number() -> int:
@@ -261,25 +256,25 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return base is not None and isinstance(base, torch.nn.Parameter)
 
 
-def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter in another dtype, or a view of one.
+def _is_cast_of_parameter(node: Any) -> bool:
+    """Return whether the node of a tensor, or of its base, has made it of a parameter in another dtype.
 
-    Autocast makes one for each parameter, and holds it until it exits: moving it frees nothing in forward, and writes
-    as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op saves.)
+    Autocast makes one for each parameter, and holds it until it exits: offloading it frees nothing in forward, and
+    writes as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op
+    saves.)
     """
-    node = base_of(tensor).grad_fn
     if type(node).__name__ != "ToCopyBackward0":
         return False
-    variable = getattr(node.next_functions[0][0], "variable", None) if node is not None else None
-    return isinstance(variable, torch.nn.Parameter)
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), torch.nn.Parameter)
 
 
-def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: int) -> Eligibility:
-    """Whether a tensor handed to the pack hook may be offloaded.
+def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: int, *, casts_stay: bool) -> Eligibility:
+    """Return whether a tensor handed to the pack hook may be offloaded.
 
     Args:
         device: the training device, with its index; a tensor elsewhere costs none of its memory.
         min_tensor_bytes: storages smaller than this are kept.
+        casts_stay: parameters in another dtype are kept; with a budget the plan says what leaves.
     """
     if type(tensor) is not torch.Tensor:
         return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
@@ -306,6 +301,8 @@ def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: in
         return Eligibility.SMALL
     if span_bytes(tensor) < MIN_SPAN_FRACTION * nbytes:
         return Eligibility.SPARSE_VIEW
+    if casts_stay and _is_cast_of_parameter((tensor if base is None else base).grad_fn):
+        return Eligibility.CAST_OF_PARAMETER
     return Eligibility.ELIGIBLE
 
 

@@ -408,7 +408,7 @@ class Recorder:
         elif isinstance(held, SavedCounted):
             index = self._index_of_small(held, scope)
         else:
-            index = self._index_of(held.record.key, self._scene.saver.eligibility_of(tensor) is Eligibility.ELIGIBLE)
+            index = self._index_of(held.record.key, True)
             scope.members[index] = None
             origin = held.record.origin
             if origin is not None and self.record.storages[index].origin is None:

@@ -265,7 +265,9 @@ class RecomputedPass:
 
         def unpack(held: object) -> torch.Tensor:
             if isinstance(held, torch.Tensor):
-                originals.add(held)
+                reading = originals.reading
+                if reading is not None:
+                    reading.add(held)
                 return held
             try:
                 return checkpoint_unpack(held)

@@ -101,14 +101,15 @@ class DeferredFinalizers(Generic[Item]):
         if not (self._broken_by or is_ours or _is_refusal(error)):
             self._broken_by = type(error).__name__  # not itself: it holds frames, and all tensors in them
 
-    def watch(self, watched: object, item: Item) -> None:
+    def watch(self, watched: object, item: Item) -> Notice[Item]:
         """Leave ``item`` when an object, which is equal to itself only, is gone, whoever lets go of it, wherever.
 
-        It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`).
+        It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`). The notice is a weak reference.
         """
         notice = Notice(watched, self._tell)
         notice.item = item
         self._watched.add(notice)
+        return notice
 
     def leave(self, item: Item) -> None:
         """Leave an item, and act on all of them if the lock is free. Never blocks."""
