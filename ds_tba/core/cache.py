@@ -58,7 +58,6 @@ from ds_tba.core.saved import (
     Origin,
     PassedThrough,
     RecordState,
-    Reloaded,
     SavedCounted,
     SavedExcluded,
     SavedStorage,
@@ -88,7 +87,7 @@ from ds_tba.device.accelerator import Accelerator, PinnedAnswers
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Always, Choice, Policy, Store, Ticket
+from ds_tba.storage.base import Always, Choice, Loaded, Policy, Store, Ticket
 
 CHANGED = "saved again with other bytes"
 # Passed through: they hold no memory of the training device.
@@ -630,17 +629,17 @@ class TensorCache(Lender):
 
     def _load_once(self, view: SavedView) -> torch.Tensor:
         record = view.record
-        reloaded = self._reloaded(record)
+        arrival = self._loaded(record).arrival
         with self.finalizers, self.finalizers.lock:
-            data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
-            unmodified(data, reloaded.version)
+            data = arrival.join()  # every consumer waits for the copy, each in its own stream
+            unmodified(data, arrival.version)
             if view.is_lent:
                 self.residency.add_early(record)
             self._note_unpacked(view)
             record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
         return data
 
-    def _reloaded(self, record: SavedStorage) -> Reloaded:
+    def _loaded(self, record: SavedStorage) -> Loaded:
         """Load a record, if it is not there; see [Note: Loads]."""
         try:
             return self._load_or_wait(record)
@@ -648,12 +647,12 @@ class TensorCache(Lender):
             self.finalizers.note_exception(error)
             raise
 
-    def _load_or_wait(self, record: SavedStorage) -> Reloaded:
+    def _load_or_wait(self, record: SavedStorage) -> Loaded:
         while True:
             self.wait_for_room(self.residency.loading_bytes(record))
             with self.finalizers, self.finalizers.lock:
-                if record.reloaded is not None:
-                    return record.reloaded
+                if record.loaded is not None:
+                    return record.loaded
                 loading = record.loading or self._begin_load(record)
             if loading.thread == threading.get_ident():
                 return self._fetch(record, loading)
@@ -665,7 +664,7 @@ class TensorCache(Lender):
             record.micro_step.use(record.index)
         return self.residency.begin_load(record)
 
-    def _fetch(self, record: SavedStorage, loading: Loading) -> Reloaded:
+    def _fetch(self, record: SavedStorage, loading: Loading) -> Loaded:
         store, started_s = loading.ticket.store, time.perf_counter()
         try:
             loaded = store.get(loading.ticket, self._device)
@@ -677,7 +676,7 @@ class TensorCache(Lender):
             if store.keeps_bytes:
                 self._stats.moving_s += time.perf_counter() - started_s
             self.residency.end_load(record, loading, loaded)
-            return self.residency.add_back(record, loaded)
+        return loaded
 
     def _evict_if_unpacked(self, record: SavedStorage) -> None:
         """A second backward loads it again instead of holding the memory until then."""
@@ -699,28 +698,28 @@ class TensorCache(Lender):
         return twin
 
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
-        is_wanted = is_back = False
+        is_wanted = is_held = False
         try:
             with self.finalizers, self.finalizers.lock:
                 is_wanted = record.state is not RecordState.DROPPED
                 if is_wanted:  # one user more, or it might be dropped meanwhile
                     record.views, record.lent = record.views + 1, record.lent + 1
             if is_wanted:
-                self._reloaded(record)
+                self._loaded(record)
         finally:
             if is_wanted:
-                is_back = self._end_hold(record, leaves=leaves)
-        return is_back
+                is_held = self._end_hold(record, leaves=leaves)
+        return is_held
 
     def _end_hold(self, record: SavedStorage, *, leaves: bool) -> bool:
         with self.finalizers, self.finalizers.lock:
-            is_back = record.reloaded is not None
-            if record.reloaded is not None:
-                record.reloaded = record.reloaded._replace(is_only=True)
+            is_held = record.loaded is not None
+            if record.loaded is not None:
+                record.loaded = replace(record.loaded, stored=False)
             self.finalize(ViewGone(record, is_away=True, is_lent=True))
-            if is_back and leaves and record.state is RecordState.BACK:
+            if leaves and record.state is RecordState.LOADED:
                 self.residency.evict(record)
-        return is_back
+        return is_held
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
@@ -853,7 +852,7 @@ class TensorCache(Lender):
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.reloaded = record.origin = None
+        record.loaded = record.origin = None
         self._live_records -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]
@@ -871,4 +870,4 @@ def _is_its_bytes(tensor: torch.Tensor) -> bool:
 
 def _others_read(owner: SavedStorage | CountedMemory) -> bool:
     """Return whether bytes that backward has just got are what another tensor is made of, or another reader's, too."""
-    return owner.is_operand or (isinstance(owner, SavedStorage) and owner.reloaded is not None)
+    return owner.is_operand or (isinstance(owner, SavedStorage) and owner.loaded is not None)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.core.saved import CountedMemory, Keeper, Loading, RecordState, Reloaded, SavedStorage
+from ds_tba.core.saved import CountedMemory, Keeper, Loading, RecordState, SavedStorage
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
@@ -221,7 +221,7 @@ class Residency:
 
     def loading_bytes(self, record: SavedStorage) -> int:
         """Return the bytes that a load adds to what is counted."""
-        if record.ticket is None or record.reloaded is not None:
+        if record.ticket is None or record.loaded is not None:
             return 0
         return self._passing_bytes(record.ticket) + (
             0 if record.state is RecordState.AHEAD else record.ticket.new_bytes
@@ -248,28 +248,23 @@ class Residency:
         return loading
 
     def end_load(self, record: SavedStorage, loading: Loading, loaded: Loaded | None) -> None:
-        """End the load of a record, which has failed without ``loaded``."""
+        """Hold the bytes of a record that were loaded; None if that has failed."""
         record.loading = None
         self._gauge.add(-loading.new_bytes)
         if self._accelerator is not None and loading.passing_bytes:  # the current stream reads it from there
             self.releases.add(loading.passing_bytes, (self._accelerator.current_stream(),))
-        record.move(RecordState.AWAY if loaded is None else RecordState.BACK)
+        record.move(RecordState.AWAY if loaded is None else RecordState.LOADED)
+        record.loaded = loaded  # before room is made: a device without memory for that loses no bytes
         loading.done.release()
-
-    def add_back(self, record: SavedStorage, loaded: Loaded) -> Reloaded:
-        """Hold the bytes of a record that were loaded."""
-        data, arrival = loaded.data, loaded.arrival
-        # First: a device without memory for what makes room leaves the bytes where the next load finds them.
-        record.reloaded = reloaded = Reloaded(arrival, data._version, not loaded.stored)
-        storage = data.untyped_storage()
-        memory = self.memory_of(storage)
-        if memory is None or memory is not record.memory:
-            memory = self.count(storage, record.nbytes)
+        if loaded is None:
+            return
+        storage = loaded.data.untyped_storage()
+        is_saved = self.memory_of(storage) is record.memory  # a store has held it until now
+        memory = record.memory if is_saved else self.count(storage, record.nbytes)
         # The same list that join() adds to: when the host releases it, it tells which streams may still use the memory.
-        memory.consumers = arrival.consumers
+        memory.consumers = loaded.arrival.consumers
         if self.is_limited:
             self._movable[record] = None
-        return reloaded
 
     def prefetch(self, record: SavedStorage) -> bool:
         """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
@@ -330,7 +325,7 @@ class Residency:
                 self.end_prefetch(record)
             return
         kept_at = self._movable.pop(record, None)
-        reloaded = record.reloaded
+        loaded = record.loaded
         everywhere = Choice(self._stores, wait=True)
         if record.state is RecordState.KEPT:
             held = next((view.held for view in record.holders), None)
@@ -341,11 +336,11 @@ class Residency:
                 self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
         elif record.is_backed:
             record.move(RecordState.AWAY)
-            record.reloaded = None
-        elif reloaded is not None:
-            data = reloaded.arrival.join()  # the copy out must not begin before the copy in is done
+            record.loaded = None
+        elif loaded is not None:
+            data = loaded.arrival.join()  # the copy out must not begin before the copy in is done
             # What was changed stays: the next unpack raises.
-            is_changed = data._version != reloaded.version
+            is_changed = data._version != loaded.arrival.version
             if (is_changed or self.offload(record, data, everywhere)) and self.is_limited:
                 self._movable[record] = kept_at
 
@@ -380,7 +375,7 @@ class Residency:
             record.ticket.store.release(record.ticket)
         is_kept, record.ticket = record.is_kept, ticket
         record.move(RecordState.AWAY)
-        record.reloaded = None
+        record.loaded = None
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
         if is_kept:
             record.let_go()

@@ -48,10 +48,9 @@ from ds_tba.core.tensors import (
     with_counter_of,
 )
 from ds_tba.device.accelerator import Accelerator, Stream, moment
-from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import OwnTicket, StateMachine, Store, Ticket
+from ds_tba.storage.base import Loaded, OwnTicket, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -109,7 +108,7 @@ class RecordState(Enum):
     AWAY = "in a store"
     AHEAD = "in a store, and asked for ahead of backward"
     LOADING = "on their way into device memory"
-    BACK = "in device memory again"
+    LOADED = "in device memory again"
     DROPPED = "given up"
 
 
@@ -119,8 +118,8 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
     _R.LEAVING: (_R.KEPT, _R.AWAY, _R.DROPPED),
     _R.AWAY: (_R.AHEAD, _R.LOADING, _R.DROPPED),
     _R.AHEAD: (_R.AWAY, _R.DROPPED),
-    _R.LOADING: (_R.AWAY, _R.BACK),
-    _R.BACK: (_R.AWAY, _R.DROPPED),
+    _R.LOADING: (_R.AWAY, _R.LOADED),
+    _R.LOADED: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
 }
 
@@ -147,19 +146,6 @@ class StorageKey(NamedTuple):
         storage = tensor.untyped_storage()
         nbytes, saves = storage.nbytes(), saves_by_functions(storage)
         return cls(stamp_of(storage), lineage_of(tensor), tensor._version, nbytes, saves)
-
-
-class Reloaded(NamedTuple):
-    """The bytes of a record in device memory again.
-
-    Attributes:
-        version: of the tensor when it came.
-        is_only: no store has these bytes any more.
-    """
-
-    arrival: Arrival
-    version: int
-    is_only: bool
 
 
 class HandedOut:
@@ -248,7 +234,7 @@ class SavedStorage(StateMachine):
             taken away, because it is read without the lock, too.
         origin: how it could be rematerialized; None where that is not known.
         loading: the load under way.
-        reloaded: the bytes, while they are back.
+        loaded: the bytes, while they are in device memory again.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
@@ -266,8 +252,8 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loading",
-        "memory", "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
+        "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loaded",
+        "loading", "memory", "micro_step", "operation", "origin", "pending", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage], memory: CountedMemory) -> None:
@@ -276,7 +262,7 @@ class SavedStorage(StateMachine):
         self.ticket: Ticket | None = None
         self.origin: Origin | None = None
         self.loading: Loading | None = None
-        self.reloaded: Reloaded | None = None
+        self.loaded: Loaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
         self.is_complete = True
         self.is_refused = False
@@ -300,14 +286,14 @@ class SavedStorage(StateMachine):
     @property
     def load_bytes(self) -> int:
         """Return the bytes that come into memory where the storage is wanted, all that it passes through included."""
-        if self.is_kept or self.reloaded is not None or self.ticket is None:
+        if self.is_kept or self.loaded is not None or self.ticket is None:
             return 0
         return self.ticket.load_bytes
 
     @property
     def is_backed(self) -> bool:
-        """Whether the bytes are back, and can be loaded once more."""
-        return self.reloaded is not None and not self.reloaded.is_only
+        """Whether the bytes are loaded, and can be loaded once more."""
+        return self.loaded is not None and self.loaded.stored
 
     @property
     def is_operand(self) -> bool:

@@ -113,9 +113,10 @@ class Arrival:
     Attributes:
         event: as given.
         consumers: streams that use the memory beside its owner.
+        version: version counter of the memory once its bytes are there.
     """
 
-    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event")
+    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event", "version")
 
     def __init__(
         self, accelerator: Accelerator | None, data: torch.Tensor, event: Event | None, owner: Stream | None = None
@@ -125,6 +126,7 @@ class Arrival:
         self._owner = owner
         self.event = event
         self.consumers: list[Stream] = []
+        self.version = data._version  # the host has queued the copy by now
 
     @classmethod
     def done(cls, data: torch.Tensor) -> Arrival:
