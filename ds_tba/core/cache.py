@@ -52,7 +52,7 @@ from ds_tba.core.saved import (
     Finalized,
     HandedOut,
     Hooks,
-    Lender,
+    Keeper,
     Loading,
     Operation,
     Origin,
@@ -148,7 +148,7 @@ class _InUse(NamedTuple):
     stream: Any
 
 
-class TensorCache(Lender):
+class TensorCache(Keeper):
     """Moves saved tensors into a store during forward and back during backward.
 
     Args:
@@ -642,27 +642,19 @@ class TensorCache(Lender):
     def _loaded(self, record: SavedStorage) -> Loaded:
         """Load a record, if it is not there; see [Note: Loads]."""
         try:
-            return self._load_or_wait(record)
+            while True:
+                self.wait_for_room(self.residency.loading_bytes(record))
+                with self.finalizers, self.finalizers.lock:
+                    if record.loaded is not None:
+                        return record.loaded
+                    loading = record.loading or self.residency.begin_load(record)
+                if loading.thread == threading.get_ident():
+                    return self._fetch(record, loading)
+                with loading.done:  # another thread loads it
+                    pass
         except BaseException as error:  # an interrupt between two critical sections leaves it LOADING for ever
             self.finalizers.note_exception(error)
             raise
-
-    def _load_or_wait(self, record: SavedStorage) -> Loaded:
-        while True:
-            self.wait_for_room(self.residency.loading_bytes(record))
-            with self.finalizers, self.finalizers.lock:
-                if record.loaded is not None:
-                    return record.loaded
-                loading = record.loading or self._begin_load(record)
-            if loading.thread == threading.get_ident():
-                return self._fetch(record, loading)
-            with loading.done:  # another thread loads it
-                pass
-
-    def _begin_load(self, record: SavedStorage) -> Loading:
-        if record.index != NO_INDEX:
-            record.micro_step.use(record.index)
-        return self.residency.begin_load(record)
 
     def _fetch(self, record: SavedStorage, loading: Loading) -> Loaded:
         store, started_s = loading.ticket.store, time.perf_counter()

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from ds_tba.core.saved import CountedMemory, Keeper, Loading, RecordState, SavedStorage
+from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, SavedStorage
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
@@ -80,7 +80,7 @@ class Residency:
         self._has_warned = False
         self._largest_bytes = 0  # of the storages that left
         # What may leave, oldest first. Of a kept one an event of the stream that makes its bytes.
-        self._movable: dict[SavedStorage, Any] = {}
+        self._movable: dict[SavedStorage, Event | None] = {}
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     # ---- room ---------------------------------------------------------------------------------------------------
@@ -235,6 +235,8 @@ class Residency:
         ticket = record.ticket
         if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
+        if record.index != NO_INDEX:
+            record.micro_step.use(record.index)
         self.end_prefetch(record)
         loading = Loading(
             threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes, self._passing_bytes(ticket)
@@ -325,24 +327,30 @@ class Residency:
                 self.end_prefetch(record)
             return
         kept_at = self._movable.pop(record, None)
-        loaded = record.loaded
-        everywhere = Choice(self._stores, wait=True)
-        if record.state is RecordState.KEPT:
-            held = next((view.held for view in record.holders), None)
-            # A store copies after the calling thread's current stream, and the bytes may be made in another one.
-            if held is not None and self._accelerator is not None and kept_at is not None:
-                self._accelerator.current_stream().wait_event(kept_at)
-            if (held is None or self.offload(record, held, everywhere)) and self.is_limited:
-                self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
-        elif record.is_backed:
+        if record.is_backed:
             record.move(RecordState.AWAY)
             record.loaded = None
-        elif loaded is not None:
+        elif record.state in (RecordState.KEPT, RecordState.LOADED):
+            tensor = self._only_copy(record, kept_at)
+            stays = tensor is None or self.offload(record, tensor, Choice(self._stores, wait=True))
+            if stays and self.is_limited:
+                self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
+
+    def _only_copy(self, record: SavedStorage, kept_at: Event | None) -> torch.Tensor | None:
+        """Return the bytes of a record for a copy out on the calling thread's current stream; None if there are none.
+
+        Args:
+            kept_at: event of the stream that makes the bytes, if they were kept.
+        """
+        loaded = record.loaded
+        if loaded is not None:
             data = loaded.arrival.join()  # the copy out must not begin before the copy in is done
             # What was changed stays: the next unpack raises.
-            is_changed = data._version != loaded.arrival.version
-            if (is_changed or self.offload(record, data, everywhere)) and self.is_limited:
-                self._movable[record] = kept_at
+            return data if data._version == loaded.arrival.version else None
+        # A store copies after the calling thread's current stream, and the bytes may be made in another one.
+        if self._accelerator is not None and kept_at is not None:
+            self._accelerator.current_stream().wait_event(kept_at)
+        return next((view.held for view in record.holders), None)
 
     def offload(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> str:
         """Have the first store that can take the bytes of a record, which are those of a tensor's storage.

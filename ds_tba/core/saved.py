@@ -60,7 +60,7 @@ NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
 class Keeper(ABC):
-    """The cache, as the objects below see it that it has made.
+    """The cache, as the objects below see it that it has made, and a store that makes storages from others.
 
     Attributes:
         lock: guards everything that the cache changes. It is not reentrant on purpose: a finalizer that found it free
@@ -95,6 +95,45 @@ class Keeper(ABC):
     @abstractmethod
     def finalize(self, gone: Finalized) -> None:
         """Act on one deferred finalizer. Called under the lock."""
+
+    # ---- for a store that makes storages from others -----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Return its counters."""
+
+    @property
+    @abstractmethod
+    def limit_bytes(self) -> float:
+        """Return the budget; infinite without one."""
+
+    @abstractmethod
+    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
+
+        Args:
+            pinned: storages that stay where they are.
+        """
+
+    @abstractmethod
+    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
+        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
+
+    @abstractmethod
+    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
+        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
+
+        Args:
+            leaves: the next store may have them.
+
+        Returns:
+            Whether they are held: else nobody wants them any more.
+        """
+
+    @abstractmethod
+    def end_early(self) -> None:
+        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -514,47 +553,6 @@ Held = SavedView | SavedCounted | PassedThrough
 
 
 # ---- a store that sees tensors --------------------------------------------------------------------------------------
-
-
-class Lender(Keeper):
-    """The cache, as a store sees it that makes storages from others."""
-
-    @property
-    @abstractmethod
-    def stats(self) -> CacheStats:
-        """Return its counters."""
-
-    @property
-    @abstractmethod
-    def limit_bytes(self) -> float:
-        """Return the budget; infinite without one."""
-
-    @abstractmethod
-    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
-
-        Args:
-            pinned: storages that stay where they are.
-        """
-
-    @abstractmethod
-    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
-        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
-
-    @abstractmethod
-    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
-        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
-
-        Args:
-            leaves: the next store may have them.
-
-        Returns:
-            Whether they are held: else nobody wants them any more.
-        """
-
-    @abstractmethod
-    def end_early(self) -> None:
-        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
 
 
 class TensorStore(Store[OwnTicket], Generic[OwnTicket]):

@@ -28,11 +28,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
@@ -79,8 +78,7 @@ class Eligibility(Enum):
     EXCLUDED = "excluded by name"
 
 
-@dataclass(frozen=True, slots=True)
-class ViewSpec:
+class ViewSpec(NamedTuple):
     """Everything that turns the bytes of a storage back into one view of it."""
 
     dtype: torch.dtype

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from ds_tba.core.saved import Lender, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
+from ds_tba.core.saved import Keeper, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.copies import Arrival, PendingCopy
@@ -108,7 +108,7 @@ class RematStore(TensorStore[RecipeTicket]):
 
     keeps_bytes = False
 
-    def __init__(self, cache: Lender, sites: Prover) -> None:
+    def __init__(self, cache: Keeper, sites: Prover) -> None:
         self.sites = sites
         self._cache = cache
         self._accelerator = sites.accelerator
