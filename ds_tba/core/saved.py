@@ -48,6 +48,7 @@ from ds_tba.core.tensors import (
     with_counter_of,
 )
 from ds_tba.device.accelerator import Accelerator, Stream, moment
+from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Loaded, OwnTicket, StateMachine, Store, Ticket
@@ -206,13 +207,11 @@ class HandedOut:
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the memory for the calling thread's current stream; None if nobody holds it any more."""
-        storage, device = self._storage(), self._accelerator
-        if storage is not None and device is not None and self._ready is not None:
-            stream = device.current_stream()
-            stream.wait_event(self._ready)  # else it would read what the copy, in another stream, has not written yet
-            if stream not in (self._stream, *self._consumers):
-                device.share(bytes_of(storage), stream)
-                self._consumers.append(stream)
+        storage = self._storage()
+        if storage is not None and self._accelerator is not None:
+            arrival = Arrival(self._accelerator, bytes_of(storage), self._ready, self._stream)
+            arrival.consumers = self._consumers
+            arrival.join()  # else it would read what the copy, in another stream, has not written yet
         return storage
 
 
