@@ -169,7 +169,7 @@ MUTANTS = [
     Mutant("a Function of the user's gets the memory that others will read", "ds_tba/core/cache.py",
            " or (isinstance(owner, SavedStorage) and owner.loaded is not None)", "", "tests/hazards/test_hazards.py"),
     Mutant("a second read on another stream comes before the first one's copy", "ds_tba/core/saved.py",
-           "            arrival.join()  # else it would", "            # else it would", "tests/storage/test_ordering.py"),
+           "            arrival.join()  # else", "            # else", "tests/storage/test_ordering.py"),
     Mutant("nothing refers to what a Function has read last", "ds_tba/core/originals.py",
            "        last.tensors = tensors\n", "        pass\n", "tests/hazards/test_hazards.py"),
     Mutant("the allocator is not told who makes from an operand", "ds_tba/remat/sites.py",
