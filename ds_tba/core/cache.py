@@ -42,6 +42,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.fingerprint import Answer
+from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks
 from ds_tba.core.originals import keep_originals
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
@@ -75,13 +76,11 @@ from ds_tba.core.tensors import (
     eligibility,
     has_plain_storage,
     held_bytes,
-    hooks_of_forward,
     is_complete,
     is_parameter,
     is_read_by_an_extension,
     is_under_a_mode,
     next_sequence_number,
-    uncompiled_hooks,
 )
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers
 from ds_tba.device.memory import is_out_of_memory

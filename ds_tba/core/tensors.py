@@ -1,42 +1,21 @@
 """Saved tensors: their identity, their rebuilding, their versions, and which of them are never offloaded.
 
-Knows tensors, ``torch.autograd.Function`` and PyTorch's checkpoint; does not know the cache.
+Knows tensors and ``torch.autograd.Function``; does not know the cache.
 
 [Note: Stamps] Identity is a stamp on the *untyped storage* (not an address, which the allocator reuses; TBA section
 3.3) plus the view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the
 storage, so an attribute on it lives and dies with the bytes.
-
-[Note: Compiled code] ``torch.compile`` traces the hooks of modules as parts of what it compiles: there ours do nothing,
-and are no reason to compile again. But Python calls the hooks of a module that is compiled in place
-(``layer.compile()``), and all hooks after a break of the graph, and the compiler is on there: it would compile each
-frame of ours for itself. So the frames that Python enters first are skipped, and what they call runs with the compiler
-off.
-
-[Note: Selective checkpoints] What a policy has a selective checkpoint save lies in a store of the checkpoint's, outside
-of the graph. Since 2.14 PyTorch hands it to the saved-tensor hooks around the checkpoint, where the call says so
-(``respect_saved_tensors_hooks``); where it says nothing it warns, later versions raise, and then it is the default
-(pytorch #191236). The call is a user's or a library's, so we say it for them, while a forward of ours runs and only
-where our hooks are the ones in scope. PyTorch has no switch for that: the function behind ``checkpoint`` is replaced
-for as long. What the call says itself stays. ``allow_cache_entry_mutation`` wants what was saved as it is *later*, so
-that it stays with the checkpoint.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from enum import Enum
-from functools import partial
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -430,142 +409,6 @@ def with_counter_of(tensor: torch.Tensor, spec: ViewSpec, storage: torch.Untyped
     again = tensor.detach()
     again.data = spec.rebuild(bytes_of(storage))
     return again
-
-
-# ---- torch.compile --------------------------------------------------------------------------------------------------
-
-
-def skip_frames(functions: Iterable[Any]) -> None:
-    """Have Python run these functions, which ``torch.compile`` would compile; see [Note: Compiled code].
-
-    To be called before each forward: the compiler may be imported at any time, and is not by us.
-    """
-    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if skip_code is not None:
-        skip_code(uncompiled.__code__)
-        skip_code(is_being_compiled.__code__)
-        skip_code(SelectiveCheckpoints.__call__.__code__)
-        for function in functions:
-            skip_code(function.__code__)
-
-
-def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with the compiler off in this thread."""
-    before = set_eval_frame(None)
-    try:
-        return function(*args)
-    finally:
-        set_eval_frame(before)
-
-
-def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
-    """Saved-tensor hooks that ``torch.compile`` leaves alone."""
-    if "torch._dynamo" not in sys.modules:
-        return saved_tensors_hooks(pack, unpack)
-    return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
-
-
-# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
-SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-
-
-def innermost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The pack and unpack functions that autograd calls at this point, if any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) if SHOWS_HOOKS else None
-
-
-def take_off(hooks: saved_tensors_hooks | None) -> None:
-    """Take these hooks, if they are the innermost, off this thread's stack."""
-    if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
-        hooks.__exit__()
-
-
-def is_being_compiled() -> bool:
-    """Whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
-    before = set_eval_frame(None)
-    set_eval_frame(before)
-    return before is not None
-
-
-# ---- selective checkpoints ------------------------------------------------------------------------------------------
-
-_RESPECT = "respect_saved_tensors_hooks"
-_CHECKPOINT = "_checkpoint_without_reentrant_generator_impl"  # since PyTorch 2.14
-_IN_SCOPE = "_current_user_saved_tensors_hooks"  # likewise
-_exchanging = threading.Lock()
-
-
-class _Ours(threading.local):
-    pack: Any = None  # the hook of ours that is on in this thread
-    seen = 0  # selective checkpoints of this thread that have handed us what they save
-
-
-class SelectiveCheckpoints:
-    """Replaces PyTorch's function behind ``checkpoint``; see [Note: Selective checkpoints]."""
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-        self.ours = _Ours()
-        self.forwards = 0  # under way, in all threads
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):
-            forward, recomputation = contexts = options["context_fn"]()
-            options["context_fn"] = lambda: contexts
-            options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)
-            self.ours.seen += isinstance(forward, checkpointing._CachingTorchDispatchMode)
-        return self.checkpoint(*args, **options)
-
-    def _concerns_us(self, context_fn: Any) -> bool:
-        if self.ours.pack is None or context_fn in (None, checkpointing.noop_context_fn):
-            return False
-        hooks = getattr(checkpointing, _IN_SCOPE)()
-        return hooks is not None and hooks[0] is self.ours.pack
-
-
-def _replacement() -> SelectiveCheckpoints | None:
-    """Return the present replacement; None outside of forwards, and where PyTorch hands over nothing."""
-    present = getattr(checkpointing, _CHECKPOINT, None)
-    return present if isinstance(present, SelectiveCheckpoints) else None
-
-
-def selective_checkpoints_seen() -> int:
-    """How many selective checkpoints of this thread hand us what they save; counts up while a forward runs."""
-    replacement = _replacement()
-    return 0 if replacement is None else replacement.ours.seen
-
-
-@contextmanager
-def _on(hooks: saved_tensors_hooks) -> Iterator[None]:
-    try:
-        with hooks:
-            yield
-    except BaseException:
-        take_off(hooks)  # a signal handler may have raised in their own exit
-        raise
-
-
-@contextmanager
-def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
-    """These hooks, which also get what selective checkpoints save."""
-    if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
-        with _on(hooks):
-            yield
-        return
-    with _exchanging:
-        selective = _replacement() or SelectiveCheckpoints(getattr(checkpointing, _CHECKPOINT))
-        selective.forwards += 1
-        setattr(checkpointing, _CHECKPOINT, selective)
-    before, selective.ours.pack = selective.ours.pack, hooks.pack_hook
-    try:
-        with _on(hooks):
-            yield
-    finally:
-        selective.ours.pack = before
-        with _exchanging:
-            selective.forwards -= 1
-            if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile
-                setattr(checkpointing, _CHECKPOINT, selective.checkpoint)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.core.tensors import SHOWS_HOOKS
+from ds_tba.core.hooks import SHOWS_HOOKS
 from ds_tba.explain import outside
 from ds_tba.remat.rules import is_supported
 
