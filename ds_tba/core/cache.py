@@ -225,7 +225,7 @@ class TensorCache(Keeper):
         continues: bool = False,
         is_recorded: bool = False,
     ) -> Iterator[None]:
-        """A forward: what autograd saves inside goes through the cache.
+        """Open a forward: what autograd saves inside goes through the cache.
 
         Args:
             policy: where it goes.
@@ -254,7 +254,7 @@ class TensorCache(Keeper):
             step.phase = Phase.WAITING
 
     def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
-        """Hooks for what is saved after the last forward and before its backward; None where that is not known.
+        """Return hooks for what is saved between the last forward and its backward; None where that is not known.
 
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
         """
@@ -275,7 +275,7 @@ class TensorCache(Keeper):
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
-        """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
+        """Make one micro-step of the forwards and backwards of several micro-batches; see [Note: Micro-steps]."""
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
             self._stats.micro_steps += 1
@@ -286,12 +286,12 @@ class TensorCache(Keeper):
 
     @property
     def expects_forward(self) -> bool:
-        """Whether one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
+        """True if one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
         with self.finalizers, self.finalizers.lock:
             return self.forward.micro_step.expects_forward
 
     def end_micro_step(self) -> None:
-        """The micro-step is over, whatever is still saved: the next forward begins another.
+        """End the micro-step, whatever is still saved: the next forward begins another.
 
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
@@ -305,7 +305,7 @@ class TensorCache(Keeper):
     # ---- pack ---------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedCounted | SavedView:
-        """Autograd's pack hook: the object to hold in place of ``tensor``.
+        """Return the object to hold in place of ``tensor``: autograd's pack hook.
 
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
@@ -420,7 +420,7 @@ class TensorCache(Keeper):
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
     ) -> SavedStorage:
-        """The record of a storage at its present version, which goes where it was chosen to go, unless it was taken."""
+        """Add the record of a storage at its version, which goes where it was chosen to go, unless it was taken."""
         memory = self.residency.count(tensor.untyped_storage(), key.nbytes)
         record = SavedStorage(key, forward.micro_step, memory)
         record.origin = taken.origin
@@ -461,11 +461,11 @@ class TensorCache(Keeper):
 
     @property
     def _is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, which no copy and no event may come into."""
+        """True if a CUDA graph is being captured, which no copy and no event may come into."""
         return self._accelerator is not None and self._accelerator.is_capturing()
 
     def _is_over(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
-        """Whether whatever fills the storage that is being saved has filled it."""
+        """Return whether whatever fills the storage that is being saved has filled it."""
         return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
 
     def _end_operations(self, present: Operation | None = None) -> None:
@@ -509,7 +509,7 @@ class TensorCache(Keeper):
     def unpack(
         self, micro_step: MicroStep[SavedStorage], held: PassedThrough | SavedCounted | SavedView
     ) -> torch.Tensor:
-        """Autograd's unpack hook: the tensor for which ``held`` stands.
+        """Return the tensor for which ``held`` stands: autograd's unpack hook.
 
         Raises:
             ActivationModifiedError: it was modified in place after it was saved.
@@ -670,7 +670,7 @@ class TensorCache(Keeper):
         return loaded
 
     def _evict_if_unpacked(self, record: SavedStorage) -> None:
-        """A second backward loads it again instead of holding the memory until then."""
+        """Release loaded bytes that no view waits for: a second backward loads them again."""
         if record.pending == 0 and record.is_backed:
             self.residency.evict(record)
 
@@ -776,7 +776,7 @@ class TensorCache(Keeper):
             self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
 
     def end_recomputations(self) -> None:
-        """Backward is over, or has raised: what it saved again and others hold on to, a buffer say, is theirs."""
+        """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
         with self.finalizers, self.finalizers.lock:
             while self._recomputed:
                 self.residency.leave(self._recomputed.pop())

@@ -75,7 +75,7 @@ SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
 def innermost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The pack and unpack functions that autograd calls at this point, if any."""
+    """Return the pack and unpack functions that autograd calls at this point, if any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) if SHOWS_HOOKS else None
 
 
@@ -86,7 +86,7 @@ def take_off(hooks: saved_tensors_hooks | None) -> None:
 
 
 def is_being_compiled() -> bool:
-    """Whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
+    """Return whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
     before = set_eval_frame(None)
     set_eval_frame(before)
     return before is not None
@@ -135,7 +135,7 @@ def _replacement() -> SelectiveCheckpoints | None:
 
 
 def selective_checkpoints_seen() -> int:
-    """How many selective checkpoints of this thread hand us what they save; counts up while a forward runs."""
+    """Return how many selective checkpoints of this thread hand us what they save; counts up during a forward."""
     replacement = _replacement()
     return 0 if replacement is None else replacement.ours.seen
 
@@ -152,7 +152,7 @@ def _on(hooks: saved_tensors_hooks) -> Iterator[None]:
 
 @contextmanager
 def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
-    """These hooks, which also get what selective checkpoints save."""
+    """Open these hooks for a forward; they also get what selective checkpoints save."""
     if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
         with _on(hooks):
             yield

@@ -213,7 +213,7 @@ class SavedTensors:
 
 
 def keep_originals() -> SavedTensors:
-    """The descriptor, put in its place at the first call."""
+    """Return the descriptor, put in its place at the first call."""
     present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
     if not isinstance(present, SavedTensors):
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
@@ -256,7 +256,7 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
 
 
 def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any = None) -> tuple[Any, ...]:
-    """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
+    """Return the saved tensors of a context, with the originals in place of tensors that autograd made around them.
 
     Args:
         found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.

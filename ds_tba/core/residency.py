@@ -97,12 +97,12 @@ class Residency:
         self._setting = setting
 
     def is_exceeded_by(self, more_bytes: float) -> bool:
-        """Whether so many bytes more do not fit now."""
+        """Return whether so many bytes more do not fit now."""
         return self._gauge.now + more_bytes > self.limit_bytes
 
     @property
     def may_wait(self) -> bool:
-        """Whether anything may have to be waited for, or moved, before more is counted."""
+        """True if anything may have to be waited for, or moved, before more is counted."""
         may_wait = self.is_limited or self.releases.nbytes > 0
         # A capture into a graph, inside of forward, would be spoilt by looking whether the device has done something.
         return may_wait and not (self._accelerator is not None and self._accelerator.is_capturing())
@@ -154,7 +154,7 @@ class Residency:
             )
 
     def _fits(self, nbytes: int, copies: Sequence[PendingCopy]) -> bool:
-        """Whether ``nbytes`` more fit the budget, once these copies are done and streams with what was let go of."""
+        """Return whether ``nbytes`` more fit the budget, once these copies are done and streams with what was freed."""
         leaving_bytes = self.releases.nbytes + sum(copy.nbytes for copy in copies)
         return not self.is_exceeded_by(nbytes - leaving_bytes)
 
@@ -191,14 +191,14 @@ class Residency:
         return memory
 
     def leave(self, memory: CountedMemory) -> None:
-        """A user is gone; with the last one the memory is counted no longer."""
+        """Take a user away; with the last one the memory is counted no longer."""
         memory.users -= 1
         if not memory.users:
             nbytes, memory.nbytes = memory.nbytes, 0
             self._gauge.add(-nbytes)
 
     def free(self, memory: CountedMemory) -> None:
-        """The host has let go of memory; its bytes count until consumers, which may be behind, have come so far."""
+        """Note that the host has freed memory; its bytes count until consumers, which may be late, have come so far."""
         nbytes, memory.nbytes = memory.nbytes, 0
         if memory.consumers:
             self.releases.add(nbytes, memory.consumers)
@@ -206,7 +206,7 @@ class Residency:
             self._gauge.add(-nbytes)
 
     def add_kept(self, record: SavedStorage) -> None:
-        """The bytes of a record stay in device memory, until the budget wants the room."""
+        """Keep the bytes of a record in device memory until the budget wants the room."""
         if self.is_limited:
             self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
 
@@ -289,7 +289,7 @@ class Residency:
         return True
 
     def end_prefetch(self, record: SavedStorage) -> None:
-        """A record is no longer being read ahead, if it was."""
+        """Read a record no longer ahead, if it was."""
         if record.state is RecordState.AHEAD:
             record.move(RecordState.AWAY)
             if self._accelerator is not None:
@@ -297,7 +297,7 @@ class Residency:
                 self._gauge.add(-record.nbytes)
 
     def add_early(self, record: SavedStorage) -> None:
-        """A recipe has brought a storage back, which backward wants for itself later, or not at all.
+        """Hold a storage that was loaded to make another, and that backward wants for itself later, or not at all.
 
         It stays for that, but the oldest of them leave that take more than two operands of an op.
         """

@@ -318,7 +318,7 @@ class SavedStorage(StateMachine):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the bytes have never left device memory."""
+        """True if the bytes have never left device memory."""
         return self.state in (RecordState.KEPT, RecordState.LEAVING)
 
     @property
@@ -330,12 +330,12 @@ class SavedStorage(StateMachine):
 
     @property
     def is_backed(self) -> bool:
-        """Whether the bytes are loaded, and can be loaded once more."""
+        """True if the bytes are loaded, and can be loaded once more."""
         return self.loaded is not None and self.loaded.stored
 
     @property
     def is_operand(self) -> bool:
-        """Whether a recipe makes another storage from these bytes, so that nobody else may write into them."""
+        """True if a recipe makes another storage from these bytes, so that nobody else may write into them."""
         return self.lent > 0 or self.memory.is_operand
 
     def left(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
@@ -373,7 +373,7 @@ class _Kept:
         self.held = kept(tensor)
 
     def restore(self) -> torch.Tensor:
-        """The tensor, if it was not modified since."""
+        """Return the saved tensor, if it was not modified since."""
         return self.held if self._version < 0 else unmodified(self.held, self._version)
 
     def signature(self) -> tuple[object, ...]:
@@ -459,16 +459,16 @@ class SavedView:
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether backward has had its bytes."""
+        """True if backward has had its bytes."""
         return self.state.is_unpacked
 
     @property
     def is_lent(self) -> bool:
-        """Whether it belongs to a recipe."""
+        """True if it belongs to a recipe."""
         return self.state.is_lent
 
     def holds(self, key: StorageKey) -> bool:
-        """Whether it holds the storage with this key, as it was saved."""
+        """Return whether it holds the storage with this key, as it was saved."""
         if self.held is None:
             return False
         storage = self.held.untyped_storage()
@@ -476,11 +476,11 @@ class SavedView:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether its bytes are elsewhere: in a store, or to be made again."""
+        """True if its bytes are elsewhere: in a store, or to be made again."""
         return self.held is None
 
     def restore(self) -> torch.Tensor:
-        """The saved tensor, if it was not modified since."""
+        """Return the saved tensor, if it was not modified since."""
         held = self.held  # read once: another thread may evict the record meanwhile
         if held is not None:
             self.state.is_unpacked = True
@@ -529,7 +529,7 @@ class SavedView:
         return self._cache is cache
 
     def twin(self) -> SavedView:
-        """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
+        """Return another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = copy.copy(self)
         other.handed = None
         other.state = ViewGone(self.record, self.state.is_away, True)
@@ -624,14 +624,14 @@ class CountedMemory:
     handed_out: HandedOut | None = None
 
     def save(self, nbytes: int) -> int:
-        """One saver more; returns the bytes that this adds."""
+        """Add a saver; return the bytes that this adds."""
         added_bytes = max(nbytes - self.saved_bytes, 0)
         self.savers += 1
         self.saved_bytes += added_bytes
         return added_bytes
 
     def unsave(self) -> int:
-        """A saver is gone; returns the bytes that go with the last of them."""
+        """Take a saver away; return the bytes that go with the last of them."""
         self.savers -= 1
         if self.savers:
             return 0
@@ -658,7 +658,7 @@ class ViewGone:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is counted among its record's pending ones."""
+        """True if it is counted among its record's pending ones."""
         return self.is_away and not (self.is_lent or self.is_unpacked)
 
 
@@ -682,7 +682,7 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """The tensor, if it is at this version.
+    """Return the tensor, if it is at this version.
 
     Raises:
         ActivationModifiedError: it is not.

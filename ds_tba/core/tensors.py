@@ -75,7 +75,7 @@ class ViewSpec(NamedTuple):
         return _form(str(list(self.shape)), self.dtype)
 
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
-        """The view of ``data`` (uint8, 1-D, as long as the original storage).
+        """Return the view of ``data`` (uint8, 1-D, as long as the original storage).
 
         A true view, so that a backward that changes what it unpacked bumps the version counter of all of them.
         """
@@ -93,12 +93,12 @@ def stamp_of(owner: torch.UntypedStorage | torch.Tensor) -> Stamp:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that another is a view of; itself where it is no view."""
+    """Return the tensor that another is a view of; itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def lineage_of(tensor: torch.Tensor) -> Stamp:
-    """The stamp of the version counter that a tensor shares with its base and the base's other views.
+    """Return the stamp of the version counter that a tensor shares with its base and the base's other views.
 
     Version counters belong to families of views, not to storages: the chunks of ``unsafe_chunk`` (which PyTorch's own
     LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
@@ -114,12 +114,12 @@ def next_sequence_number() -> int:
 
 
 def is_of_a_compiled_graph(context: type) -> bool:
-    """Whether the class of a context belongs to a graph that ``torch.compile`` has made."""
+    """Return whether the class of a context belongs to a graph that ``torch.compile`` has made."""
     return getattr(context, "_forward_cls", context).__module__.startswith(_COMPILED)
 
 
 def is_of_a_users_function(context: type) -> bool:
-    """Whether the class of a node or context belongs to a Function that neither PyTorch nor DeepSpeed brings."""
+    """Return whether a class of a node or context is of a Function that neither PyTorch nor DeepSpeed brings."""
     if not issubclass(context, torch.autograd.function.BackwardCFunction):
         return False
     module = getattr(context, "_forward_cls", context).__module__ + "."
@@ -127,7 +127,7 @@ def is_of_a_users_function(context: type) -> bool:
 
 
 def is_read_by_an_extension() -> bool:
-    """Whether backward runs a Function of a C++ extension in this thread, which reads what it has saved."""
+    """Return whether backward runs a Function of a C++ extension in this thread, which reads what it saved."""
     return type(torch._C._current_autograd_node()).__name__ == "CppFunction"
 
 
@@ -137,13 +137,13 @@ def note_save_by_function(storage: torch.UntypedStorage) -> None:
 
 
 def saves_by_functions(storage: torch.UntypedStorage) -> int:
-    """How often :func:`note_save_by_function` has counted this storage."""
+    """Return how often :func:`note_save_by_function` has counted this storage."""
     count: int = getattr(storage, _FUNCTION_SAVES, 0)
     return count
 
 
 def is_complete(tensor: torch.Tensor) -> bool:
-    """Whether one operation of PyTorch has made the whole storage of a tensor, and is over.
+    """Return whether one operation of PyTorch has made the whole storage of a tensor, and is over.
 
     Anything else may be a buffer that is filled after it was saved: by the operation that saves it (autograd packs the
     noise of ``rrelu`` before the kernel fills it), by a collective that has only begun, or part by part by the user.
@@ -153,7 +153,7 @@ def is_complete(tensor: torch.Tensor) -> bool:
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as uint8, 1-D, sharing its memory."""
+    """Return the whole storage of a tensor as uint8, 1-D, sharing its memory."""
     return bytes_of(tensor.untyped_storage())
 
 
@@ -209,7 +209,7 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
-    """Whether :func:`mark_owned` has marked the storage of a tensor."""
+    """Return whether :func:`mark_owned` has marked the storage of a tensor."""
     return getattr(tensor.untyped_storage(), _OWNED, False)
 
 
@@ -221,12 +221,12 @@ def mark_inputs(values: Any) -> None:
 
 
 def is_input(tensor: torch.Tensor) -> bool:
-    """Whether :func:`mark_inputs` has marked the storage of a tensor."""
+    """Return whether :func:`mark_inputs` has marked the storage of a tensor."""
     return has_plain_storage(tensor) and getattr(tensor.untyped_storage(), _INPUT, False)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one (Linear saves the transpose of its weight)."""
+    """Return whether a tensor is a parameter or a view of one (Linear saves the transpose of its weight)."""
     if isinstance(tensor, torch.nn.Parameter):
         return True
     base = tensor._base
@@ -284,7 +284,7 @@ def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: in
 
 
 def is_under_a_mode() -> bool:
-    """Whether a ``TorchDispatchMode`` would see what we do with a tensor now, and perhaps not know what to do with it.
+    """Return whether a ``TorchDispatchMode`` would see what we do with a tensor now, and might not know it.
 
     Compiled code runs under a mode of its own, which looks at custom operators only. A mode that changes and records
     nothing, and is to see what a run without it does, says so with the attribute ``observes_only``.
@@ -296,13 +296,13 @@ def is_under_a_mode() -> bool:
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a dense view of a storage of its own kind."""
+    """Return whether a tensor is a dense view of a storage of its own kind."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
-    """Device memory that a kept tensor holds.
+    """Return the bytes of device memory that a kept tensor holds.
 
     A view of a part of a storage holds that part, as a slice of the user's data set does. A view that was computed from
     parameters holds all of the storage: nobody but autograd has the rest.
@@ -343,7 +343,7 @@ def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def form_of(tensor: torch.Tensor) -> str:
-    """Shape and dtype for people, of any tensor: nested ones may have no shape, and subclasses are not asked."""
+    """Return shape and dtype for people; nested tensors may have no shape, and subclasses are not asked."""
     with torch._C.DisableTorchFunctionSubclass():
         is_ragged = tensor.is_nested and tensor.layout is torch.strided
         return _form("nested" if is_ragged else str(list(tensor.shape)), tensor.dtype)
@@ -354,7 +354,7 @@ def _form(shape: str, dtype: torch.dtype) -> str:
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of storage between the first and the last element of a view, both included."""
+    """Return the bytes of storage between the first and the last element of a view, both included."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     last = 0
@@ -366,7 +366,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """The object to hold for a tensor that stays in memory.
+    """Return the object to hold for a tensor that stays in memory.
 
     A tensor with a ``grad_fn`` may be the output of the very node that saves it: holding it would close a cycle, so a
     detached alias is held. Any other is held itself: of an alias nobody else refers to, autograd would take the memory
@@ -415,7 +415,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as numbers that are equal only to themselves."""
+    """Return the same bits as numbers that are equal only to themselves."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -135,7 +135,7 @@ class Arrival:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has made the copy. Never blocks."""
+        """True if the device has made the copy. Never blocks."""
         return self.event is None or bool(self.event.query())
 
     def join(self) -> torch.Tensor:
