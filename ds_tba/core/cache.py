@@ -421,12 +421,13 @@ class TensorCache(Keeper):
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
     ) -> SavedStorage:
         """Add the record of a storage at its version, which goes where it was chosen to go, unless it was taken."""
-        memory = self.residency.count(tensor.untyped_storage(), key.nbytes)
-        record = SavedStorage(key, forward.micro_step, memory)
+        storage = tensor.untyped_storage()
+        record = SavedStorage(key, forward.micro_step, self.residency.count(storage, key.nbytes))
         record.origin = taken.origin
         if not (choice.stores or taken.ticket is not None or self.residency.is_limited):
-            self._stats.kept_bytes[choice.reason] += record.nbytes  # it never leaves
+            self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         else:
+            self.residency.watch(storage)
             record.operation, record.is_complete = self._operation(), is_complete(tensor)
             if taken.ticket is not None:
                 self.residency.give(record, taken.ticket, tensor)
@@ -594,6 +595,7 @@ class TensorCache(Keeper):
             copy = target.untyped_storage()
         with self.finalizers, self.finalizers.lock:
             self.residency.count(copy, nbytes)
+            self.residency.watch(copy)
         return copy
 
     def _note_unpacked(self, view: SavedView) -> None:
@@ -774,6 +776,7 @@ class TensorCache(Keeper):
         self.wait_for_room(nbytes := held_bytes(tensor, self._device))
         with self.finalizers, self.finalizers.lock:
             self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
+            self.residency.watch(tensor.untyped_storage())
 
     def end_recomputations(self) -> None:
         """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""

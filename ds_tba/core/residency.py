@@ -172,16 +172,16 @@ class Residency:
         return memory
 
     def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> CountedMemory:
-        """Count the memory of a storage for one user (more), until it is free or no user wants it counted.
+        """Count the memory of a storage for one user (more), until no user wants it counted.
 
-        Without a storage, until no user wants it counted.
+        Args:
+            storage: that the user holds, or which :meth:`watch` is told of; None for memory without one.
         """
         memory = self.memory_of(storage)
         if memory is None:
             memory = CountedMemory()
             if storage is not None:
                 setattr(storage, self._account, memory)
-                self._cache.finalizers.watch(storage, memory)
         if nbytes > memory.nbytes:
             if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
                 self.make_room(nbytes - memory.nbytes)
@@ -189,6 +189,13 @@ class Residency:
             memory.nbytes = nbytes
         memory.users += 1
         return memory
+
+    def watch(self, storage: torch.UntypedStorage) -> None:
+        """Count the memory of a storage no longer than until it is free: a user does not hold it."""
+        memory = self.memory_of(storage)
+        if memory is not None and not memory.is_watched:
+            memory.is_watched = True
+            self._cache.finalizers.watch(storage, memory)
 
     def leave(self, memory: CountedMemory) -> None:
         """Take a user away; with the last one the memory is counted no longer."""
@@ -263,6 +270,7 @@ class Residency:
         storage = loaded.data.untyped_storage()
         is_saved = self.memory_of(storage) is record.memory  # a store has held it until now
         memory = record.memory if is_saved else self.count(storage, record.nbytes)
+        self.watch(storage)
         # The same list that join() adds to: when the host releases it, it tells which streams may still use the memory.
         memory.consumers = loaded.arrival.consumers
         if self.is_limited:

@@ -600,9 +600,9 @@ class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
 class CountedMemory:
     """The account of a storage's device memory in one cache. Changed only under the cache's lock.
 
-    The end of the storage leaves it to the finalizers. With consumers the event of the release must come after all that
-    the allocator records when the memory goes. It does: the storage's object goes before the memory, and nobody acts on
-    that within the finalizer.
+    The end of a storage that is watched leaves its account to the finalizers. With consumers the event of the release
+    must come after all that the allocator records when the memory goes. It does: the storage's object goes before the
+    memory, and nobody acts on that within the finalizer.
 
     Attributes:
         users: records and tensors that have it counted.
@@ -612,6 +612,7 @@ class CountedMemory:
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
         is_operand: a recipe makes another storage from a tensor in this memory.
+        is_watched: the end of the storage is told, since a user does not hold it.
         handed_out: the memory that the last read by a Function of the user's got of tensors without a record.
     """
 
@@ -621,6 +622,7 @@ class CountedMemory:
     saved_bytes: int = 0
     consumers: list[Stream] = field(default_factory=list)
     is_operand: bool = False
+    is_watched: bool = False
     handed_out: HandedOut | None = None
 
     def save(self, nbytes: int) -> int:

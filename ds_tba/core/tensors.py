@@ -284,7 +284,7 @@ def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: in
 
 
 def is_under_a_mode() -> bool:
-    """Return whether a ``TorchDispatchMode`` would see what we do with a tensor now, and might not know it.
+    """Return whether a ``TorchDispatchMode`` would see what we do with a tensor now, and may not understand it.
 
     Compiled code runs under a mode of its own, which looks at custom operators only. A mode that changes and records
     nothing, and is to see what a run without it does, says so with the attribute ``observes_only``.
