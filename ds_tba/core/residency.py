@@ -69,7 +69,7 @@ class Residency:
         self._account = f"_ds_tba_account_{next(_numbers)}"  # attribute of each storage that is counted
         self._setting = ""  # that asks for the limit
         self._gauge = stats.resident
-        self.releases = Releases(accelerator, lambda nbytes: stats.resident.add(-nbytes))
+        self.releases = Releases(accelerator, stats.resident)
         self._released_limit_bytes = released_bytes
         self._stats = stats
         self._stores = stores
