@@ -427,7 +427,7 @@ class TensorCache(Keeper):
         if not (choice.stores or taken.ticket is not None or self.residency.is_limited):
             self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         else:
-            self.residency.watch(storage)
+            self.residency.count_until_free(storage)
             record.operation, record.is_complete = self._operation(), is_complete(tensor)
             if taken.ticket is not None:
                 self.residency.give(record, taken.ticket, tensor)
@@ -595,7 +595,7 @@ class TensorCache(Keeper):
             copy = target.untyped_storage()
         with self.finalizers, self.finalizers.lock:
             self.residency.count(copy, nbytes)
-            self.residency.watch(copy)
+            self.residency.count_until_free(copy)
         return copy
 
     def _note_unpacked(self, view: SavedView) -> None:
@@ -776,7 +776,7 @@ class TensorCache(Keeper):
         self.wait_for_room(nbytes := held_bytes(tensor, self._device))
         with self.finalizers, self.finalizers.lock:
             self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
-            self.residency.watch(tensor.untyped_storage())
+            self.residency.count_until_free(tensor.untyped_storage())
 
     def end_recomputations(self) -> None:
         """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""

@@ -175,7 +175,7 @@ class Residency:
         """Count the memory of a storage for one user (more), until no user wants it counted.
 
         Args:
-            storage: that the user holds, or which :meth:`watch` is told of; None for memory without one.
+            storage: that the user holds, or :meth:`count_until_free` is told of; None for memory without one.
         """
         memory = self.memory_of(storage)
         if memory is None:
@@ -190,7 +190,7 @@ class Residency:
         memory.users += 1
         return memory
 
-    def watch(self, storage: torch.UntypedStorage) -> None:
+    def count_until_free(self, storage: torch.UntypedStorage) -> None:
         """Count the memory of a storage no longer than until it is free: a user does not hold it."""
         memory = self.memory_of(storage)
         if memory is not None and not memory.is_watched:
@@ -270,7 +270,7 @@ class Residency:
         storage = loaded.data.untyped_storage()
         is_saved = self.memory_of(storage) is record.memory  # a store has held it until now
         memory = record.memory if is_saved else self.count(storage, record.nbytes)
-        self.watch(storage)
+        self.count_until_free(storage)
         # The same list that join() adds to: when the host releases it, it tells which streams may still use the memory.
         memory.consumers = loaded.arrival.consumers
         if self.is_limited:
