@@ -494,7 +494,8 @@ class TensorCache(Keeper):
         self._place(record, next((view.held for view in record.holders), None), one.choice)
 
     def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
-        self.wait_for_room(nbytes)
+        if self.residency.may_wait:
+            self.wait_for_room(nbytes)
         with self.finalizers, self.finalizers.lock:
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
             memory = self.residency.count(holders[0].untyped_storage() if holders else None, nbytes)

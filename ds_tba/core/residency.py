@@ -177,7 +177,7 @@ class Residency:
         Args:
             storage: that the user holds, or :meth:`count_until_free` is told of; None for memory without one.
         """
-        memory = self.memory_of(storage)
+        memory: CountedMemory | None = getattr(storage, self._account, None)
         if memory is None:
             memory = CountedMemory()
             if storage is not None:

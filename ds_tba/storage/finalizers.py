@@ -72,9 +72,6 @@ class DeferredFinalizers(Generic[Item]):
         self._watched: set[Notice[Item]] = set()  # a weak reference that is gone itself tells nobody
         self._broken_by = ""  # the type of the exception; see [Note: Broken]
 
-    def __enter__(self) -> None:
-        self.act_if_free()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -130,6 +127,8 @@ class DeferredFinalizers(Generic[Item]):
                     raise
                 finally:
                     self.lock.release()
+
+    __enter__ = act_if_free
 
     def act(self) -> None:
         """Act on every item; call it under the lock, which whoever takes an item has."""
