@@ -251,7 +251,7 @@ class TensorCache(Keeper):
                 yield
             self._end_operations()
         finally:
-            step.phase = Phase.WAITING
+            step.phase = Phase.WAITING  # also after an error: a backward of what was saved would read nothing ahead
 
     def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
         """Return hooks for what is saved between the last forward and its backward; None where that is not known.
@@ -634,7 +634,7 @@ class TensorCache(Keeper):
         arrival = self._loaded(record).arrival
         with self.finalizers, self.finalizers.lock:
             data = arrival.join()  # every consumer waits for the copy, each in its own stream
-            unmodified(data, arrival.version)
+            unmodified(data, arrival.version)  # an earlier consumer may have written into it
             if view.is_lent:
                 self.residency.add_early(record)
             self._note_unpacked(view)
@@ -847,10 +847,10 @@ class TensorCache(Keeper):
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.loaded = record.origin = None
+        record.loaded = record.origin = None  # a sample or a recording that holds the record would hold its bytes
         self._live_records -= 1
         if self.forward.by_key.get(record.key) is record:
-            del self.forward.by_key[record.key]
+            del self.forward.by_key[record.key]  # a later save would share bytes that are given up
         if record.ticket is not None:
             record.ticket.store.release(record.ticket)  # see [Note: Order of locks]
         record.micro_step.saved -= 1

@@ -244,7 +244,7 @@ class Residency:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
         if record.index != NO_INDEX:
             record.micro_step.use(record.index)
-        self.end_prefetch(record)
+        self.end_prefetch(record)  # or its bytes would be counted twice
         loading = Loading(
             threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes, self._passing_bytes(ticket)
         )
@@ -280,7 +280,7 @@ class Residency:
         """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
         ticket = record.ticket
         if record.state is not RecordState.AWAY or not record.pending or ticket is None:
-            return True
+            return True  # there, on its way, or wanted by nobody any more
         if self._accelerator is not None:
             if self.is_limited and ticket.passing_bytes:
                 return True  # it is read ahead part by part when it is wanted
