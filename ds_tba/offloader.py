@@ -21,8 +21,8 @@ from torch import nn
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.kept_hooks import KEPT
-from ds_tba.core.tensors import SHOWS_HOOKS, mark_inputs
+from ds_tba.core.hooks import KEPT, SHOWS_HOOKS
+from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError

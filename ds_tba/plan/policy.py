@@ -190,7 +190,7 @@ class ByPlan:
         # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
         self._stores = {place: tuple({one: stores[one] for one in (place, *stores)}.values()) for place in stores}
         self._all_stores = tuple(stores.values())
-        self._unknown = Choice(self._all_stores, False, rematerialize=True)
+        self._unknown = Choice(self._all_stores, False, "plan", rematerialize=True)
         self._kept = Choice((), False, "plan")
         self._depth = 0
         self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned

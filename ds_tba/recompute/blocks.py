@@ -41,14 +41,14 @@ import torch
 from torch import nn
 
 from ds_tba.config import BLOCK
-from ds_tba.core.saved import Hooks
-from ds_tba.core.tensors import (
+from ds_tba.core.hooks import (
     SHOWS_HOOKS,
     innermost_hooks,
     is_being_compiled,
     selective_checkpoints_seen,
     skip_frames,
 )
+from ds_tba.core.saved import Hooks
 from ds_tba.errors import ConfigError
 from ds_tba.recompute.passes import Arguments, Block, ForwardMethod, PassListener, RecomputedPass, replaced_forward
 
@@ -291,7 +291,7 @@ def _module_called() -> nn.Module | None:
     return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
 
 
-# Frames that ``torch.compile`` is to leave alone: see :func:`ds_tba.core.tensors.skip_frames`.
+# Frames that ``torch.compile`` is to leave alone: see :func:`ds_tba.core.hooks.skip_frames`.
 _FRAMES = (_Forward.__call__,)
 
 # ---- the layers of a model ------------------------------------------------------------------------------------------

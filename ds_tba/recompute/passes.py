@@ -41,8 +41,9 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
+from ds_tba.core.hooks import innermost_hooks, uncompiled_hooks
 from ds_tba.core.originals import keep_originals
-from ds_tba.core.tensors import has_plain_storage, innermost_hooks, integers_of, uncompiled_hooks
+from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
@@ -265,7 +266,9 @@ class RecomputedPass:
 
         def unpack(held: object) -> torch.Tensor:
             if isinstance(held, torch.Tensor):
-                originals.add(held)
+                reading = originals.reading
+                if reading is not None:
+                    reading.add(held)
                 return held
             try:
                 return checkpoint_unpack(held)

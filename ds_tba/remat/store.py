@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import torch
 
-from ds_tba.core.saved import Lender, Reloaded, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
+from ds_tba.core.saved import Keeper, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import moment
 from ds_tba.device.copies import Arrival, PendingCopy
@@ -49,7 +49,7 @@ class RecipeTicket(Ticket):
 
     __slots__ = ("held", "recipe", "record")
 
-    def __init__(self, nbytes: int, store: RematStore, recipe: Recipe, held: Reloaded | None) -> None:
+    def __init__(self, nbytes: int, store: RematStore, recipe: Recipe, held: Arrival | None) -> None:
         super().__init__(nbytes, store)
         self.recipe: Recipe | None = recipe
         self.held = held
@@ -95,7 +95,7 @@ class RematStore(TensorStore[RecipeTicket]):
 
     keeps_bytes = False
 
-    def __init__(self, cache: Lender, sites: Sites) -> None:
+    def __init__(self, cache: Keeper, sites: Sites) -> None:
         self.sites = sites
         self._cache = cache
         self._accelerator = sites.accelerator
@@ -192,8 +192,7 @@ class RematStore(TensorStore[RecipeTicket]):
         """Take a storage, whose bytes are held where a comparison is not answered yet."""
         nbytes, held = recipe.steps[-1].nbytes, None
         if source is not None:
-            arrival = self._arrival(storage_bytes(source))
-            held = Reloaded(arrival, arrival.join()._version, is_only=True)
+            held = self._arrival(storage_bytes(source))
         ticket = RecipeTicket(nbytes, self, recipe, held)
         if held is None:
             self._add(ticket)
@@ -268,8 +267,8 @@ class RematStore(TensorStore[RecipeTicket]):
         with self._deferred, self._deferred.lock:
             held, recipe = ticket.held, ticket.recipe
         if held is not None:
-            unmodified(held.arrival.join(), held.version)
-            return Loaded(held.arrival, stored=True)
+            unmodified(held.join(), held.version)
+            return Loaded(held, stored=True)
         if recipe is None:
             raise StateError("a storage was to be made after it was given up; this is a bug in ds_tba")
         return Loaded(self._make(recipe), stored=True)
@@ -317,7 +316,7 @@ def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:
     """Yield the storages with bytes of their own that a storage is made of, however often it takes them."""
     for one in recipe.records():
         inner = one.ticket.recipe if isinstance(one.ticket, RecipeTicket) and one.ticket.held is None else None
-        yield from (one,) if inner is None or one.reloaded is not None else _leaves(inner)
+        yield from (one,) if inner is None or one.loaded is not None else _leaves(inner)
 
 
 def _takes_more(ticket: RecipeTicket) -> bool:
@@ -326,4 +325,4 @@ def _takes_more(ticket: RecipeTicket) -> bool:
     if recipe is None or record is None:
         return False
     only_lent = {one for one in _leaves(recipe) if one.views == one.lent and not one.load_bytes}
-    return sum(one.nbytes for one in only_lent) > (ticket.nbytes if record.reloaded is None else 0)
+    return sum(one.nbytes for one in only_lent) > (ticket.nbytes if record.loaded is None else 0)

@@ -124,7 +124,7 @@ def test_a_second_backward_reads_again_instead_of_holding_memory(make_store: Sto
     store = make_store()
     cache, _, loss = written(store)
     loss.backward(retain_graph=True)
-    assert all(record.reloaded is None for record in cache.forward.by_key.values())
+    assert all(record.loaded is None for record in cache.forward.by_key.values())
     once = store.stats.read_bytes
     loss.backward()
     assert store.stats.read_bytes >= 2 * once > 0
