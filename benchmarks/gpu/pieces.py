@@ -54,8 +54,8 @@ class Piece:
         return [sys.executable, *(places.get(argument, argument) for argument in self.argv)]
 
 
-def _rok(_: Path, scratch: Path) -> Any:
-    return json.loads((scratch / "rok.json").read_text(encoding="utf-8"))
+def _curve(_: Path, scratch: Path) -> Any:
+    return json.loads((scratch / "curve.json").read_text(encoding="utf-8"))
 
 
 def _peers(_: Path, scratch: Path) -> Any:
@@ -127,12 +127,13 @@ def longer(*, rehearse: bool) -> list[Piece]:
         for tokens in ((256,) if rehearse else TOKENS)
     ]
     hooks = ("--rounds", "1", "--counts", "10") if rehearse else ()
-    program = str(BENCHMARKS / "hook_cost.py")
-    found.append(Piece("hook cost", "hooks", (program, *device, "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks)))
+    program = (str(BENCHMARKS / "hook_cost.py"),)
+    found.append(Piece("hook cost", "hooks", (*program, *device, "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks)))
     curve = ("--minutes", "6", "--nvme_path", "SCRATCH", "--out", "SCRATCH", *device, *tiny)
+    program = (str(BENCHMARKS / "races.py"), "curve")
     short = ("--rounds", "2", "--steps", "1", "--batches", "2") if rehearse else ("--batches", "4")
     found += [
-        Piece(f"rok {model}", "hooks", (str(BENCHMARKS / "rok.py"), "--models", model, *short, *curve), _rok)
+        Piece(f"curve {model}", "hooks", (*program, "--models", model, *short, *curve), _curve)
         for model in (("GPT",) if rehearse else ("GPT", "BERT", "T5"))
     ]
     short = ("--rounds", "2", "--steps", "1") if rehearse else ()

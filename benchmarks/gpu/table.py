@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from curves.table import lines
+
 GIB = 1 << 30
 MOVED = ("host_bytes", "written_bytes", "rematerialized_bytes", "recomputed_bytes")
 PARTS = {
@@ -187,7 +189,7 @@ def longest(found: list[Found]) -> Iterator[str]:
 
 
 def _hooks(found: Mapping[str, Found]) -> Iterator[str]:
-    for name, one in found.items():
+    for one in found.values():
         if "rows" in one:
             yield from ("| saved tensors | how many | pack us | unpack us | to kept |", "|---|---|---|---|---|")
             for row in one["rows"]:
@@ -195,13 +197,7 @@ def _hooks(found: Mapping[str, Found]) -> Iterator[str]:
                 yield f"| {row['kind']} | {row['tensors']} | {figures} |"
             yield ""
         for shape in one.get("shapes", ()):
-            yield from (f"{name}: {shape['verdict']}; results {'equal' if shape['equal'] else '**DIFFER**'}", "")
-            yield from ("| contender | step s | step / plain | peak GiB |", "|---|---|---|---|")
-            for point in shape["points"]:
-                peak = "" if point["peak_bytes"] is None else f"{point['peak_bytes'] / GIB:.3f}"
-                step, ratio = (point[key]["median"] for key in ("step_s", "to_plain"))
-                yield f"| {point['name']} | {step:.3f} | {ratio:.3f} | {peak} |"
-            yield ""
+            yield from (shape["verdict"], "", *lines(shape["points"]), "")
 
 
 def _update(found: Mapping[str, Found]) -> Iterator[str]:

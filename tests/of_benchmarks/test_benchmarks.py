@@ -175,14 +175,6 @@ def test_planner_scale(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.engine
-def test_host_tier(tmp_path: Path) -> None:
-    output = benchmark("host_tier.py", "--nvme_path", str(tmp_path), "--minutes", "0", "--batch", "1")
-    assert "2 rounds" in output and "losses and gradients equal: yes" in output
-    assert output.count("| host memory") == 2 and "| the same, and a drive behind it |" in output
-
-
-@pytest.mark.thorough
-@pytest.mark.engine
 def test_step_time(tmp_path: Path) -> None:
     size = ("--width", "256", "--depth", "2", "--sequence", "512", "--batch", "2")  # MLPs' outputs have 4 MiB
     short = ("--rounds", "1", "--steps", "1", "--warmup", "1", "--staging_mib", "16", "--nvme_path", str(tmp_path))
