@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -32,6 +32,7 @@ from ds_tba.plan.agreement import Alone
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.select import Selection
 
+Meter = TypeVar("Meter", bound=PeakMeter)
 MAX_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
 # The plan of one that may choose is made again from what its steps take: it has come to rest after so many of them.
@@ -49,7 +50,7 @@ class Contender:
         planner: of ``PLANNERS``; None is the model without us.
         limits: keys of the config block.
         drive: backend in place of the machine's own.
-        around: makes the context in which forward runs, beside ours.
+        around: makes the context in which forward and backward run, as trainers run a step.
     """
 
     name: str
@@ -171,10 +172,11 @@ class Runner:
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader
         began_s = time.perf_counter()
-        with self.contender.around(), nullcontext() if offloader is None else offloader.saving():
-            loss: torch.Tensor = workload.model(*workload.batch)
-        forward_s = time.perf_counter() - began_s
-        loss.backward()
+        with self.contender.around():
+            with nullcontext() if offloader is None else offloader.saving():
+                loss: torch.Tensor = workload.model(*workload.batch)
+            forward_s = time.perf_counter() - began_s
+            loss.backward()
         self._host_s = forward_s, time.perf_counter() - began_s - forward_s
         if offloader is not None:
             offloader.note_micro_step()
@@ -195,18 +197,21 @@ class Runner:
 
     def metered_peak_bytes(self) -> int | None:
         """Return the peak of one more step, which is not timed; None on a device that counts by itself."""
-        if self._device.is_cuda:
-            return None
+        return None if self._device.is_cuda else self.metered(PeakMeter).peak_bytes
+
+    def metered(self, make: Callable[[list[torch.UntypedStorage]], Meter]) -> Meter:
+        """Return a meter after one more step, which is not timed.
+
+        Args:
+            make: makes the meter, from the storages that it does not count.
+        """
         self._step()  # an offloader that was idle has freed its staging: allocating it anew is no part of a step
+        self.settle()
         held = [*self._workload.parameters, *self._workload.batch]
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
-        for _ in range(MAX_STEPS_TO_A_PLAN):
-            is_measured = self.is_measuring
-            with PeakMeter(storages_held(held, self.offloader)) as meter:
-                self._step()
-            if not is_measured:
-                break
-        return meter.peak_bytes
+        with make(storages_held(held, self.offloader)) as meter:
+            self._step()
+        return meter
 
     def proof(self, start: Sequence[torch.Tensor]) -> str:
         """Return a digest of loss, gradients and new parameters of one more step, strict and not timed.
@@ -215,6 +220,7 @@ class Runner:
             start: the parameters that it begins with (:func:`parameters_of`).
         """
         self.settle()
+        torch.manual_seed(0)
         parameters = self._workload.parameters
         with strict():
             with torch.no_grad():
