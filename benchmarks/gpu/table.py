@@ -205,7 +205,7 @@ def _update(found: Mapping[str, Found]) -> Iterator[str]:
         "| parameters | variant | update s | update / stock | step s | step / stock | losses |",
         "|---|---|---|---|---|---|---|",
     )
-    for one in (result for piece in found.values() for result in piece["results"]):
+    for one in found.values():
         rounds, losses = one["rounds"], list(one["losses"].values())
         most = max(losses, key=len, default=[])
         equal = all(most[: len(other)] == other for other in losses)

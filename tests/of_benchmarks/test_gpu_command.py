@@ -90,7 +90,7 @@ def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path, wit
     check_smoke(found["smoke"]["found"])
     check_headline(found["headline"]["found"], QUICK_WAYS)
     assert all("profiled" in row for row in found["headline"]["found"]["rows"])
-    (update,) = found["update"]["found"]["results"]
+    update = found["update"]["found"]
     assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "null"}
     text = path.with_suffix(".md").read_text()
     assert text == markdown(results) and text.startswith("# Rehearsal on the CPU, tiny")
@@ -110,7 +110,7 @@ def test_the_longer_pieces_rehearse(tmp_path: Path) -> None:
     check_headline(found["length 256"]["found"], [way.name for way in WAYS])
     suite = found["tests test_gpu"]["found"]
     assert suite["counts"]["skipped"] > 10 and set(suite["skipped"]) == {"no CUDA device"} and not suite["failed"]
-    (update,) = found["update 300000"]["found"]["results"]
+    update = found["update 300000"]["found"]
     assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "share 0.5", "null"}
     text = (tmp_path / f"{NAME}.md").read_text()
     assert text == markdown(results) and all(f"| {way.title} |" in text for way in WAYS)
