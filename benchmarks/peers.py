@@ -369,10 +369,9 @@ def measure(options: argparse.Namespace, ends_s: float) -> dict[str, Any]:
             try:
                 race.enter([contender(name, model, device.is_cuda)])
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this peer's row
-                race.runners.pop(name, None)
                 errors[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_ERROR]
-                for one in workload.parameters:
-                    one.grad = torch.zeros_like(one)
+            if name in errors:
+                race.drop(name)
         race.enter(ours())
         race.enter(budgeted(race.runners[PLAIN.name].metered(meter).peak_bytes))
         rounds = race.run(options.rounds, options.steps, ends_s)

@@ -19,6 +19,7 @@ COUNTS = {
     "mallocs": "num_device_alloc",
     "frees": "num_device_free",
 }
+TOTALS = ("alloc_retries", "mallocs", "frees")
 
 
 class Device:
@@ -54,10 +55,11 @@ class Device:
         """Return the most bytes held since the last reset; None where nobody counts."""
         return torch.cuda.memory_stats()["active_bytes.all.peak"] if self.is_cuda else None
 
-    def counts(self) -> dict[str, int]:
-        """Return what CUDA's allocator counts (``COUNTS``); nothing on a CPU."""
-        found = torch.cuda.memory_stats() if self.is_cuda else {}
-        return {name: found[key] for name, key in COUNTS.items() if key in found}
+    def counts(self, before: dict[str, int] | None = None) -> dict[str, int]:
+        """Return what CUDA's allocator counts (``COUNTS``), totals less those before; nothing on a CPU."""
+        stats = torch.cuda.memory_stats() if self.is_cuda else {}
+        found = {name: stats[key] for name, key in COUNTS.items() if key in stats}
+        return found | {name: found[name] - before[name] for name in TOTALS if before and name in before}
 
     def give_back(self) -> None:
         """Free the device memory and the pinned memory that no tensor uses."""

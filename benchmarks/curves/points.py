@@ -87,10 +87,10 @@ def outcome(race: Race, rounds: int, steps: int, ends_s: float) -> Outcome:
     return Outcome(found, len(taken), are_equal)
 
 
-def point(contender: Contender, rounds: Rounds, peak_bytes: int | None) -> Point:
-    """Return the point of one contender."""
+def point(contender: Contender, rounds: Rounds, peak_bytes: int | None, base: str = PLAIN.name) -> Point:
+    """Return the point of one contender; ``to_plain`` is to the contender ``base``."""
     turns = [one[contender.name] for one in rounds]
-    plain_s = [_median([step.step_s for step in one[PLAIN.name]]) for one in rounds]
+    plain_s = [_median([step.step_s for step in one[base]]) for one in rounds]
     times_s = [_median([step.step_s for step in turn]) for turn in turns]
     steps = [step for turn in turns for step in turn]
     planned = [(step, step.plan) for step in steps if step.plan is not None and not step.is_recorded]

@@ -134,8 +134,8 @@ def _headline(found: Mapping[str, Found]) -> Iterator[str]:
             f"{one['rounds']} rounds; ratios are to {base}; one strict step is compared with that of "
             f"{one['equal_to'] or '-'}; kept: {one['room']['kept'] / GIB:.2f} GiB are saved"
         )
-        columns = ("way", "step s", "step / base [range]", "host: forward, backward s", "physical peak GiB", "/ base",
-                   "activations / base", "peak GiB: allocated, reserved", "retries, mallocs, frees",
+        columns = ("way", "step s", "step / base [middle half]", "host: forward, backward s", "physical peak GiB",
+                   "/ base", "activations / base", "peak GiB: allocated, reserved", "retries, mallocs, frees",
                    "per step: written, to the host, made again GiB", "loss, gradients, parameters")  # fmt: skip
         yield from ("", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|")
         rows = {row["name"]: row for row in one["rows"]}
@@ -148,8 +148,8 @@ def _row(row: Found, base: Found) -> str:
     equal = {True: "equal", False: "**DIFFERENT**", None: _cell(row["unproven"])}[row["equal"]]
     if "step_s" not in row or row["state"] != "runs":
         return f"| {row['title']} | {_cell(row['state'] + ': ' + row['reason'])} | | | | | | | | | {equal} |"
-    ratios = row["to_base"]
-    step = f"{statistics.median(ratios):.3f} [{min(ratios):.2f}-{max(ratios):.2f}]"
+    ratio = row["to_base"]
+    step = f"{ratio['median']:.3f} [{ratio['low']:.2f}-{ratio['high']:.2f}]"
     peak = f"{row['peak_bytes'] / GIB:.3f}" if "peak_bytes" in row else ""
     whole, part = (
         f"{row[key] / base[key]:.3f}" if row.get(key) and base.get(key) else ""
