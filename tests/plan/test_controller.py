@@ -95,6 +95,14 @@ def check(make: Make, rows: list[int] | None = None, micro_steps: int = 1, **blo
     return offloader
 
 
+def trained(make: Make, count: int, **options: Any) -> tuple[Model, ActivationOffloader]:
+    """A model and its offloader after so many steps."""
+    ours = model()
+    offloader = make(ours, **options)
+    steps(ours, offloader, [ROWS] * count)
+    return ours, offloader
+
+
 class Mapped(Model):
     """Calls its blocks inside of ``vmap``, where tensors have no storage to tell them by."""
 
@@ -126,9 +134,7 @@ def test_gradients_are_exact_under_every_plan(make: Make, planner: Any, micro_st
 
 
 def test_everything_is_moved_until_there_is_a_plan_which_is_then_followed(make: Make) -> None:
-    ours = model()
-    offloader = make(ours, planner=PLANNERS["keep"])
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN - 1))
+    ours, offloader = trained(make, FIRST_PLAN - 1, planner=PLANNERS["keep"])
     assert offloader.report().plans == 0
     steps(ours, offloader, [ROWS])
     before = offloader.report()
@@ -140,9 +146,7 @@ def test_everything_is_moved_until_there_is_a_plan_which_is_then_followed(make: 
 
 
 def test_a_plan_moves_what_it_says(make: Make) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    ours, offloader = trained(make, FIRST_PLAN + 1)
     before = offloader.report()
     steps(ours, offloader, [ROWS])
     report = offloader.report()
@@ -151,9 +155,7 @@ def test_a_plan_moves_what_it_says(make: Make) -> None:
 
 
 def test_the_report_says_what_steps_take_beside_what_was_promised(make: Make) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    ours, offloader = trained(make, FIRST_PLAN)
     promised = offloader.report()
     assert promised.plan is not None and promised.plan["measured_step_s"] is None
     assert dict(promised.rows())["  plan: step"].endswith("as planned; not measured yet")
@@ -166,9 +168,7 @@ def test_the_report_says_what_steps_take_beside_what_was_promised(make: Make) ->
 
 
 def test_the_peak_is_what_the_plan_promised(make: Make) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
+    _, offloader = trained(make, FIRST_PLAN + 3)
     report = offloader.report()
     assert report.plan is not None
     # It may be less: in steps of a millisecond reads come in the order in which threads are woken.
@@ -177,9 +177,7 @@ def test_the_peak_is_what_the_plan_promised(make: Make) -> None:
 
 
 def test_the_peak_of_a_step_is_in_the_report_as_soon_as_the_step_is_over(make: Make) -> None:
-    ours = model()
-    offloader = make(ours, planner=PLANNERS["keep"])
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    ours, offloader = trained(make, FIRST_PLAN + 2, planner=PLANNERS["keep"])
     before = offloader.report().step_peak_saved_bytes
     steps(ours, offloader, [2 * ROWS])
     assert offloader.report().step_peak_saved_bytes > 1.5 * before > 0
@@ -189,9 +187,7 @@ def test_steps_that_are_longer_whatever_is_moved_are_what_the_next_plan_promises
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten times as long as the trace says, and moving is not why: a few steps without it show that."""
-    ours = model()
-    offloader = make(ours, max_step_overhead=0.5, recompute=False, rematerialize=False)
-    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    ours, offloader = trained(make, FIRST_PLAN, max_step_overhead=0.5, recompute=False, rematerialize=False)
     promised = offloader.report().plan
     assert promised is not None
     decide, step_s = Feedback.decide, 10 * promised["kept_step_s"]
@@ -250,9 +246,7 @@ def test_shapes_that_change_all_the_time_are_exact(make: Make) -> None:
 
 
 def test_another_shape_asks_for_another_trace(make: Make) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    ours, offloader = trained(make, FIRST_PLAN + 2)
     before = offloader.report()
     steps(ours, offloader, [2 * ROWS] * 14)
     after = offloader.report()
@@ -309,9 +303,7 @@ def test_other_micro_steps_for_good_ask_for_another_trace(make: Make) -> None:
 
 
 def test_other_blocks_than_planned_ask_for_another_trace(make: Make) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    ours, offloader = trained(make, FIRST_PLAN + 2)
     ours.blocks = nn.ModuleList([*ours.blocks, *list(ours.blocks)[:2]])  # two of them are called twice from now on
     steps(ours, offloader, [ROWS] * 14)
     report = offloader.report()
@@ -406,9 +398,9 @@ def test_ranks_record_for_the_trace_alone_until_all_of_them_have_one(
     make: Make, tmp_path: Path, agreement: Alone, is_over: bool
 ) -> None:
     """One that was done alone would talk no more, and the others would wait for it."""
-    ours = model()
-    offloader = make(ours, placement="nvme", report={"trace_path": str(tmp_path / "trace.json")}, agreement=agreement)
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
+    _, offloader = trained(
+        make, FIRST_PLAN + 1, placement="nvme", report={"trace_path": str(tmp_path / "trace.json")}, agreement=agreement
+    )
     assert (tmp_path / "trace.json").exists()
     assert controller_of(offloader)._is_over is is_over
 
@@ -436,9 +428,7 @@ def no_descriptors(*_: Any) -> Any:
 def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    ours, offloader = trained(make, FIRST_PLAN)
     with monkeypatch.context() as patched:
         patched.setattr("ds_tba.plan.feedback.Feedback.decide", lambda *_: Action.PLAN)
         patched.setattr("ds_tba.recompute.blocks.Blocks.left_out", no_descriptors)
@@ -457,9 +447,7 @@ def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else each attempt would take steps to be longer by as much again, and hide what moving costs."""
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    ours, offloader = trained(make, FIRST_PLAN)
     feedback = controller_of(offloader).feedback
     kept_s = feedback.kept_s
     with monkeypatch.context() as patched:
@@ -474,9 +462,7 @@ def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
 
 @pytest.mark.usefixtures("steady_drives")
 def test_a_new_recording_counts_also_where_the_step_that_asked_for_it_had_larger_storages(make: Make) -> None:
-    ours = model()
-    offloader = make(ours, planner=PLANNERS["keep"])
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    ours, offloader = trained(make, FIRST_PLAN + 2, planner=PLANNERS["keep"])
     for _ in range(40):
         steps(ours, offloader, [ROWS + 2], micro_steps=2)
         in_force = controller_of(offloader).in_force
@@ -488,9 +474,7 @@ def test_a_new_recording_counts_also_where_the_step_that_asked_for_it_had_larger
 def test_a_rank_that_cannot_judge_a_step_tells_the_others_to_go_on(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * FIRST_PLAN)
+    ours, offloader = trained(make, FIRST_PLAN)
     monkeypatch.setattr("ds_tba.plan.feedback.Feedback.decide", no_descriptors)
     steps(ours, offloader, [ROWS] * 4)
     assert offloader.report().plans == 1
@@ -545,9 +529,7 @@ class AsOfTwo(Alone):
 
 
 def test_with_several_ranks_nothing_is_recomputed_that_no_plan_asks_for(make: Make) -> None:
-    ours = model()
-    offloader = make(ours, planner=PLANNERS["keep"], agreement=AsOfTwo())
-    steps(ours, offloader, [ROWS] * 4)
+    _, offloader = trained(make, 4, planner=PLANNERS["keep"], agreement=AsOfTwo())
     assert offloader.report().plans == 1 and offloader.report().recomputed_bytes == 0
 
 
@@ -617,9 +599,7 @@ def test_a_forked_child_saves_as_without_us(make: Make) -> None:
 
 @pytest.mark.usefixtures("steady_drives")
 def test_after_the_end_no_plan_is_made(make: Make) -> None:
-    ours = model()
-    offloader = make(ours)
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
+    ours, offloader = trained(make, FIRST_PLAN + 2)
     offloader.close()
     found = steps(ours, offloader, [ROWS] * 3)
     assert len(found) == 3 and offloader.report().plans == 1
