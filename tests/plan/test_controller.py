@@ -6,14 +6,17 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Factory
 from planners import PLANNERS
 from support import traces
 from support.doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
+from support.offloaders import watching
 from support.planned_training import (
     DEPTH,
     FIRST_PLAN,
@@ -29,11 +32,10 @@ from support.planned_training import (
 )
 from torch import nn
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.tensors import innermost_hooks
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Agreement, Alone
+from ds_tba.plan.agreement import Alone
 from ds_tba.plan.feedback import MIN_STEPS, Action, Feedback
 from ds_tba.plan.search import adaptive
 from ds_tba.storage.backends.base import IoBackend
@@ -53,34 +55,11 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, IoBackend]]:
 
 @pytest.fixture
 def make(tmp_path: Path, backend: dict[str, IoBackend]) -> Iterator[Make]:
-    made = []
-
-    def make(
-        model: nn.Module,
-        planner: Any = adaptive,
-        accelerator: CpuAccelerator | None = None,
-        agreement: Agreement | None = None,
-        ranks_on_node: int = 1,
-        **block: Any,
-    ) -> ActivationOffloader:
-        io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
-        config = {
-            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0,
-            "recompute": True, **block,
-        }  # fmt: skip
-        offloader = ActivationOffloader(
-            OffloadConfig.model_validate(config),
-            AioConfig(),
-            accelerator or CpuAccelerator(),
-            ranks_on_node=ranks_on_node,
-        )
-        offloader.watch(model, agreement or Alone(), planner)
-        made.append(offloader)
-        return offloader
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
+    make = partial(watching, tmp_path, io=io, max_step_overhead=1000.0, recompute=True)
+    factory = Factory(make, ActivationOffloader.close)
+    yield factory
+    factory.close()
 
 
 def check(make: Make, rows: list[int] | None = None, micro_steps: int = 1, **block: Any) -> ActivationOffloader:
