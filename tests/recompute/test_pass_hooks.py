@@ -132,22 +132,6 @@ def test_a_copy_of_a_block_tells_nobody(model: Model, told: Told, blocks: Blocks
     assert told.of == []
 
 
-@pytest.mark.parametrize("how", [copy.copy, lambda module: module._replicate_for_data_parallel()])
-def test_a_shallow_copy_of_a_block_that_may_run_again_computes_with_its_own_attributes(
-    model: Model, told: Told, how: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Doubles, "factor", 2, raising=False)
-    monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x * self.factor)
-    blocks = Blocks(find_blocks(model, None), told)
-    other = how(model.layers[0])
-    other.factor = 5
-    with blocks.listening():
-        assert torch.equal(other(torch.ones(3)), torch.full((3,), 5.0))
-        assert told.of == []
-        assert torch.equal(model.layers[0](torch.ones(3)), torch.full((3,), 2.0))
-    assert told.of != []
-
-
 def test_a_block_shows_the_signature_of_its_class_in_forwards(model: Model, blocks: Blocks) -> None:
     own = inspect.signature(model.layers[0].forward)
     with blocks.listening():
