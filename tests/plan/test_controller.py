@@ -32,7 +32,6 @@ from support.planned_training import (
 )
 from torch import nn
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.hooks import innermost_hooks
 from ds_tba.errors import IncompatibleError, PathError
 from ds_tba.offloader import ActivationOffloader

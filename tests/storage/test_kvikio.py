@@ -23,8 +23,6 @@ from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
-from ds_tba.storage.base import Refusal
-from ds_tba.storage.space import PartState
 from ds_tba.storage.swap_file import SwapFile
 
 
