@@ -61,7 +61,7 @@ def test_names_choose_and_no_name_is_in_both_lists() -> None:
         parse_keywords({**GOOD, "except_": ["a"], "except": ["b"]}, "call")
     assert "only and except both name *.mlp" in refusal({**GOOD, "only": ["*.mlp", "a"], "except": ["*.mlp"]})
     assert '"activation_nvme_offload.except" is []: it must have at least 1 item' in refusal({**GOOD, "except": []})
-    assert ".only\" is '*.mlp': it must be a list" in refusal({**GOOD, "only": "*.mlp"})
+    assert ".only\" is '*.mlp': it must be a valid list" in refusal({**GOOD, "only": "*.mlp"})
     assert "did you mean `except`?" in refusal({**GOOD, "except_": ["*.mlp"]})
 
 
