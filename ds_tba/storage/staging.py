@@ -188,7 +188,7 @@ class _Lent:
 class Watch(Protocol):
     """Has a loan acted on when an object is gone."""
 
-    def __call__(self, watched: object, item: Loan) -> None: ...
+    def __call__(self, watched: object, item: Loan) -> object: ...
 
 
 class StagingRing:
