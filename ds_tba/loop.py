@@ -94,6 +94,7 @@ class Offloader:
         Raises:
             StateError: the offloader is closed.
         """
+        # A closed one has no store any more: its forwards would keep everything, without a word.
         if self._offloader.is_closed:
             raise StateError("saving() after close(): make a new ds_tba.Offloader for another training.")
         skip_frames(())

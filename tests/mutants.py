@@ -31,8 +31,8 @@ class Mutant:
 
 
 STREAMS, SPACE, NVME = "ds_tba/device/copies.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
-LANES = "ds_tba/storage/transfers.py"
-STAGING, POOLS = "ds_tba/storage/staging.py", "tests/device/test_copies.py"
+STAGING, SPANS = "ds_tba/storage/staging.py", "ds_tba/storage/spans.py"
+POOLS = "tests/device/test_copies.py"
 REMAT = "ds_tba/remat/store.py"
 HOST = "ds_tba/storage/host.py"
 FORMULA, OF_FORMULA = "ds_tba/update/formula.py", "tests/update/test_formula.py"
@@ -58,7 +58,7 @@ MUTANTS = [
            "        self._source: torch.Tensor | None = source[:0].clone()\n"),
     Mutant("the tensor is let go before its copy is done", STREAMS,
            "        if self._source is not None and self.event.query():\n", "        if self._source is not None:\n"),
-    Mutant("a lane writes before the copy into staging is done", LANES,
+    Mutant("a lane writes before the copy into staging is done", NVME,
            "                copy.wait()  # else", "                pass  # else"),
     Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
            "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
@@ -87,7 +87,7 @@ MUTANTS = [
     Mutant("a slot is given back while a copy into it runs", SPACE,
            "[copy.event for copy in part.copies] + part.uses", "part.uses",
            "tests/storage/test_ordering.py tests/storage/test_nvme.py"),
-    Mutant("a span in copies is free at once", STAGING,
+    Mutant("a span in copies is free at once", SPANS,
            "            if all(event.query() for event in events):\n", "            if events:\n"),
     Mutant("room in host memory is given back while a copy into it runs", HOST,
            "ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])", "ticket.uses",
@@ -134,7 +134,7 @@ MUTANTS = [
     Mutant("what a lane reads is given up under the read", SPACE,
            "if part.state in (_S.WRITING, _S.READING)", "if part.state in (_S.WRITING,)",
            "tests/storage/test_nvme.py"),
-    Mutant("what prefetching came to leaves staging with the end of its write", LANES,
+    Mutant("what prefetching came to leaves staging with the end of its write", NVME,
            "stays = space.read_ahead.end_write(part)", "stays = False", "tests/core/test_prefetch.py"),
     Mutant("what prefetching came to and is given up counts for ever", SPACE,
            "                self.read_ahead.end(part)\n                part.move(_S.ABANDONED)",

@@ -169,14 +169,6 @@ def test_lost_bytes_raise_out_of_backward(
     hazards.check_nothing_is_left(cache, "lost bytes")
 
 
-def test_backward_after_close_says_so(make_store: StoreFactory) -> None:
-    store = make_store()
-    *_, loss = written(store)
-    store.close()
-    with pytest.raises(StateError, match="closed before backward"):
-        loss.backward()
-
-
 def test_saved_tensors_can_still_be_written_and_loaded(make_store: StoreFactory, tmp_path: Path) -> None:
     cache = cache_over(make_store())
     batch = torch.randn(256, 256)
