@@ -151,6 +151,8 @@ class RecordState(Enum):
     LOADED = "in device memory again"
     DROPPED = "given up"
 
+    __hash__ = object.__hash__  # Enum's is a Python function, which each move would call
+
 
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
