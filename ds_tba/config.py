@@ -464,6 +464,8 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
     # No keyword of Python may be "except".
+    if {"except", "except_"} <= keys.keys():
+        raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
     block = _as_json({"except" if key == "except_" else key: value for key, value in keys.items()})
     _refuse_auto(block, call)
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
@@ -500,25 +502,6 @@ def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "d
         raise ConfigError(f"{refused} is refused:\n  " + "\n  ".join(lines)) from None
 
 
-# Rules by pydantic's type of error, whose context has the bound: its own words do not name the repair.
-_RULES = {
-    "bool_type": "it must be true or false",
-    "finite_number": "it must be a finite number",
-    "float_type": "it must be below 1e308 in magnitude",
-    "greater_than": "it must be above {gt:.15g}",
-    "greater_than_equal": "it must be {ge:.15g} or more",
-    "int_from_float": "it must be a whole number",
-    "int_parsing_size": "it must be below 2**63 in magnitude",
-    "invalid_key": "it must be a string",
-    "less_than_equal": "it must be {le:.15g} or less",
-    "list_type": "it must be a list",
-    "string_too_short": "it must not be empty",
-    "string_type": "it must be a string",
-    "too_short": "it must have one member at least; leave the key out to choose nothing",
-    "string_unicode": "it must have no half of a surrogate pair, in no key and no value; take that character out",
-}
-
-
 def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     """Return one line for one pydantic error: key, value, rule, repair."""
     kind, value, steps = detail["type"], detail["input"], list(detail["loc"])
@@ -540,7 +523,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     elif "url" not in detail:  # pydantic's own errors have a page in its documentation; this rule is ours
         rule = detail["msg"]
     else:
-        rule = _RULES.get(kind, "docs/reference/keys.md says what it must be").format(**detail.get("ctx", {}))
+        rule = re.sub("^(Input|List|String) should", "it must", detail["msg"]).replace(" after validation", "")
     return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
 
 

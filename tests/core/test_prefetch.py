@@ -439,4 +439,4 @@ def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: Sto
         cache.residency.end_prefetch(cancelled)
         assert cancelled.state is RecordState.AWAY and cache.stats.resident.now == before
     y.sum().backward()
-    assert set(seen[0]) == {RecordState.AHEAD} and ahead.reloaded is None
+    assert set(seen[0]) == {RecordState.AHEAD} and ahead.loaded is None

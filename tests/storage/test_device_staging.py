@@ -14,7 +14,7 @@ from conftest import StoreFactory
 from support import hazards
 from support.disks import until
 from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, part_of, slow
-from support.each_hazard import Scenario, cache_over, mutations, scenarios
+from support.each_hazard import Scenario, cache_over, scenarios
 from support.stores import CPU, MIB, noise, nothing_is_held, put, store_is_empty, stored
 
 from ds_tba.core.cache import TensorCache
@@ -56,13 +56,6 @@ def test_gradients_are_exact_when_it_degrades_to_host_memory(make_store: StoreFa
     store = make_store(DeviceBackend(fails("write", first=3)), staging_bytes=8 * MIB, accelerator=EventAccelerator())
     hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.MIN_BYTES))
     assert store_is_empty(store)
-
-
-@mutations
-def test_a_mutation_after_the_save_raises(
-    make_store: StoreFactory, mutation: Callable[[hazards.Saving], torch.Tensor]
-) -> None:
-    hazards.check_mutation(mutation, cache_over(make_store(DeviceBackend(), accelerator=EventAccelerator())))
 
 
 def test_its_zeroing_is_waited_for_and_a_slot_is_free_once_its_bytes_are_copied(make_store: StoreFactory) -> None:

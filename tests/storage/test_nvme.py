@@ -53,18 +53,6 @@ def test_bytes_come_back_and_nothing_is_held(make_store: StoreFactory, backend: 
     assert (store.stats.written_bytes, store.stats.read_bytes) == (padded, 2 * padded)
 
 
-def test_prefetched_bytes_come_back(make_store: StoreFactory, backend: IoBackend) -> None:
-    store = make_store(backend)
-    pieces = [noise(MIB + index) for index in range(8)]
-    tickets = [stored(store, piece) for piece in pieces]
-    assert all(store.prefetch(ticket) for ticket in tickets)
-    for ticket, piece in zip(tickets, pieces, strict=True):
-        assert torch.equal(store.get(ticket, CPU).data, piece)
-        store.release(ticket)
-    nothing_is_held(store)
-    assert store.stats.read_bytes == sum(part_of(ticket).extent.nbytes for ticket in tickets)
-
-
 def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB)
@@ -119,14 +107,6 @@ def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
     store.release(forwarded)
     store.release(blocker)
     nothing_is_held(store)
-
-
-def test_asked_for_after_it_was_given_up(make_store: StoreFactory) -> None:
-    store = make_store()
-    ticket = stored(store, noise(MIB))
-    store.release(ticket)
-    with pytest.raises(StateError, match="given up"):
-        store.get(ticket, CPU)
 
 
 def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
