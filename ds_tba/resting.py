@@ -99,9 +99,9 @@ class Resting:
     def using(self) -> Iterator[None]:
         """Want lanes, staging and disk space."""
         with self._life:
-            self._in_use += 1
             if not (self._is_awake or self._is_over):
                 self._wake()
+            self._in_use += 1  # last: an interrupt of waking would leave it in use for ever
         try:
             yield
         finally:

@@ -82,8 +82,13 @@ class LaneGroup:
         self._name, self._accelerator = name, accelerator
         for number in range(len(self.handles)):
             thread = new_thread(accelerator, partial(self._run, number), name)
-            thread.start()
+            # First: a signal handler may raise while start() waits for the thread, which then runs, and has to end.
             self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread to spare
+                self._threads.pop()
+                raise
 
     def put(self, task: Task, priority: int = AHEAD) -> None:
         """Queue a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else."""
@@ -127,6 +132,13 @@ class LaneGroup:
             handle.close()  # its thread never started
         del self.handles[len(self._threads) :]
         for number, thread in enumerate(self._threads):
+            until_s = time.monotonic() + LANE_CHECK_S
+            while thread.ident is None and time.monotonic() < until_s:
+                time.sleep(AGAIN_S)  # it may have been started by a start() that a signal handler has ended
+            if thread.ident is None:
+                self._has_ended[number] = True
+                self.handles[number].close()
+                continue
             thread.join(max(0.0, seconds_left()))
             if not thread.is_alive() and not self._has_ended[number]:  # it died; here is what it has left
                 self._wakes.put(None)
