@@ -944,6 +944,118 @@ def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[
     return out
 
 
+class PassesOn(torch.autograd.Function):
+    """Returns the gradient that it gets, as DeepSpeed's Functions around modules do."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def a_saved_tensor_that_becomes_a_gradient_later(saving: Saving) -> list[Tensor]:
+    """Others unpack what they have saved before the gradient has come to its leaf."""
+    out = []
+    for shape in ((SIDE, SIDE), (8,)):
+        x, y, z, other = leaf(*shape), leaf(*shape), leaf(*shape), leaf(*shape)
+        with saving():
+            made = y * 2
+            later = (z * made).sum()
+            passed, between = PassesOn.apply(x), (other * other.detach()).sum()
+            loss = between + ReturnsItsConstant.apply(passed, made).sum()
+            del made, passed, between
+        loss.backward()
+        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        out += [*grads(x, other), *torch.autograd.grad(later, z)]
+    return out
+
+
+class SavesBoth(torch.autograd.Function):
+    """Saves two tensors, and reads an attribute of the second, which is a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(first, weight)
+        return a * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.saved_tensors[1]
+        if not hasattr(weight, "of_the_user"):
+            raise Wrong("a Function did not get the parameter that it saved")
+        return grad * weight, None, None
+
+
+def a_parameter_behind_a_tensor_without_strides(saving: Saving) -> list[Tensor]:
+    """It is found again among what a Function has saved, whatever stands before it."""
+    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
+    weight.of_the_user = True
+    jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
+    for first in ((leaf() * 2).to_sparse(), jagged):
+        with saving():
+            loss = SavesBoth.apply(x, first, weight).sum()
+        loss.backward()
+    return grads(x)
+
+
+class UpdatesItsState(torch.autograd.Function):
+    """Its backward updates a running mean that the user has, as a quantizer of gradients may."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, mean: Tensor, writes_past_version: bool) -> Tensor:
+        ctx.save_for_backward(a, mean)
+        ctx.writes_past_version = writes_past_version
+        return a * a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        a, mean = ctx.saved_tensors
+        of_a = grad * (a + mean)
+        (mean.data if ctx.writes_past_version else mean).mul_(0.9).add_(a, alpha=0.1)
+        return of_a, None, None
+
+
+def a_state_that_backward_updates(saving: Saving) -> list[Tensor]:
+    x, out = leaf(), []
+    for writes_past_version in (False, True):
+        for shape in ((SIDE, SIDE), (1, SIDE)):
+            mean = torch.zeros(shape)
+            for _ in range(3):
+                with saving():
+                    loss = UpdatesItsState.apply(x.mean(0, keepdim=True) if shape[0] == 1 else x * 2, mean,
+                                                 writes_past_version).sum()  # fmt: skip
+                loss.backward()
+            out.append(mean)
+    return [*grads(x), *out]
+
+
+class ReadsByTheOldName(torch.autograd.Function):
+    """``ctx.saved_variables`` is deprecated, and still there."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(constant)
+        return a * constant
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return ctx.saved_variables[0], None
+
+
+def a_gradient_that_was_read_by_the_old_name(saving: Saving) -> list[Tensor]:
+    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
+    with saving():
+        loss = ReadsByTheOldName.apply(x, weight).sum()
+    loss.backward()
+    x.grad.mul_(2)  # type: ignore[union-attr]
+    return [*grads(x), weight]
+
+
 def two_views_of_a_small_operand_that_one_function_saves(saving: Saving) -> list[Tensor]:
     x, y = leaf(), leaf()
     with saving():
