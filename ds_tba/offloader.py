@@ -105,6 +105,18 @@ class ActivationOffloader:
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
         waking_s = time.monotonic() - started_s
+        try:
+            self._open_rooms(rank, waking_s)
+        except BaseException:  # its lanes would never end, nor its swap file
+            self._tiers.close()
+            raise
+        # Most programs never close an engine: without this nobody would write the last report.
+        atexit.register(self.close)
+
+    # ---- rooms --------------------------------------------------------------------------------------------------
+
+    def _open_rooms(self, rank: int, waking_s: float) -> None:
+        config, accelerator = self.config, self._accelerator
         self.cache = self._open_cache()
         self._reporter = Reporter(config, self._tiers, self.cache, accelerator, self._files.report)
         self._running: RunningModule | None = None
@@ -117,10 +129,6 @@ class ActivationOffloader:
         self._controller: Controller | None = None
         self._resting = Resting(self._tiers, self.cache, rank, waking_s)
         self._closer = Closer(self._close, accelerator)
-        # Most programs never close an engine: without this nobody would write the last report.
-        atexit.register(self.close)
-
-    # ---- rooms --------------------------------------------------------------------------------------------------
 
     def _open_cache(self) -> TensorCache:
         accelerator, config = self._accelerator, self.config

@@ -56,6 +56,7 @@ NAMES = [
     # PyTorch: tensors and their storages
     Name("._base", ALL, "torch.Tensor._base"),
     Name("._version", ALL, "torch.Tensor._version"),
+    Name("._use_count", ALL, "torch.Tensor._use_count"),
     Name("._is_zerotensor", ALL, "torch.Tensor._is_zerotensor"),
     Name("._indices", "the memory of sparse tensors: it would count as 0 bytes", "torch.Tensor._indices"),
     Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),

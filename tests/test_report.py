@@ -477,27 +477,18 @@ def test_where_all_tensors_are_small_one_line_says_so(
     assert said[0] == why and said[1].endswith(f"; {why}") and len(said) == 2
 
 
-def test_where_a_plan_moves_little_one_line_names_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    offloader = make(tmp_path, placement="adaptive", max_step_overhead=0.0, rematerialize=False)
-    offloader.watch(torch.nn.Linear(1, 1), Alone())
-    said = little(offloader, caplog)
-    assert said[0].startswith("little is moved: max_step_overhead 0 allows no moves on this drive") and len(said) == 2
-    caplog.clear()
-    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=1 << 30, rematerialize=False)
-    bounded.watch(torch.nn.Linear(1, 1), Alone())
-    assert little(bounded, caplog)[0] == (
-        "little is moved: activation_budget_bytes 1073741824 has room for what is kept"
-    )
-
-
-def test_a_budget_that_moving_cannot_hold_has_no_room() -> None:
+@pytest.mark.parametrize(
+    ("peak_bytes", "why"),
+    [
+        (999, "has room for what is kept"),
+        (1001, "does not fit what is kept, and moving it would not lower the peak"),
+    ],
+)
+def test_a_budget_has_room_or_cannot_be_held_by_moving(peak_bytes: int, why: str) -> None:
     config = OffloadConfig.model_validate({"nvme_path": "/a", "activation_budget_bytes": 1000, "min_tensor_bytes": 100})
     judge = LittleMoved(config)
-    judge.peak_bytes = 1001
-    assert judge.judge({"plan": 100}, 0) == (
-        "little is moved: activation_budget_bytes 1000 does not fit what is kept, and moving it would not lower the "
-        "peak"
-    )
+    judge.peak_bytes = peak_bytes
+    assert judge.judge({"plan": 100}, 0) == f"little is moved: activation_budget_bytes 1000 {why}"
 
 
 def test_where_much_is_moved_or_nothing_is_to_be_nothing_is_said(

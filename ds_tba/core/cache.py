@@ -71,6 +71,7 @@ from ds_tba.core.saved import (
 )
 from ds_tba.core.tensors import (
     Eligibility,
+    ViewSpec,
     bytes_of,
     components_of,
     eligibility,
@@ -81,6 +82,8 @@ from ds_tba.core.tensors import (
     is_read_by_an_extension,
     is_under_a_mode,
     next_sequence_number,
+    span_bytes,
+    storage_bytes,
 )
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers
 from ds_tba.device.memory import is_out_of_memory
@@ -429,6 +432,7 @@ class TensorCache(Keeper):
         else:
             self.residency.count_until_free(storage)
             record.operation, record.is_complete = self._operation(), is_complete(tensor)
+            record.source = None if tensor.grad_fn is not None else weakref.ref(storage)
             if taken.ticket is not None:
                 self.residency.give(record, taken.ticket, tensor)
             elif self._is_over(record, tensor):
@@ -546,7 +550,8 @@ class TensorCache(Keeper):
 
         It has one memory for all its reads, as without hooks, and shares it with no recipe, nor with bytes that others
         will read: what it returns may become ``.grad``, and be written into. A write with a version counts for the
-        tensor that was saved, so that whoever else has saved it raises, as without hooks.
+        tensor that was saved, so that whoever else has saved it raises, as without hooks. A tensor without a graph that
+        the user still has may be a state that backward updates, a running mean say: it is that memory.
         """
         owner = held.record if isinstance(held, SavedView) else held.memory
         if held.held is not None and not owner.is_operand:
@@ -555,6 +560,8 @@ class TensorCache(Keeper):
                 owner.handed_out = HandedOut(tensor.untyped_storage(), None, [])
             return tensor
         storage = None if owner.handed_out is None else owner.handed_out.storage()
+        if storage is None and isinstance(held, SavedView):
+            storage = self._source_of(held.record)
         if storage is not None:
             tensor = held.over(storage)
             if isinstance(held, SavedView):
@@ -566,37 +573,49 @@ class TensorCache(Keeper):
             return tensor.clone()
         storage = tensor.untyped_storage()
         if _others_read(owner):
-            storage = self._copied(storage)
+            storage = self._copied(bytes_of(storage)).untyped_storage()
         memory = self.residency.memory_of(storage)
         owner.handed_out = HandedOut(storage, self._accelerator, [] if memory is None else memory.consumers)
         return held.over(storage)
 
-    def _own(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a saved tensor to a Function in C++, in memory of its own if others read the bytes.
+    def _source_of(self, record: SavedStorage) -> torch.UntypedStorage | None:
+        """Return the storage that was saved, if it is moved and the user has it all the same."""
+        storage = None if record.is_kept or record.source is None else record.source()
+        if storage is None or storage.nbytes() != record.nbytes or record.ticket is None:
+            return None
+        for copy in record.ticket.store.copies_out():  # else one that is under way would take what backward writes
+            copy.wait()
+        return storage
 
-        It, too, may write into that without a version, and what it returns may become ``.grad``. Nothing tells whether
-        it reads once more, so that each read has another memory.
+    def _own(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a saved tensor to a Function in C++, in memory of its own and with a version of its own.
+
+        It, too, may write into that without a version, and what it returns may become ``.grad``, or be added to in
+        place: nobody else refers to the tensor that autograd makes of ours. Nothing tells whether it reads once more,
+        so that each read has another memory.
         """
         owner = held.record if isinstance(held, SavedView) else held.memory
-        if not _others_read(owner):
+        if held.held is None and not _others_read(owner):
             return tensor
         if not _is_its_bytes(tensor):
-            return tensor.clone()
-        return held.over(self._copied(tensor.untyped_storage()))
+            return tensor.detach().clone()
+        spec = ViewSpec.of(tensor)
+        start = spec.storage_offset * tensor.element_size()
+        own = self._copied(storage_bytes(tensor)[start : start + span_bytes(tensor)])
+        return spec._replace(storage_offset=0).rebuild(own)
 
-    def _copied(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        nbytes = storage.nbytes()
+    def _copied(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a copy of bytes, on the consumer's stream, which may be behind the load of these."""
+        nbytes, device = source.numel(), self._accelerator
         self.wait_for_room(nbytes)
-        source, device = bytes_of(storage), self._accelerator
         if device is None:
-            copy = source.clone().untyped_storage()
-        else:  # on the consumer's stream, which may be behind the load of these bytes
-            target = device.allocate(nbytes, self._device)
-            device.copy(source, target)
-            copy = target.untyped_storage()
+            copy = source.clone()
+        else:
+            copy = device.allocate(nbytes, self._device)
+            device.copy(source, copy)
         with self.finalizers, self.finalizers.lock:
-            self.residency.count(copy, nbytes)
-            self.residency.count_until_free(copy)
+            self.residency.count(copy.untyped_storage(), nbytes)
+            self.residency.count_until_free(copy.untyped_storage())
         return copy
 
     def _note_unpacked(self, view: SavedView) -> None:

@@ -14,9 +14,10 @@ which PyTorch 2.13 no longer saves in a Function.
 [Note: Memory of gradients] ``AccumulateGrad`` takes the memory of a gradient that nobody else refers to. Without hooks
 autograd itself refers to what a Function has saved, so that a backward that returns it has a copy made. With hooks the
 tensor around it is new. So a saved view refers to what a Function of the user's has read for as long as it lives, and
-the backward that runs to what was read last in its thread until the next unpack there: the view of a graph that is used
-up is gone by then. A callback of the backward's holds it, which autograd drops with the backward, also where that
-raises.
+the backward that runs to what was read in its thread until the next unpack there, or for longer where autograd still
+has it as a gradient: the view of a graph that is used up is gone by then. Nor may autograd add a second gradient to it
+in place, which would count as a change of the saved tensor. A callback of the backward's holds it, which autograd drops
+with the backward, also where that raises.
 
 [Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
 it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So each storage
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -42,7 +44,7 @@ from ds_tba.core.tensors import (
     note_save_by_function,
 )
 
-_SAVED_TENSORS = "saved_tensors"
+_SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
 _COMPILED_SAVE = "_ds_tba_compiled_save"
 
 
@@ -96,17 +98,18 @@ class Reading:
 
 
 class _LastRead:
-    """The tensors that a Function of the user's has read last in a thread; see [Note: Memory of gradients].
+    """The tensors that Functions of the user's have read in a thread; see [Note: Memory of gradients].
 
     Attributes:
         backward: autograd's number of the backward that holds this.
+        tensors: what was read last, and what of the reads before is a gradient that is under way.
     """
 
     __slots__ = ("__weakref__", "backward", "tensors")
 
     def __init__(self, backward: int) -> None:
         self.backward = backward
-        self.tensors: Sequence[Any] = ()
+        self.tensors: list[torch.Tensor] = []
 
     def __call__(self) -> None:
         """Do nothing at the end of the backward, whose callback this is."""
@@ -161,10 +164,11 @@ class SavedTensors:
             return found
         originals = with_originals(found, reading.tensors, ctx)
         if ctx is not None:
-            self._hold(originals)
+            held = {id(one.tensor) for one in reading.tensors if one.is_held}  # their holders and owners refer to them
+            self._hold([one for one in originals if isinstance(one, torch.Tensor) and id(one) not in held])
         return originals
 
-    def _hold(self, tensors: Sequence[Any]) -> None:
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
         backward = torch._C._current_graph_task_id()
         if backward < 0:  # outside of a backward nobody takes the memory of gradients
             return
@@ -173,17 +177,18 @@ class SavedTensors:
             last = _LastRead(backward)
             torch.autograd.Variable._execution_engine.queue_callback(last)
             self._of_thread.last = weakref.ref(last)
-        last.tensors = tensors
+        last.tensors += tensors
 
     def begin_unpack(self) -> Reading | None:
         """Return the reading of this thread that wants a tensor; None if a node in C++ does.
 
-        What the thread has read last is referred to no longer; see [Note: Memory of gradients].
+        What the thread has read last is referred to no longer, but for gradients; see [Note: Memory of gradients].
         """
         state = self._of_thread
         last = None if state.last is None else state.last()
-        if last is not None:
-            last.tensors = ()
+        if last is not None and last.tensors:
+            # What autograd has, too, is a gradient.
+            last.tensors = [one for one in last.tensors if one._use_count() > 1]  # type: ignore[attr-defined]
         return state.reading
 
     def note_compiled(self, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -218,9 +223,16 @@ def keep_originals() -> SavedTensors:
     if not isinstance(present, SavedTensors):
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
+        setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))
         _hand_to_checkpoints(present)
         _count_saves(present)
     return present
+
+
+def _by_old_name(ctx: Any) -> Any:
+    """Return ``ctx.saved_tensors`` for ``ctx.saved_variables``, which PyTorch still has; with the warning of that."""
+    warnings.warn("'saved_variables' is deprecated; use 'saved_tensors'", DeprecationWarning, stacklevel=2)
+    return ctx.saved_tensors
 
 
 def _count_saves(saved_tensors: SavedTensors) -> None:
@@ -266,8 +278,12 @@ def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any 
     waiting = list(unpacked)
     originals = []
     for one in found:
-        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0].tensor):
-            tensor, is_held, holder = waiting.pop(0)
+        # Some are passed over, sparse ones say: who waited for those would find no original behind them.
+        is_tensor = isinstance(one, torch.Tensor)
+        place = next((n for n, other in enumerate(waiting) if is_tensor and _is_around(one, other.tensor)), None)
+        if place is not None:
+            tensor, is_held, holder = waiting[place]
+            del waiting[: place + 1]
             # A tensor with a graph of its own must keep the edge that autograd gave it.
             one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
             if (

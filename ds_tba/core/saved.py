@@ -151,6 +151,8 @@ class RecordState(Enum):
     LOADED = "in device memory again"
     DROPPED = "given up"
 
+    __hash__ = object.__hash__  # Enum's is a Python function, which each move would call
+
 
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
@@ -278,6 +280,7 @@ class SavedStorage(StateMachine):
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
         is_refused: no store took it when it was to leave.
         fingerprint: of the bytes that left; None while they have not.
+        source: the storage itself, not held, if what was saved has no graph: a state of the user's may lie there.
         handed_out: the memory that the last read by a Function of the user's got.
         operation: the one that saved it last; None where the bytes never leave.
         index: in its micro-step.
@@ -291,7 +294,7 @@ class SavedStorage(StateMachine):
 
     __slots__ = (
         "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loaded",
-        "loading", "memory", "micro_step", "operation", "origin", "pending", "state", "ticket", "views",
+        "loading", "memory", "micro_step", "operation", "origin", "pending", "source", "state", "ticket", "views",
     )  # fmt: skip
 
     def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage], memory: CountedMemory) -> None:
@@ -305,6 +308,7 @@ class SavedStorage(StateMachine):
         self.is_complete = True
         self.is_refused = False
         self.fingerprint: Fingerprint | None = None
+        self.source: weakref.ref[torch.UntypedStorage] | None = None
         self.handed_out: HandedOut | None = None
         self.operation: Operation | None = None
         self.memory = memory

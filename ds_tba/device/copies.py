@@ -131,7 +131,8 @@ class Arrival:
         self._owner = owner
         self.event = event
         self.consumers: list[Stream] = []
-        self.version = data._version  # the host has queued the copy by now
+        # The host has queued the copy by now. Memory of the user's inference mode, for a measurement, has no version.
+        self.version = -1 if data.is_inference() else data._version
 
     @classmethod
     def done(cls, data: torch.Tensor) -> Arrival:

@@ -70,8 +70,13 @@ class LaneGroup:
         for number in range(len(self.handles)):
             # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
             thread = threading.Thread(target=self._run, args=(number, accelerator), name=name, daemon=True)
-            thread.start()
+            # First: a signal handler may raise while start() waits for the thread, which then runs, and has to end.
             self._threads.append(thread)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no thread to spare
+                self._threads.pop()
+                raise
 
     def put(self, task: Task, priority: int = AHEAD) -> None:
         """Queue a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else."""
@@ -91,8 +96,14 @@ class LaneGroup:
         for handle in self.handles[len(self._threads) :]:
             handle.close()  # its thread never started
         del self.handles[len(self._threads) :]
-        for thread in self._threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        begun_s = time.monotonic()
+        for number, thread in enumerate(self._threads):
+            while thread.ident is None and time.monotonic() < min(deadline_s, begun_s + LANE_CHECK_S):
+                time.sleep(AGAIN_S)  # it may have been started by a start() that a signal handler has ended
+            if thread.ident is None:
+                self.handles[number].close()
+            else:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self, number: int, accelerator: Accelerator) -> None:

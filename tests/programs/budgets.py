@@ -97,9 +97,6 @@ class Program:
     steps: tuple[Step, ...]
     block: dict[str, Any]
 
-    def describe(self) -> str:
-        return str(self)
-
     @property
     def budget_bytes(self) -> int:
         return int(self.block["activation_budget_bytes"])

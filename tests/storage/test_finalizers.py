@@ -107,6 +107,25 @@ def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None
         assert lanes.end(time.monotonic() + 10.0)
 
 
+def test_an_interrupted_start_leaves_no_lane(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A handler may raise while whoever starts a lane waits for its first sign of life."""
+    start, lanes = threading.Thread.start, LaneGroup()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if len(lanes._threads) > 1:
+            raise AlarmError
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with (tmp_path / "file").open("wb") as file:
+        lanes.handles += [PosixBackend().open_handle(file.fileno()) for _ in range(3)]
+        with suppress(AlarmError):
+            lanes.start("interrupted-lane", CpuAccelerator())
+        lanes.stop()
+        assert lanes.end(time.monotonic() + 10.0)
+    assert not [one for one in threading.enumerate() if one.name == "interrupted-lane"]
+
+
 @pytest.mark.long
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     """At random moments, most of them in the middle of our own code, which may hold any lock."""

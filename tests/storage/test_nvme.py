@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -471,6 +472,18 @@ def test_what_backward_holds_takes_no_staging_and_outlives_the_store(
     store.close()
     assert store.ring._memory is None
     assert all(torch.equal(one, piece) for one, piece in zip(held, pieces, strict=True))
+
+
+def test_what_was_loaded_may_be_resized_and_is_read_by_a_forked_child(make_store: StoreFactory) -> None:
+    store, data = make_store(), noise(MIB)
+    found = store.get(stored(store, data), CPU).data
+    wanted = data.numpy().tobytes()
+    child = os.fork()
+    if child == 0:
+        os._exit(found.numpy().tobytes() != wanted)
+    assert os.waitpid(child, 0)[1] == 0
+    found.untyped_storage().resize_(2 * MIB)
+    assert torch.equal(found, data)
 
 
 class NoMemory(RuntimeError):  # as torch.OutOfMemoryError is
