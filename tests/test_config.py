@@ -60,8 +60,8 @@ def test_names_choose_and_no_name_is_in_both_lists() -> None:
     assert parsed is not None and parsed[0].patterns == {"only": ["*.mlp"], "except": ["*.down"]}
     assert parse_keywords({**GOOD, "except_": ["a"]}, "call").patterns == {"except": ["a"]}
     assert "only and except both name *.mlp" in refusal({**GOOD, "only": ["*.mlp", "a"], "except": ["*.mlp"]})
-    assert '"activation_nvme_offload.except" is []: it must have one member' in refusal({**GOOD, "except": []})
-    assert ".only\" is '*.mlp': it must be a list" in refusal({**GOOD, "only": "*.mlp"})
+    assert '"activation_nvme_offload.except" is []: it must have at least 1 item' in refusal({**GOOD, "except": []})
+    assert ".only\" is '*.mlp': it must be a valid list" in refusal({**GOOD, "only": "*.mlp"})
     assert "did you mean `except`?" in refusal({**GOOD, "except_": ["*.mlp"]})
 
 
