@@ -56,6 +56,10 @@ PREFETCH_FRACTION_OF_STAGING = 0.5
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
 
+# Of a lane that compresses: a codec gains nothing by a longer buffer, and all buffers take a part of staging at most.
+BUFFER_BYTES = 4 << 20
+BUFFERS_FRACTION = 0.25
+
 _IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([kmgt]?i?b?)", re.ASCII | re.IGNORECASE)
 _UNITS = {"b": 0, "i": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -103,6 +107,13 @@ def _not_per_cent(value: float) -> float:
             f"it is a fraction of the step's time, so {value:g} is {100 * value:g} %; did you mean {value / 100:g}? "
             "It must be below 1, or 100 and more for no limit"
         )
+    return value
+
+
+def _not_none_in_words(value: object) -> object:
+    """Refuse what is meant for null by who knows other configs."""
+    if value is False or (isinstance(value, str) and value.lower() in ("none", "null", "off")):
+        raise refusal("for no compression leave the key out, or write null")
     return value
 
 
@@ -162,7 +173,7 @@ class IoConfig(Block):
     staging_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     swap_file_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     integrity: Integrity = "sampled"
-    compression: Compression | None = None
+    compression: Annotated[Compression, BeforeValidator(_not_none_in_words)] | None = None
 
     @property
     def ring_bytes(self) -> int:
@@ -243,6 +254,14 @@ class OffloadConfig(Block):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
+    def slots_bytes(self) -> int:
+        """Bytes of staging for tensors: all but the buffers of lanes that compress."""
+        if self.io.compression is None:
+            return self.io.ring_bytes
+        lanes = (self.io.write_lanes + self.io.read_lanes) * len(self.nvme_paths)
+        return self.io.ring_bytes - lanes * lane_buffer_bytes(self.io.ring_bytes, lanes, IO_ALIGNMENT_BYTES)
+
+    @property
     def rematerialize_enabled(self) -> bool:
         """True if storages may be rematerialized from others."""
         return self.rematerialize is not False
@@ -311,7 +330,7 @@ class OffloadConfig(Block):
                 "hold no tensor; raise io.swap_file_bytes to what one step saves, or leave it out: the free space is "
                 "the limit then"
             )
-        if io.backend == "gds" and io.compression is not None:
+        if self.uses_nvme and io.backend == "gds" and io.compression is not None:
             yield (
                 f'io.compression is "{io.compression}", which works in host memory, and io.backend "gds" moves bytes '
                 "straight from device memory; leave io.compression out, or name another backend"
@@ -321,6 +340,12 @@ class OffloadConfig(Block):
                 f"min_tensor_bytes {least} is above the {io.ring_bytes} bytes of staging, so no tensor could ever be "
                 "staged; lower min_tensor_bytes, or set io.staging_bytes to more"
             )
+
+
+def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
+    """Return the length of the buffer of each lane that compresses."""
+    nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // max(lanes, 1))
+    return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
 
 
 def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
@@ -439,6 +464,8 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
     # No keyword of Python may be "except".
+    if {"except", "except_"} <= keys.keys():
+        raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
     block = _as_json({"except" if key == "except_" else key: value for key, value in keys.items()})
     _refuse_auto(block, call)
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")

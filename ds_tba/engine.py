@@ -38,7 +38,8 @@ from ds_tba.config import (
     refuse_misnamed,
     zero_block,
 )
-from ds_tba.core.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
+from ds_tba.core.hooks import skip_frames, uncompiled
+from ds_tba.core.tensors import OwnedStorages, mark_owned
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader

@@ -17,7 +17,8 @@ import torch
 from torch import distributed, nn
 
 from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
-from ds_tba.core.tensors import OwnedStorages, skip_frames
+from ds_tba.core.hooks import skip_frames
+from ds_tba.core.tensors import OwnedStorages
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader

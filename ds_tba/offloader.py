@@ -21,8 +21,8 @@ from torch import nn
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.kept_hooks import KEPT
-from ds_tba.core.tensors import SHOWS_HOOKS, mark_inputs
+from ds_tba.core.hooks import KEPT, SHOWS_HOOKS
+from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
@@ -105,6 +105,18 @@ class ActivationOffloader:
             config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
         )
         waking_s = time.monotonic() - started_s
+        try:
+            self._open_rooms(rank, waking_s)
+        except BaseException:  # its lanes would never end, nor its swap file
+            self._tiers.close()
+            raise
+        # Most programs never close an engine: without this nobody would write the last report.
+        atexit.register(self.close)
+
+    # ---- rooms --------------------------------------------------------------------------------------------------
+
+    def _open_rooms(self, rank: int, waking_s: float) -> None:
+        config, accelerator = self.config, self._accelerator
         self.cache = self._open_cache()
         self._reporter = Reporter(config, self._tiers, self.cache, accelerator, self._files.report)
         self._running: RunningModule | None = None
@@ -117,10 +129,6 @@ class ActivationOffloader:
         self._controller: Controller | None = None
         self._resting = Resting(self._tiers, self.cache, rank, waking_s)
         self._closer = Closer(self._close, accelerator)
-        # Most programs never close an engine: without this nobody would write the last report.
-        atexit.register(self.close)
-
-    # ---- rooms --------------------------------------------------------------------------------------------------
 
     def _open_cache(self) -> TensorCache:
         accelerator, config = self._accelerator, self.config
@@ -138,7 +146,7 @@ class ActivationOffloader:
         if self._running is None:
             from ds_tba.remat.where import RunningModule
 
-            self._running = RunningModule({})
+            self._running = RunningModule()
         return self._running
 
     def _choose_by_name(self, model: nn.Module, everyone: Agreement | None) -> None:
@@ -191,9 +199,9 @@ class ActivationOffloader:
         found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
         chosen = self._chosen
         excluded = frozenset(one.path for one in found if chosen is not None and chosen.excludes_part_of(one.module))
-        may_recompute = plans and config.recompute
-        watched = Watched(model, found if config.recompute else (), may_recompute=may_recompute, excluded=excluded)
-        planning = Planning((planner or adaptive) if plans else None, machine, agreement)
+        layers = found if config.recompute else []
+        watched = Watched(model, self._where_it_runs(), layers, plans and config.recompute, excluded)
+        planning = Planning((planner or adaptive) if plans else None, agreement)
         return Controller(self.cache, machine, planning, watched, self._files.trace)
 
     def _open_machine(self, everyone: Agreement) -> Machine:
@@ -202,7 +210,7 @@ class ActivationOffloader:
 
         accelerator, nvme = self._accelerator, self._tiers.nvme
         drives = None if nvme is None else DriveProbe(nvme.space, nvme.io)
-        rates = Rates(drives, accelerator, self.config.io.ring_bytes)
+        rates = Rates(drives, accelerator, self.config.slots_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()
         if advice and self._writer.rank == 0:
@@ -457,12 +465,13 @@ class ActivationOffloader:
 
 def _measure_together(rates: Rates, agreement: Agreement) -> None:
     """Measure at the same time as the ranks that share the drives; if one rank fails, all fail."""
-    agreement.all_gather(None)
-    problem = None
-    try:
-        rates.measure()
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
-        problem = str(error)
-    for rank, found in enumerate(agreement.all_gather(problem)):
-        if found is not None:
-            raise PathError(f"rank {rank}: {found}")
+    for measure in (rates.measure_plain, rates.measure):  # each beside the same of the others
+        agreement.all_gather(None)
+        problem = None
+        try:
+            measure()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
+            problem = str(error)
+        for rank, found in enumerate(agreement.all_gather(problem)):
+            if found is not None:
+                raise PathError(f"rank {rank}: {found}")

@@ -100,9 +100,9 @@ class Resting:
         """Want lanes, staging and disk space."""
         # Under the lock: another thread may be about to give back what this one is about to use.
         with self._life:
-            self._in_use += 1
             if not (self._is_awake or self._is_over):
                 self._wake()
+            self._in_use += 1  # last: an interrupt of waking would leave it in use for ever
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,13 @@ def test_a_closed_one_refuses_the_next_forward() -> None:
         loop(offloader, model_of())
     with pytest.raises(StateError, match="after close"):
         loop(offloader, model_of())
+
+
+def test_one_that_is_refused_late_leaves_no_lane(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="exclude"):
+        Offloader(nvme_path=str(tmp_path), placement="nvme", rematerialize={"exclude": ["no_op"]})
+    assert set(threading.enumerate()) <= before
 
 
 def test_one_that_nobody_refers_to_any_more_closes(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ NAMES = [
     # PyTorch: tensors and their storages
     Name("._base", ALL, "torch.Tensor._base"),
     Name("._version", ALL, "torch.Tensor._version"),
+    Name("._use_count", ALL, "torch.Tensor._use_count"),
     Name("._is_zerotensor", ALL, "torch.Tensor._is_zerotensor"),
     Name("._indices", "the memory of sparse tensors: it would count as 0 bytes", "torch.Tensor._indices"),
     Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),
@@ -158,7 +159,7 @@ NAMES = [
 ]  # fmt: skip
 
 # Not somebody else's: of named tuples and Python, and of classes of this package from another file.
-OURS = {"._asdict", "._replace", "sys._getframe", "._close", "._destroy", "._run_again", "._values", "._ds_tba_loan"}
+OURS = {"._asdict", "._replace", "sys._getframe", "._close", "._destroy", "._run_again", "._values"}
 # Beginnings and ends of names.
 PARTS = {"._back", "._backward", "._for_cpu", "._bytes", "._Made"}
 # A search cannot tell them from other attributes and texts.

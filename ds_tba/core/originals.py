@@ -14,9 +14,10 @@ which PyTorch 2.13 no longer saves in a Function.
 [Note: Memory of gradients] ``AccumulateGrad`` takes the memory of a gradient that nobody else refers to. Without hooks
 autograd itself refers to what a Function has saved, so that a backward that returns it has a copy made. With hooks the
 tensor around it is new. So a saved view refers to what a Function of the user's has read for as long as it lives, and
-the backward that runs to what was read last in its thread until the next unpack there: the view of a graph that is used
-up is gone by then. A callback of the backward's holds it, which autograd drops with the backward, also where that
-raises.
+the backward that runs to what was read in its thread until the next unpack there, or for longer where autograd still
+has it as a gradient: the view of a graph that is used up is gone by then. Nor may autograd add a second gradient to it
+in place, which would count as a change of the saved tensor. A callback of the backward's holds it, which autograd drops
+with the backward, also where that raises.
 
 [Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
 it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So each storage
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -42,7 +44,7 @@ from ds_tba.core.tensors import (
     note_save_by_function,
 )
 
-_SAVED_TENSORS = "saved_tensors"
+_SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
 _COMPILED_SAVE = "_ds_tba_compiled_save"
 
 
@@ -72,18 +74,42 @@ class Unpacked(NamedTuple):
     holder: Holder | None
 
 
+class Reading:
+    """A read of saved tensors by Python code that is under way.
+
+    Attributes:
+        is_for_users_function: it is by one of [Note: Functions of the user].
+        tensors: those that unpack hooks have returned for it so far.
+    """
+
+    __slots__ = ("is_for_users_function", "tensors")
+
+    def __init__(self, *, is_for_users_function: bool) -> None:
+        self.is_for_users_function = is_for_users_function
+        self.tensors: list[Unpacked] = []
+
+    def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
+        """Note that an unpack hook returns a tensor.
+
+        Args:
+            holder: what autograd holds in its place; None where that is the tensor itself.
+        """
+        self.tensors.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
+
+
 class _LastRead:
-    """The tensors that a Function of the user's has read last in a thread; see [Note: Memory of gradients].
+    """The tensors that Functions of the user's have read in a thread; see [Note: Memory of gradients].
 
     Attributes:
         backward: autograd's number of the backward that holds this.
+        tensors: what was read last, and what of the reads before is a gradient that is under way.
     """
 
     __slots__ = ("__weakref__", "backward", "tensors")
 
     def __init__(self, backward: int) -> None:
         self.backward = backward
-        self.tensors: Sequence[Any] = ()
+        self.tensors: list[torch.Tensor] = []
 
     def __call__(self) -> None:
         """Do nothing at the end of the backward, whose callback this is."""
@@ -93,15 +119,13 @@ class _OfThread(threading.local):
     """Reads and saves of tensors by Python code in this thread.
 
     Attributes:
-        tensors: those that unpack hooks have returned for the context that is being read; None while none is.
-        is_for_users_function: that context is one of [Note: Functions of the user].
+        reading: the innermost one; None while there is none.
         last: what was read last; None where that was forgotten.
         compiled: marks the storages that the compiled graph saves which has run last.
         checkpoints: how many have saved their arguments, which makes no node.
     """
 
-    tensors: list[Unpacked] | None = None
-    is_for_users_function = False
+    reading: Reading | None = None
     last: weakref.ref[_LastRead] | None = None
     compiled: object = None
     checkpoints = 0
@@ -130,22 +154,21 @@ class SavedTensors:
         Args:
             ctx: the context of one of [Note: Functions of the user]; else None.
         """
-        state = self._of_thread
-        outer = state.tensors, state.is_for_users_function
-        unpacked: list[Unpacked] = []
-        state.tensors, state.is_for_users_function = unpacked, ctx is not None
+        state, reading = self._of_thread, Reading(is_for_users_function=ctx is not None)
+        outer, state.reading = state.reading, reading
         try:
             found = unpack()
         finally:
-            state.tensors, state.is_for_users_function = outer
-        if ctx is None and not any(one.is_held for one in unpacked):
+            state.reading = outer
+        if ctx is None and not any(one.is_held for one in reading.tensors):
             return found
-        originals = with_originals(found, unpacked, ctx)
+        originals = with_originals(found, reading.tensors, ctx)
         if ctx is not None:
-            self._hold(originals)
+            held = {id(one.tensor) for one in reading.tensors if one.is_held}  # their holders and owners refer to them
+            self._hold([one for one in originals if isinstance(one, torch.Tensor) and id(one) not in held])
         return originals
 
-    def _hold(self, tensors: Sequence[Any]) -> None:
+    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
         backward = torch._C._current_graph_task_id()
         if backward < 0:  # outside of a backward nobody takes the memory of gradients
             return
@@ -154,13 +177,19 @@ class SavedTensors:
             last = _LastRead(backward)
             torch.autograd.Variable._execution_engine.queue_callback(last)
             self._of_thread.last = weakref.ref(last)
-        last.tensors = tensors
+        last.tensors += tensors
 
-    def forget_last(self) -> None:
-        """Refer no longer to what this thread has read last; see [Note: Memory of gradients]."""
-        last = None if self._of_thread.last is None else self._of_thread.last()
-        if last is not None:
-            last.tensors = ()
+    def begin_unpack(self) -> Reading | None:
+        """Return the reading of this thread that wants a tensor; None if a node in C++ does.
+
+        What the thread has read last is referred to no longer, but for gradients; see [Note: Memory of gradients].
+        """
+        state = self._of_thread
+        last = None if state.last is None else state.last()
+        if last is not None and last.tensors:
+            # What autograd has, too, is a gradient.
+            last.tensors = [one for one in last.tensors if one._use_count() > 1]  # type: ignore[attr-defined]
+        return state.reading
 
     def note_compiled(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Note the storages that a compiled graph of this thread saves now; none where another Function saves."""
@@ -174,9 +203,9 @@ class SavedTensors:
         return mark is not None and mark is self._of_thread.compiled
 
     @property
-    def is_for_users_function(self) -> bool:
-        """Whether this thread unpacks for one of [Note: Functions of the user]."""
-        return self._of_thread.is_for_users_function
+    def reading(self) -> Reading | None:
+        """The innermost reading of this thread."""
+        return self._of_thread.reading
 
     @property
     def checkpoints(self) -> int:
@@ -187,26 +216,23 @@ class SavedTensors:
         """Note that a checkpoint of this thread saves its arguments."""
         self._of_thread.checkpoints += 1
 
-    def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
-        """An unpack hook returns a tensor.
-
-        Args:
-            holder: what autograd holds in its place; None where that is the tensor itself.
-        """
-        unpacked = self._of_thread.tensors
-        if unpacked is not None:
-            unpacked.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
-
 
 def keep_originals() -> SavedTensors:
-    """The descriptor, put in its place at the first call."""
+    """Return the descriptor, put in its place at the first call."""
     present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
     if not isinstance(present, SavedTensors):
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
+        setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))
         _hand_to_checkpoints(present)
         _count_saves(present)
     return present
+
+
+def _by_old_name(ctx: Any) -> Any:
+    """Return ``ctx.saved_tensors`` for ``ctx.saved_variables``, which PyTorch still has; with the warning of that."""
+    warnings.warn("'saved_variables' is deprecated; use 'saved_tensors'", DeprecationWarning, stacklevel=2)
+    return ctx.saved_tensors
 
 
 def _count_saves(saved_tensors: SavedTensors) -> None:
@@ -242,7 +268,7 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
 
 
 def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any = None) -> tuple[Any, ...]:
-    """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
+    """Return the saved tensors of a context, with the originals in place of tensors that autograd made around them.
 
     Args:
         found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
@@ -252,8 +278,12 @@ def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any 
     waiting = list(unpacked)
     originals = []
     for one in found:
-        if waiting and isinstance(one, torch.Tensor) and _is_around(one, waiting[0].tensor):
-            tensor, is_held, holder = waiting.pop(0)
+        # Some are passed over, sparse ones say: who waited for those would find no original behind them.
+        is_tensor = isinstance(one, torch.Tensor)
+        place = next((n for n, other in enumerate(waiting) if is_tensor and _is_around(one, other.tensor)), None)
+        if place is not None:
+            tensor, is_held, holder = waiting[place]
+            del waiting[: place + 1]
             # A tensor with a graph of its own must keep the edge that autograd gave it.
             one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
             if (

@@ -74,6 +74,15 @@ class Rates:
         """True if the device is the host."""
         return self._accelerator.is_synchronized_device()
 
+    def measure_plain(self) -> None:
+        """Measure the drives once without compression, if there is any, before :meth:`measure`.
+
+        Raises:
+            PathError: a write or a read failed.
+        """
+        if self._drives is not None:
+            self._drives.measure_plain()
+
     def measure(self) -> None:
         """Measure drives and copies; blocks for a moment.
 
@@ -82,7 +91,6 @@ class Rates:
         """
         started_s = time.monotonic()
         if self._drives is not None:
-            self._drives.measure_plain()
             cpu_s = time.process_time()
             before_bytes = self._drives.moved_bytes()
             self._drives.measure()

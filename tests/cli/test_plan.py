@@ -231,7 +231,11 @@ def test_compression_lowers_the_wear_as_given_or_as_assumed(
         assert main(["plan", *arguments_of(directory), *options]) == 0
         assert told in capsys.readouterr().out
     assert per_day["0.5"] == pytest.approx(per_day[None] / 2)
-    write_config(directory, activation_nvme_offload={**BLOCK, "io": {"staging_bytes": 1 << 20, "compression": "zstd"}})
+    io = {
+        "staging_bytes": 340 * 4096,
+        "compression": "zstd",
+    }  # of which the buffers of lanes leave the 1 MiB from above
+    write_config(directory, activation_nvme_offload={**BLOCK, "io": io})
     assert row(estimate(directory, *given), "offload all")["written_bytes_per_day"] == pytest.approx(
         per_day[None] * 0.65
     )

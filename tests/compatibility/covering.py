@@ -19,7 +19,6 @@ COVERING: dict[str, list[str]] = {
         "a new length in every step, ZeRO-3",
         "two forwards before each backward, gradient accumulation 2, ZeRO-3",
         "engine.no_sync, ZeRO-1",
-        "loss.backward() called by the script, ZeRO-3",
         "two engines, both forwards before both backwards, ZeRO-2",
         "experts as leaf modules (set_z3_leaf_modules), ZeRO-3",
         "zero.Init, GatheredParameters between steps, an external parameter, ZeRO-3",
@@ -27,6 +26,7 @@ COVERING: dict[str, list[str]] = {
         "selective checkpointing, ZeRO-2",
         "deepspeed.checkpointing.checkpoint with cpu_checkpointing, ZeRO-2",
         "deepspeed.checkpointing.checkpoint with contiguous_memory_optimization, ZeRO-2, 2 ranks",
+        "deepspeed.checkpointing.checkpoint of these with cpu_checkpointing, and of one tensor twice, ZeRO-2",
         "save_checkpoint and load_checkpoint, with and without the block, ZeRO-2",
         "TiledMLP, ZeRO-2",
         "UlyssesSPAttentionHF with Llama, ZeRO-3, 2 ranks",
@@ -34,17 +34,11 @@ COVERING: dict[str, list[str]] = {
         "AutoTP training of Llama, ZeRO-2, 2 ranks",
         '"recompute": true, TiledMLP, ZeRO-3',
     ],
-    "Megatron-style, 2 ranks": [
-        "a checkpoint that restores named random states",
-        "outputs freed, a checkpoint, three micro-batches in flight, adaptive",
-        '"recompute": true: blocks that draw from named random states',
-    ],
     "Models": [
         "Llama with tied embeddings, ZeRO-3",
         "Qwen3-MoE, ZeRO-3, 2 ranks, adaptive",
         "Mamba-2, ZeRO-3, recompute",
     ],
-    "Peers' own behaviours": ["DeepSpeed: the same with cpu_checkpointing, and one tensor passed twice"],
     "Ranks": [
         "2 on one machine, ZeRO-2",
         "2 hosts of 2 ranks, drives of 1000 and 100 MB/s in other directories, ZeRO-3",
@@ -62,7 +56,10 @@ COVERING: dict[str, list[str]] = {
         "gradient accumulation, 2 ranks, ZeRO-3",
         "`accelerate launch` with a DeepSpeed config in a file, ZeRO-3, 2 ranks",
     ],
-    "DeepSpeed and Accelerate in a loop of one's own": ["Accelerate, a plugin with `hf_ds_config`, ZeRO-2"],
+    "DeepSpeed and Accelerate in a loop of one's own": [
+        "`loss.backward()` called by the script, ZeRO-3",
+        "Accelerate, a plugin with `hf_ds_config`, ZeRO-2",
+    ],
     "Beside other offloads": [
         "transformers: every_n_layers, recompute, ZeRO-3",
         "transformers: offload, nvme, ZeRO-2",

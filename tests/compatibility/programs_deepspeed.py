@@ -6,7 +6,7 @@ They train a small decoder of our own, because most of these are calls that a us
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,21 +112,19 @@ def ended(engine: Any, losses: list[float], **more: Any) -> dict[str, Any]:
     return result
 
 
-def train_on(
-    engine: Any,
-    batches: Iterator[Tensor],
-    steps: int,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[float]:
-    """Losses of so many steps."""
+def loop(engine: Any, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
+    """Train for so many steps; return the loss of each micro-step."""
     losses = []
     for _ in range(steps * engine.gradient_accumulation_steps()):
-        with around():
-            loss = engine(next(batches))
+        loss = loss_of()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
     return losses
+
+
+def train_on(engine: Any, batches: Iterator[Tensor], steps: int) -> list[float]:
+    return loop(engine, lambda: engine(next(batches)), steps)
 
 
 # ---- ZeRO, precision, batches ---------------------------------------------------------------------------------------
@@ -142,9 +140,14 @@ def trained(
         autocast: forward runs under the user's own ``torch.autocast``.
     """
     engine = started(config)
-    around = partial(torch.autocast, "cpu", torch.bfloat16) if autocast else nullcontext
-    losses = train_on(engine, texts(engine.global_rank, lengths_change=lengths_change), steps, around)
-    return ended(engine, losses, skipped_steps=engine.skipped_steps)
+    batches = texts(engine.global_rank, lengths_change=lengths_change)
+
+    def loss_of() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss: Tensor = engine(next(batches))
+            return loss
+
+    return ended(engine, loop(engine, loss_of, steps), skipped_steps=engine.skipped_steps)
 
 
 def trained_with_a_look(config: dict[str, Any], steps: int = 8) -> dict[str, Any]:
@@ -187,19 +190,6 @@ def trained_with_no_sync(config: dict[str, Any], steps: int = 4) -> dict[str, An
     return ended(engine, losses)
 
 
-def trained_by_the_script(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
-    """The script calls ``loss.backward()`` itself."""
-    engine = started(config)
-    batches = texts(engine.global_rank)
-    losses = []
-    for _ in range(steps * engine.gradient_accumulation_steps()):
-        loss = engine(next(batches))
-        loss.backward()
-        engine.step()
-        losses.append(loss.item())
-    return ended(engine, losses)
-
-
 def trained_two_engines(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """An actor and a critic: both go forward before either goes backward."""
     actor, critic = started(config), started(config)
@@ -225,42 +215,12 @@ def trained_on_pairs(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     """Two forwards before each backward, as preference losses have them."""
     engine = started(config)
     batches = texts(engine.global_rank)
-    losses = []
-    for _ in range(steps * engine.gradient_accumulation_steps()):
+
+    def loss_of() -> Tensor:
         chosen, rejected = engine(next(batches)), engine(next(batches))
-        loss = -nn.functional.logsigmoid(rejected - chosen) + 0.1 * chosen
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return ended(engine, losses)
+        return -nn.functional.logsigmoid(rejected - chosen) + 0.1 * chosen
 
-
-def trained_with_evaluation(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
-    """Between steps: evaluation, generation, and a forward whose graph is dropped."""
-    from models import MODELS
-
-    engine = started(config, MODELS["Llama"].build)
-    chance = torch.Generator().manual_seed(1 + engine.global_rank)
-    losses = []
-    for step in range(steps):
-        batch = MODELS["Llama"].batch(BATCH, chance)
-        loss = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        engine.eval()
-        with torch.no_grad():
-            losses.append(engine(**batch).loss.item())
-            prompt = batch["input_ids"][:, :8]
-            text = engine.module.generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=True,
-                pad_token_id=0,
-            )  # fmt: skip
-            losses.append(float(text.sum()))
-        engine.train()
-        if step % 2:
-            losses.append(engine(**batch).loss.item())
-    return ended(engine, losses)
+    return ended(engine, loop(engine, loss_of, steps))
 
 
 # ---- models that know ZeRO-3 ----------------------------------------------------------------------------------------
@@ -333,6 +293,20 @@ def with_leaf_modules(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
         return model
 
     engine = started(config, build)
+    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
+
+
+class FrozenNorms(Net):
+    """ZeRO-3 gathers frozen parameters for each use, also where a block runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("norm" not in name)
+
+
+def trained_but_for_norms(config: dict[str, Any], steps: int) -> dict[str, Any]:
+    engine = started(config, FrozenNorms)
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))
 
 
@@ -457,23 +431,6 @@ class TiledMlp(MLP):
         return TiledMLP.apply(MLP.forward_of, self, x, 4, list(self.parameters()))
 
 
-class SequenceTiledBlock(Block):
-    """A ``TiledBlock`` by the function for any module."""
-
-    def new_mlp(self) -> nn.Module:
-        return SequenceTiledMlp()
-
-
-class SequenceTiledMlp(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import sequence_tiled_compute
-
-        tensors, others = {"x": x}, {"mlp": self}
-        return sequence_tiled_compute(
-            MLP.forward_of, x.shape[1], 4, tensors, others, "x", list(self.parameters()), 1, output_reduction=None
-        )
-
-
 class TiledLoss(Net):
     """The scores of all words are never there at once."""
 
@@ -487,27 +444,9 @@ class TiledLoss(Net):
         return TiledFusedLogitsLoss.apply(loss, self.head, x, y, None, 4, list(self.head.parameters()), "mean")
 
 
-class UlyssesBlock(Block):
-    """Each rank has a part of the sequence; attention has all of it, for a part of the heads."""
-
-    def __init__(self) -> None:
-        from deepspeed.sequence.layer import DistributedAttention
-        from torch import distributed
-
-        super().__init__()
-        # A function, so that it is not taken for a block of the model.
-        self.attention = DistributedAttention(super().attend, distributed.group.WORLD, scatter_idx=2, gather_idx=1)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out: Tensor = self.attention(query, key, value, 0)
-        return out
-
-
 TILED: dict[str, Callable[[], nn.Module]] = {
     "TiledMLP": partial(Net, TiledBlock),
-    "sequence_tiled_compute": partial(Net, SequenceTiledBlock),
     "TiledFusedLogitsLoss": TiledLoss,
-    "Ulysses": partial(Net, UlyssesBlock),
 }
 
 
@@ -534,17 +473,16 @@ def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str,
         model, model.config._attn_implementation, distributed.get_world_size(), BATCH, seq_length_is_variable=True
     )
     engine = started(config, lambda: model, mpu=groups)
-    chance, losses = torch.Generator().manual_seed(1), []
+    chance = torch.Generator().manual_seed(1)
     part = slice(engine.global_rank * LENGTH, (engine.global_rank + 1) * LENGTH)
-    for _ in range(steps):
+
+    def loss_of() -> Tensor:
         text = torch.randint(0, WORDS, (BATCH, LENGTH * distributed.get_world_size()), generator=chance)
         places = torch.arange(text.shape[1]).expand_as(text)
         scores = engine(input_ids=text[:, part], position_ids=places[:, part], use_cache=False).logits
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), text.roll(-1, 1)[:, part].flatten())
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return ended(engine, losses)
+        return nn.functional.cross_entropy(scores.flatten(0, 1).float(), text.roll(-1, 1)[:, part].flatten())
+
+    return ended(engine, loop(engine, loss_of, steps))
 
 
 # ---- experts and tensor parallelism ---------------------------------------------------------------------------------
@@ -593,12 +531,8 @@ def with_tensor_parallelism(config: dict[str, Any], steps: int = 5) -> dict[str,
 
     engine = started(config, MODELS["Llama"].build)
     torch.manual_seed(100)
-    chance, losses = torch.Generator().manual_seed(1), []
-    for _ in range(steps):
-        loss = engine(**MODELS["Llama"].batch(BATCH, chance), use_cache=False).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    chance = torch.Generator().manual_seed(1)
+    losses = loop(engine, lambda: engine(**MODELS["Llama"].batch(BATCH, chance), use_cache=False).loss, steps)
     return ended(engine, losses)
 
 

@@ -156,28 +156,6 @@ def trainer(
     return outcome(trains.model_wrapped, losses + evaluated(trains) + [float(token) for token in tokens])
 
 
-def seq2seq_trainer(config: dict[str, Any], model: str = "T5", steps: int = 8, **more: Any) -> dict[str, Any]:
-    """``Seq2SeqTrainer`` that generates when it evaluates."""
-    from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
-
-    generated: list[float] = []
-
-    def metrics(prediction: Any) -> dict[str, float]:
-        generated.extend(float(token) for token in prediction.predictions.flatten())
-        return {}
-
-    arguments = Seq2SeqTrainingArguments(**settings(
-        config, steps, predict_with_generate=True, eval_strategy="steps", eval_steps=2,
-        generation_config=GenerationConfig(max_new_tokens=4, decoder_start_token_id=0, pad_token_id=0), **more,
-    ))  # fmt: skip
-    data = samples(model)
-    trains = Seq2SeqTrainer(build(model), arguments, train_dataset=data, eval_dataset=data[:4], compute_metrics=metrics)
-    losses = losses_of(trains)
-    trains.train()
-    assert generated, "nothing was generated"
-    return outcome(trains.model_wrapped, losses + evaluated(trains) + generated)
-
-
 def resumed_trainer(config: dict[str, Any], model: str = "Llama", steps: int = 10, **more: Any) -> dict[str, Any]:
     """A run that is saved half-way, and another that goes on from there."""
     from transformers import Trainer, TrainingArguments

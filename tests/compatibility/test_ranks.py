@@ -10,13 +10,12 @@ from typing import Any
 import hosts
 import programs_deepspeed as programs
 import pytest
-from compare import MIB, compare
+from compare import MIB, PLANNED, compare
 from support.runs import SCRIPTS, plain_config, run_once, with_block
 
 pytestmark = pytest.mark.engine
 
 STEPS = 10
-ADAPTIVE: dict[str, Any] = {"placement": "adaptive", "max_step_overhead": 1000.0}
 
 
 def plan_of(report: dict[str, Any]) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def plan_of(report: dict[str, Any]) -> dict[str, Any]:
 )
 def test_ranks(ranks: int, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(stage, train_micro_batch_size_per_gpu=programs.BATCH)
-    compared = compare(programs.trained, config, tmp_path, ranks=ranks, block=ADAPTIVE, steps=STEPS)
+    compared = compare(programs.trained, config, tmp_path, ranks=ranks, block=PLANNED, steps=STEPS)
     plans = [plan_of(report) for report in compared.reports]
     assert plans == [plans[0]] * ranks
     row_says(str(compared))
@@ -47,7 +46,7 @@ def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     script, arguments = SCRIPTS / "unequal.py", ("--steps", str(STEPS))
     together = run_once(config, tmp_path, *arguments, ranks=4)
     assert together.returncode == 0, together.output
-    block = {"min_tensor_bytes": 65536, **ADAPTIVE, "nvme_path": "$DRIVE/activations"}
+    block = {"min_tensor_bytes": 65536, **PLANNED, "nvme_path": "$DRIVE/activations"}
     drives = [tmp_path / name / "activations" for name in ("fast", "slow")]
     for drive in drives:
         drive.mkdir(parents=True)

@@ -25,7 +25,6 @@ from programs_hf import (
     config_of,
     dpo,
     resumed_trainer,
-    seq2seq_trainer,
     sft,
     trainer,
 )
@@ -67,7 +66,6 @@ WAYS = [
     Way(TRAINER, "gradient accumulation", trainer, {"gradient_accumulation_steps": 2}),
     Way(TRAINER, "bf16", trainer, {"bf16": True}),
     Way(TRAINER, "evaluation, and generation of text between steps", trainer, {"generates": True, **EVALUATING}),
-    Way(TRAINER, "Seq2SeqTrainer that generates when it evaluates, T5", seq2seq_trainer),
     Way(TRAINER, "resuming from a checkpoint", resumed_trainer),
     Way(TRAINER, "load_best_model_at_end", trainer,
         {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, **BEST}),

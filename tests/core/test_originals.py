@@ -118,11 +118,13 @@ class InAnExtension(torch.autograd.Function):
         return b, None
 
 
-@pytest.mark.parametrize("is_rematerialized", [False, True])
+@pytest.mark.parametrize("kind", ["moved", "kept", "too small", "rematerialized"])
 def test_a_function_of_an_extension_changes_nothing_that_others_read(
-    monkeypatch: pytest.MonkeyPatch, is_rematerialized: bool
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    cache = TensorCache([] if is_rematerialized else [HostStore(CpuAccelerator(), 1 << 20)], "cpu", 1024)
+    is_rematerialized = kind == "rematerialized"
+    stores = [HostStore(CpuAccelerator(), 1 << 20)] if kind == "moved" else []
+    cache = TensorCache(stores, "cpu", (1 << 20) if kind == "too small" else 1024)
     if is_rematerialized:
         cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
     monkeypatch.setattr(InAnExtension, "__module__", "torch.extension")

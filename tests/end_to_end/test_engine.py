@@ -307,29 +307,6 @@ def test_engines_that_go_in_every_way_leave_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_a_compiled_engine_is_exact(tmp_path: Path) -> None:
-    """With one thread: with several, code compiled for the CPU differs from run to run without us, too."""
-    body = """
-    def train(config):
-        torch._dynamo.reset()
-        engine = build(config)
-        engine.compile()
-        losses = [step(engine) for _ in range(3)]
-        parameters = torch.cat([parameter.detach().flatten() for parameter in engine.module.parameters()])
-        offloader = getattr(engine, "activation_offloader", None)
-        engine.destroy()
-        return losses, parameters, offloader
-    plain = {key: value for key, value in config.items() if key != "activation_nvme_offload"}
-    without, offload, again = train(plain), train(config), train(plain)
-    for other in (offload, again):
-        assert without[0] == other[0] and torch.equal(without[1], other[1])
-    assert offload[2].report().offloaded_bytes > 0
-    """
-    done = forked(body, tmp_path)
-    assert "good" in done.output.splitlines(), done.output
-
-
-@pytest.mark.engine
 def test_an_engine_that_cannot_be_built_closes_its_offloader(tmp_path: Path) -> None:
     body = """
     import threading

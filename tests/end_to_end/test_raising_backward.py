@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,26 +149,3 @@ def test_nothing_is_left_of_a_backward_that_raised(tmp_path: Path, block: dict[s
     left = offloader.cache.live_records, offloader.cache.stats.saved.now, offloader.cache.stats.resident.now
     offloader.close()
     assert left == (0, 0, 0)
-
-
-def test_plain_hooks_hold_nothing_either() -> None:
-    """Else the test above would ask too much."""
-    live: list[weakref.ref[Any]] = []
-
-    class Held:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor.detach()
-            live.append(weakref.ref(self))
-
-    for kind in KINDS:
-        net = Net()
-        net.kind = kind
-        hooks = torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor)
-
-        def save(x: Tensor, net: Net = net, hooks: Any = hooks) -> Tensor:
-            with hooks:
-                return net(x)
-
-        if kind != "changed in place":  # of which plain hooks see nothing
-            fail(net, save)
-        assert [one for one in live if one() is not None] == [], kind

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TABLE
-from support.fault_table import faults_in, normalised
+from support.fault_table import faults_in
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "evidence" / "faults.md"
 TESTS = Path(__file__).parents[1]
@@ -22,8 +22,3 @@ def test_every_fault_is_in_the_table(request: pytest.FixtureRequest) -> None:
 def test_every_row_was_run_and_passed() -> None:
     results = [line.rstrip(" |").rpartition(" | ")[2] for line in DOCUMENT.read_text().splitlines()[8:]]
     assert results and all("failed" not in result for result in results)
-
-
-def test_paths_and_length_do_not_reach_the_table() -> None:
-    assert normalised("nvme_path /tmp/a/b.c is\n full") == "nvme_path PATH is full"
-    assert len(normalised("word " * 200)) <= 304

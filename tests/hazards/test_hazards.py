@@ -97,6 +97,22 @@ def test_a_mutation_after_the_save_raises(
     hazards.check_mutation(mutation, cache_over(make_store() if placed == "nvme" else None))
 
 
+def test_memory_is_given_back_after_each_operation_of_backward(make_store: StoreFactory) -> None:
+    cache = cache_over(make_store(), wait=True)
+    x, alive = hazards.leaf(), list[int]()
+    with cache.saving():
+        y = x
+        for _ in range(16):
+            y = y.sin()
+            y.register_hook(lambda _: alive.append(cache.live_records))
+        loss = y.sum()
+    del y
+    assert cache.stats.saved.now == 16 * SIDE_BYTES
+    loss.backward()
+    assert alive == sorted(alive, reverse=True) and alive[-1] <= 2
+    hazards.check_nothing_is_left(cache, "memory")
+
+
 @pytest.mark.long
 def test_the_same_under_python_o() -> None:
     here = Path(__file__).parents[1]

@@ -1,36 +1,43 @@
 """Draw random programs of a kind, and check each with us and without.
 
-    PYTHONPATH=tests python -m programs KIND [--draws 300] [--seed 0] [--jobs 2] [--nvme_path DIR] [--shrink]
+    PYTHONPATH=tests python -m programs KIND [--draws 300] [--seed 0] [--nvme_path DIR] [--shrink]
 
 Each seed draws one program. ``trainings``: random models in random training loops, under random blocks
 (``trainings.py``); ``budgets``: trainings under ``activation_budget_bytes`` (``budgets.py``); ``cheap`` and ``mixed``:
 chains of ops that rematerialize (``chains.py``). Exit status 1 means that some draw failed; each is printed with its
-program and with the command that repeats it. Which plans are made depends on the time that things take, so that a
-failure may need some repetitions (``--repeat``).
+program and with the command that repeats it. A draw that hangs ends the process with the stacks of all its threads.
+Which plans are made depends on the time that things take, so that a failure may need some repetitions (``--repeat``).
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import gc
+import importlib
 import itertools
+import logging
 import sys
 import tempfile
 import time
+import warnings
+from collections import Counter
+from typing import Any
 
 import torch
 
 from programs.budgets import Budgets
 from programs.chains import CheapChains, MixedChains
-from programs.kind import Kind, shrink
+from programs.kind import Kind, Outcome, shown, shrink
 from programs.running import Trainings
-from programs.workers import LIMIT_S, Result, run, summary, work
 
-KINDS: dict[str, type[Kind]] = {  # type: ignore[type-arg]
+KINDS: dict[str, type[Kind[Any]]] = {
     "trainings": Trainings,
     "budgets": Budgets,
     "cheap": CheapChains,
     "mixed": MixedChains,
 }
+LIMIT_S = 60.0  # of a draw
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,13 +46,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--nvme_path", help="a directory on a drive, not a tmpfs; a temporary one by default")
     parser.add_argument("--draws", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--repeat", type=int, default=1, help="times that each seed is drawn")
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="of one draw, which then counts as a hang")
     parser.add_argument("--describe", action="store_true", help="print the programs, and run none")
     parser.add_argument("--shrink", action="store_true", help="make the program of --seed smaller as long as it fails")
     parser.add_argument("--failure", default="", help="the kind of failure that --shrink looks for, such as difference")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
@@ -54,37 +59,59 @@ def main(argv: list[str] | None = None) -> int:
     kind = KINDS[options.kind]()
     seeds = range(options.seed, options.seed + options.draws)
     if options.describe:
-        print("\n".join(kind.draw(seed).describe() for seed in seeds))
+        print("\n".join(str(kind.draw(seed)) for seed in seeds))
         return 0
-    with tempfile.TemporaryDirectory() as own:
-        directory = options.nvme_path or own
-        if options.worker:
-            work(options.kind, kind, directory, options.limit_s)
-            return 0
-        if options.shrink:
-            return _shrink(kind, directory, options)
-        started_s = time.monotonic()
-        again = itertools.chain.from_iterable([seed] * options.repeat for seed in seeds)
-        results = run(options.kind, kind, again, directory, options.jobs, options.limit_s, _tell)
-    print(summary(results, time.monotonic() - started_s))
-    return int(any(result.failures for result in results))
-
-
-def _shrink(kind: Kind, directory: str, options: argparse.Namespace) -> int:  # type: ignore[type-arg]
-    """Print a smaller program that fails as the seed's does, in this process: a hang stays one."""
     torch.set_num_threads(1)
-    kind.open(directory)
+    warnings.simplefilter("ignore")
+    importlib.import_module("torch._dynamo")  # which optimizers import late: it is no part of a draw
+    logging.getLogger("ds_tba").propagate = False
+    faulthandler.enable()
+    gc.collect()
+    gc.freeze()
+    with tempfile.TemporaryDirectory() as own:
+        kind.open(options.nvme_path or own)
+        status = _shrink(kind, options) if options.shrink else _check(kind, seeds, options)
+        kind.close()
+    return status
+
+
+def _check(kind: Kind[Any], seeds: range, options: argparse.Namespace) -> int:
+    started_s, outcomes = time.monotonic(), list[tuple[int, Outcome]]()
+    for seed in itertools.chain.from_iterable([seed] * options.repeat for seed in seeds):
+        print(f"seed {seed}", file=sys.stderr, flush=True)  # before the stacks of one that hangs or dies
+        faulthandler.dump_traceback_later(options.limit_s, exit=True)
+        program = kind.draw(seed)
+        outcome = kind.check(program)
+        faulthandler.cancel_dump_traceback_later()
+        outcomes.append((seed, outcome))
+        if outcome.failures:
+            print(shown(program, outcome), flush=True)
+            print(f"  again: PYTHONPATH=tests python -m programs {options.kind} --seed {seed} --draws 1 --repeat 5")
+    print(summary(outcomes, time.monotonic() - started_s))
+    return int(any(outcome.failures for _, outcome in outcomes))
+
+
+def _shrink(kind: Kind[Any], options: argparse.Namespace) -> int:
+    """Print a smaller program that fails as the seed's does; a hang stays one."""
     program = kind.draw(options.seed)
     kinds = {one for _ in range(options.repeat) for one in kind.check(program).kinds}
     program = shrink(kind, program, {options.failure} if options.failure else kinds, options.repeat)
-    print(program.describe(), *kind.check(program).failures, sep="\n  ")
-    kind.close()
+    print(shown(program, kind.check(program)))
     return int(bool(kinds))
 
 
-def _tell(result: Result) -> None:
-    if result.failures:
-        print(result, flush=True)
+def summary(outcomes: list[tuple[int, Outcome]], elapsed_s: float) -> str:
+    """Say in a few lines how many draws there were, which seeds failed how, and what was exercised."""
+    failed = sorted({(kind, seed) for seed, outcome in outcomes for kind in outcome.kinds})
+    lines = [f"{len(outcomes)} draws in {elapsed_s:.0f} s; {len({seed for _, seed in failed})} seeds failed"]
+    for kind, many in itertools.groupby(failed, lambda one: one[0]):
+        lines.append(f"  {kind}: seeds {', '.join(str(seed) for _, seed in many)}")
+    tally: Counter[str] = sum((outcome.tally for _, outcome in outcomes), Counter())
+    groups: dict[str, list[str]] = {}
+    for key, count in tally.most_common():
+        what, _, which = key.partition(": ")
+        groups.setdefault(what, []).append(f"{which} {count}".strip())
+    return "\n".join([*lines, *(f"  {what}: {', '.join(texts)}" for what, texts in groups.items())])
 
 
 if __name__ == "__main__":

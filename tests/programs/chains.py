@@ -27,16 +27,16 @@ import gc
 import random
 import tempfile
 import threading
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from support.leftovers import after_a_while, held
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
@@ -58,6 +58,7 @@ from programs.ops import CHEAP, DTYPES, FUNCTIONS, MAX_SQUARE, MIXED, SURPRISES,
 
 GRAIN = 1 << 15  # elements that one thread of a CPU takes
 LATE = 3  # the step of a cheap program with a surprise
+SETTLE_S = 1.0
 PATIENCE = 64 + 8  # steps from the first late one on, within which all that is checked in turn was checked
 LEARNING_RATE = 0.1
 DTYPE_WEIGHTS = [6, 4, 1, 1]
@@ -155,7 +156,7 @@ class Chain:
         names = {line.name for line in self.lines}
         return self.backward in WHOLE and not names & set(SURPRISES.ops)
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
         settings = ", ".join(f"{name} {getattr(self, name)!r}" for name in shown)
         ops = "\n".join(
@@ -682,15 +683,6 @@ class Stores:
     def named(self, names: Sequence[str]) -> list[Store[Any]]:
         return [getattr(self, name) for name in names]
 
-    def held(self) -> dict[str, int]:
-        self.nvme.settle()
-        self.host.settle()
-        return {
-            "bytes of staging": self.nvme.ring.slots.used_bytes,
-            "bytes of extents": sum(path.extents.used_bytes for path in self.nvme.paths),
-            "bytes of the host": sum(segment.spans.used_bytes for segment in self.host._segments),
-        }
-
     def close(self) -> None:
         self.nvme.close()
         self.host.close()
@@ -745,8 +737,7 @@ class Chains(Kind[Chain]):
         else:
             failures = list(failures_of(program, plain, ours))
         del plain, ours
-        gc.collect()
-        left = settled(lambda: left_in(cache, self.stores))
+        left = after_a_while(lambda: held(cache, self.stores.nvme, self.stores.host), SETTLE_S)
         return Outcome(failures + ([Failure("left", left)] if left else []), tally)
 
 
@@ -815,28 +806,6 @@ def _differences(program: Chain, plain: Run, ours: Run) -> Iterator[Failure]:
             where = [name for name, one, two in zip(names, a, b, strict=False) if one != two]
             yield Failure("difference", f"step {step}, {place} of {len(expected)}: {where}")
         return
-
-
-def left_in(cache: TensorCache, stores: Stores) -> str:
-    """Return what is still held or counted."""
-    cache.settle()
-    held = {
-        "records": cache.live_records,
-        "bytes resident in the count": cache.stats.resident.now,
-        "bytes saved in the count": cache.stats.saved.now,
-        **stores.held(),
-    }
-    return ", ".join(f"{count} {name}" for name, count in held.items() if count)
-
-
-def settled(look: Callable[[], str]) -> str:
-    """Return what is left once all that is under way is done: writes, and the ends of threads."""
-    end_s = time.monotonic() + 1
-    while True:
-        text = look()
-        if not text or time.monotonic() > end_s:
-            return text
-        time.sleep(0.001)
 
 
 def is_infinite(result: Any) -> bool:

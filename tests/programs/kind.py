@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,7 @@ class Outcome:
         return {one.kind for one in self.failures}
 
 
-class Described(Protocol):
-    def describe(self) -> str:
-        """Return the program in a few lines."""
-        ...
-
-
-Program = TypeVar("Program", bound=Described)
+Program = TypeVar("Program")
 
 
 class Kind(ABC, Generic[Program]):
@@ -71,6 +65,23 @@ class Kind(ABC, Generic[Program]):
     def smaller(self, program: Program) -> Iterable[Program]:
         """Return programs that do a bit less."""
         return ()
+
+
+def shown(program: object, outcome: Outcome) -> str:
+    """Return a program and what is wrong about it."""
+    return "\n  ".join([str(program), *map(str, outcome.failures)])
+
+
+def check_all(kind: Kind[Any], seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
+    """Check the programs of these seeds; return what was exercised, and those that fail."""
+    tally, failed = Counter[str](), []
+    for seed in seeds:
+        program = kind.draw(seed)
+        outcome = kind.check(program)
+        tally += outcome.tally
+        if outcome.failures:
+            failed.append(shown(program, outcome))
+    return tally, failed
 
 
 def part_of(tally: Counter[str], name: str) -> Counter[str]:

@@ -6,9 +6,7 @@ time. Everything is small, and finite over some thirty steps.
 
 from __future__ import annotations
 
-import contextvars
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,24 +25,12 @@ KERNEL_S = 0.002  # that a late kernel takes to begin
 CAPACITY = 128  # rows of the longest batch
 
 
-class State:
-    """An argument of every block, which the model changes from block to block."""
-
-    scale = 1.0
-
-
 class Part(nn.Module):
-    """One piece; ``scale`` keeps its output of the size of its input."""
+    """One piece; its output is of the size of its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-
-    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
-        return self.run(x)
-
-    def run(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
 
 
 def weight(width: int, other: int | None = None) -> nn.Parameter:
@@ -61,22 +47,22 @@ class Mlp(Part):
         super().__init__(width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down(functional.gelu(self.up(x)))
 
 
 class ReluMlp(Mlp):
     """With an activation in place."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu_(self.up(x)))
 
 
 class Dropout(Mlp):
     """With random numbers of torch's own generator."""
 
-    def run(self, x: Tensor) -> Tensor:
-        return functional.dropout(super().run(x), 0.2)
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.2)
 
 
 class Attention(Part):
@@ -86,7 +72,7 @@ class Attention(Part):
         super().__init__(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).view(2, x.shape[0] // 2, 3, self.width // 16, 16).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(*heads.unbind(0))
         return self.out(mixed.transpose(1, 2).reshape(x.shape))
@@ -99,7 +85,7 @@ class Norm(Part):
         super().__init__(width)
         self.norm = nn.LayerNorm(width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
 
@@ -110,7 +96,7 @@ class WrittenNorm(Part):
         super().__init__(width)
         self.gain = nn.Parameter(torch.ones(width))
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.gain
 
 
@@ -121,7 +107,7 @@ class Conv(Part):
         super().__init__(width)
         self.conv = nn.Conv1d(width, width, 3, padding=1)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.t().unsqueeze(0)).squeeze(0).t()
 
 
@@ -132,7 +118,7 @@ class BatchNorm(Part):
         super().__init__(width)
         self.norm = nn.BatchNorm1d(width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
 
@@ -143,14 +129,14 @@ class Tied(Part):
         super().__init__(width)
         self.weight = weight(width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return functional.linear(torch.tanh(functional.linear(x, self.weight)), self.weight.t())
 
 
 class Shuffled(Part):
     """Indices and masks among the saved tensors."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         order = torch.randperm(x.shape[0])
         return torch.where(x > 0, x, 0.3 * x)[order] * torch.sigmoid(x)
 
@@ -161,7 +147,7 @@ class Shuffled(Part):
 class InPlace(Part):
     """Fresh tensors changed before they are saved."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x * 1.1
         h.add_(0.1).mul_(0.9)
         return torch.relu_(h) * h.sigmoid()
@@ -170,7 +156,7 @@ class InPlace(Part):
 class ChangesInput(Part):
     """Changes what it was given, in place."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x.mul_(0.9).sin()
 
 
@@ -181,7 +167,7 @@ class Gates(Part):
         super().__init__(width)
         self.all = nn.Linear(width, 4 * width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         i, f, g, o = self.all(x).unsafe_chunk(4, 1)
         i.sigmoid_()
         f.sigmoid_()
@@ -193,7 +179,7 @@ class Gates(Part):
 class Chunks(Part):
     """Views of one storage with equal shape and stride."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         left, right = (x * 1.2).chunk(2, 1)
         return torch.cat([left * right.sigmoid(), right * left.sigmoid()], 1)
 
@@ -205,14 +191,14 @@ class Broadcast(Part):
         super().__init__(width)
         self.row = nn.Parameter(torch.ones(1, width))
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x * x.mean(1, keepdim=True).expand_as(x) + x * (self.row * 0.5).expand_as(x)
 
 
 class Strided(Part):
     """Overlapping views, from ``as_strided``."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x * 1.1
         rows, half = x.shape[0], self.width // 2
         even = h.as_strided((rows, half), (self.width, 2), 0)
@@ -223,7 +209,7 @@ class Strided(Part):
 class Transposed(Part):
     """``x`` and ``x.t()``."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x @ (x.t() @ x) / x.shape[0]
 
 
@@ -233,7 +219,7 @@ class Transposed(Part):
 class Complex(Part):
     """Complex numbers and their conjugates."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         z = torch.complex(x, x.roll(1, 0))
         return (z * z.conj()).real.sqrt() * 0.5 + (z * z).imag.tanh()
 
@@ -245,14 +231,14 @@ class Bf16(Part):
         super().__init__(width)
         self.weight = weight(width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return (x.bfloat16() @ self.weight.bfloat16()).tanh().float()
 
 
 class SliceFirst(Part):
     """Saves a small slice of an activation before all of it."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x * 1.1
         return h[:1] * h[:1] + h.sin()
 
@@ -264,7 +250,7 @@ class ForwardAd(Part):
         super().__init__(width)
         self.weight = nn.Parameter(torch.ones(width))
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         ad = torch.autograd.forward_ad
         with ad.dual_level():
             h = ad.make_dual(x * 1.0, torch.ones_like(x)) * (x.sigmoid() * self.weight)
@@ -279,7 +265,7 @@ class Nested(Part):
         super().__init__(width)
         self.linear = nn.Linear(width, width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         several = torch.nested.as_nested_tensor([x[: x.shape[0] // 4], x[x.shape[0] // 4 :]])
         h = self.linear(several).relu()
         return torch.cat((h * h * 0.5).unbind())
@@ -316,14 +302,14 @@ class _Doubles(torch.autograd.Function):
 class SavesViews(Part):
     """A function that saves three views of its input."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return _SavesViews.apply(x)
 
 
 class ReusesBuffer(Part):
     """A function whose backward changes what it unpacks."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return _Doubles.apply(x * 0.7)
 
 
@@ -335,7 +321,7 @@ class _Returning(Part):
     def constant(self) -> Tensor:
         raise NotImplementedError
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x + 0.01 * ReturnsWhatItSaved.apply(self.weight, self.constant()).tanh()
 
 
@@ -440,7 +426,7 @@ def _on_stream(ctx: Any) -> Tensor:
 class TwoStreams(Part):
     """One saved storage that two streams of backward read."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x * 1.1
         return _ReadsLate.apply(h, 0) + _ReadsLate.apply(h, 1)
 
@@ -448,7 +434,7 @@ class TwoStreams(Part):
 class SecondStream(Part):
     """One saved storage that the usual stream reads first, or last, and another one too."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x * 1.1
         return h.sin() + _ReadsLate.apply(h, 0) + h.cos() * h
 
@@ -479,7 +465,7 @@ def _written_late(source: Tensor, number: int) -> Tensor:
 class LateWriter(Part):
     """Forward makes on another stream what it saves."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if _playing is None:
             return _WritesLate.apply(x, 1)
         with _playing.on(_streams[1]):
@@ -496,7 +482,7 @@ class Counter(Part):
         super().__init__(width)
         self.count = 0
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.count += 1
         return x.sin() * (1 + 0.1 * (self.count % 7))
 
@@ -508,7 +494,7 @@ class RunningMean(Part):
         super().__init__(width)
         self.mean = torch.zeros(width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return (x - self.mean).sin() * (1 + self.mean)
 
@@ -520,35 +506,10 @@ class Memory(Part):
         super().__init__(width)
         self.memory = torch.zeros(1, width)
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x.sin() * (1 + 0.3 * self.memory.mean(0))
         self.memory = x.detach()
         return h
-
-
-class OwnGenerator(Part):
-    """A ``torch.Generator`` of the module's own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.generator = torch.Generator().manual_seed(width)
-
-    def run(self, x: Tensor) -> Tensor:
-        return x.sin() * (torch.rand(x.shape, generator=self.generator) > 0.2)
-
-
-class PythonRandom(Part):
-    """Python's random numbers: layer drop, as it is often written."""
-
-    def run(self, x: Tensor) -> Tensor:
-        return x.sin() * random.choice((0.5, 1.0, 1.5))
-
-
-class NumpyRandom(Part):
-    """numpy's random numbers."""
-
-    def run(self, x: Tensor) -> Tensor:
-        return x.sin() * float(numpy.random.uniform(0.5, 1.5))
 
 
 _tracked: dict[str, Tensor] = {}
@@ -557,7 +518,7 @@ _tracked: dict[str, Tensor] = {}
 class Tracker(Part):
     """Random states in a global dict, swapped in and out as in Megatron."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         before = torch.get_rng_state()
         torch.set_rng_state(_tracked["model-parallel"])
         h = functional.dropout(x.sin(), 0.2)
@@ -569,23 +530,10 @@ class Tracker(Part):
 class HooksInput(Part):
     """Scales the gradient of its input."""
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * 0.5)
         return x.sin()
-
-
-class NotesAtWeight(Part):
-    """A count in an attribute of a parameter."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def run(self, x: Tensor) -> Tensor:
-        weight: Any = self.weight
-        weight.count = getattr(weight, "count", 0) + 1
-        return x.sin() * self.weight * (1 + 0.1 * (weight.count % 7))
 
 
 class RunsBackward(Part):
@@ -595,36 +543,10 @@ class RunsBackward(Part):
         super().__init__(width)
         self.bias = nn.Parameter(torch.zeros(width))
 
-    def run(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             self.bias.mean().backward()
         return x.sin() + self.bias
-
-
-class LateArgument(Part):
-    """Reads an object among the arguments that changes after the block."""
-
-    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
-        return x.sin() * (1.0 if state is None else state.scale)
-
-
-FACTOR: contextvars.ContextVar[float] = contextvars.ContextVar("factor", default=1.0)
-
-
-class Context(Part):
-    """Reads a context variable that is set in forward only."""
-
-    def run(self, x: Tensor) -> Tensor:
-        return x.sin() * FACTOR.get()
-
-
-class ThreadLocal(Part):
-    """Reads an attribute of a ``threading.local`` that is set in forward only."""
-
-    there = threading.local()
-
-    def run(self, x: Tensor) -> Tensor:
-        return x.sin() * getattr(self.there, "factor", 1.0)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -634,8 +556,7 @@ CHANGES = (InPlace, ChangesInput, Gates, Chunks, Broadcast, Strided, Transposed,
 KINDS = (Complex, Bf16, ForwardAd, Nested)
 FUNCTIONS = (SavesViews, ReusesBuffer, ReturnsLeaf, ReturnsParameter, ReturnsBuffer, ReturnsFresh)
 STREAMS = (TwoStreams, SecondStream, LateWriter)
-STATEFUL = (Counter, RunningMean, Memory, OwnGenerator, PythonRandom, NumpyRandom, Tracker, LateArgument, Context,
-            ThreadLocal, HooksInput, NotesAtWeight, RunsBackward)  # fmt: skip
+STATEFUL = (Counter, RunningMean, Memory, Tracker, HooksInput, RunsBackward)
 PARTS: dict[str, Callable[[int], Part]] = {
     kind.__name__: kind for kind in (*USUAL, *CHANGES, *KINDS, *FUNCTIONS, *STREAMS, *STATEFUL)
 }
@@ -649,8 +570,8 @@ class Checkpointed(nn.Module):
         self.part = part
         self.reentrant = reentrant
 
-    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
-        return checkpoint(self.part, x, state, use_reentrant=self.reentrant)
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
 
 
 def make_part(name: str, width: int) -> nn.Module:
@@ -668,10 +589,10 @@ class Block(nn.Module):
         self.parts = nn.ModuleList(make_part(name, width) for name in names)
         self.last = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, state: State | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x
         for part in self.parts:
-            h = part(h, state)
+            h = part(h)
         return x + 0.5 * torch.tanh(self.last(h))
 
 
@@ -692,7 +613,6 @@ class Net(nn.Module):
         self.stem = nn.Embedding(tokens, width) if stem == "embedding" else nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(names, width) for names in blocks)
         self.head = nn.Linear(width, 4)
-        self.passes_state = any(name.startswith("LateArgument") for names in blocks for name in names)
         self.tap: int | None = None
         self.tapped: Tensor | None = None
         self.fails = False
@@ -700,10 +620,8 @@ class Net(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         x = self.stem(inputs)
         self._offer(0, x)
-        state = State()
         for number, block in enumerate(self.blocks):
-            x = block(x, state) if self.passes_state else block(x)
-            state.scale += 0.1
+            x = block(x)
             self._offer(number + 1, x)
         if self.fails:
             raise Failure("in forward")

@@ -7,10 +7,9 @@ import logging
 import random
 import sys
 import threading
-import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 import xxhash
 from support.doubles import CpuAccelerator, Warnings
 from support.late_device import LateDevice
+from support.leftovers import after_a_while, held
 from torch import Tensor, nn
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -203,7 +203,7 @@ class Ours(Plain):
     def end(self) -> list[Failure]:
         """Close the offloader, and return what it had left."""
         try:
-            left = self._left()
+            left = after_a_while(lambda: held(self.offloader.cache, self.offloader._tiers.nvme), SETTLE_S)
             if left:
                 self._failures.append(Failure("left", left))
         finally:
@@ -211,34 +211,15 @@ class Ours(Plain):
             if self.device is not None:
                 self.device.end()
             logging.getLogger("ds_tba").removeHandler(self.warnings)
-        alive = _until_empty(self._alive)
+        alive = after_a_while(self._alive, SETTLE_S)
         if alive:
-            self._failures.append(Failure("threads", f"alive after close: {', '.join(alive)}"))
+            self._failures.append(Failure("threads", f"alive after close: {alive}"))
         return self._failures
 
-    def _alive(self) -> list[str]:
+    def _alive(self) -> str:
         """Threads of ours that were not there before."""
-        return [one.name for one in set(threading.enumerate()) - self._others if one.name.startswith("ds_tba")]
-
-    def _left(self) -> str:
-        def left() -> list[str]:
-            gc.collect()
-            cache = self.offloader.cache
-            cache.settle()
-            tiers = self.offloader._tiers
-            nvme = tiers.nvme
-            counts = {
-                "records": cache.live_records,
-                "saved bytes": cache.stats.saved.now,
-                "resident bytes": cache.stats.resident.now,
-            }
-            if nvme is not None:
-                nvme.settle()
-                counts["bytes of staging"] = nvme.ring.slots.used_bytes
-                counts["bytes of swap files"] = sum(path.extents.used_bytes for path in nvme.paths)
-            return [f"{count} {name}" for name, count in counts.items() if count]
-
-        return ", ".join(_until_empty(left))
+        others = set(threading.enumerate()) - self._others
+        return ", ".join(one.name for one in others if one.name.startswith("ds_tba"))
 
 
 def _surprise(controller: Controller, program: Program) -> None:
@@ -252,14 +233,6 @@ def _surprise(controller: Controller, program: Program) -> None:
         action = Action.PLAN if program.surprises == "looks" else Action.RECORD
         feedback: Any = controller.feedback
         feedback.decide = lambda *_: action if chance.random() < SURPRISE_PART else Action.GO_ON
-
-
-def _until_empty(look: Callable[[], list[str]]) -> list[str]:
-    """Return what is still there after a while: lanes and late devices may be busy with what nobody wants any more."""
-    deadline = time.monotonic() + SETTLE_S
-    while (found := look()) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return found
 
 
 # ---- the training ---------------------------------------------------------------------------------------------------
@@ -418,14 +391,8 @@ class Training:
     # ---- their parts --------------------------------------------------------------------------------------------
 
     def _forward(self, batch: Tensor) -> Tensor:
-        token = parts.FACTOR.set(1.5)
-        parts.ThreadLocal.there.factor = 1.5
-        try:
-            with self._side.saving(batch):
-                loss: Tensor = self._net(batch)
-        finally:
-            parts.FACTOR.reset(token)
-            del parts.ThreadLocal.there.factor
+        with self._side.saving(batch):
+            loss: Tensor = self._net(batch)
         self._tape.note("loss", loss)
         self._tape.is_finite = bool(loss.isfinite())
         return loss
@@ -509,8 +476,6 @@ class Training:
         for path, module in self._net.named_modules():
             if isinstance(module, parts.Counter):
                 self._tape.note(f"at the end {path}.count", module.count)
-            if isinstance(module, parts.OwnGenerator):
-                self._tape.note(f"at the end {path}.generator", module.generator.get_state())
         for name, value in parts.states().items():
             self._tape.note(f"at the end {name}", value)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 from planners import PLANNERS
 from support.doubles import ScriptedBackend
 
-from ds_tba.plan.policy import PlanInForce
+from ds_tba.core.cache import TensorCache
 from ds_tba.storage.backends.select import Selection
-from programs.budgets import KIB, MIB, Program, Step, Trained, check, draw, quick_start, trained
+from programs.budgets import KIB, MIB, Budgets, Program, Step, Trained, check, quick_start, trained
+from programs.kind import check_all
 
 DRAWS = 8
 # The first is a part of every run of the tests, the others of ``make test-all``.
@@ -35,13 +35,9 @@ def quick() -> Iterator[None]:
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) -> None:
-    tally, failed = Counter[str](), []
-    for seed in range(chunk * DRAWS, (chunk + 1) * DRAWS):
-        program = draw(seed)
-        outcome = check(program, tmp_path)
-        tally += outcome.tally
-        if outcome.failures:
-            failed.append("\n  ".join([str(program), *map(str, outcome.failures)]))
+    budgets = Budgets()
+    budgets.directory = str(tmp_path)
+    tally, failed = check_all(budgets, range(chunk * DRAWS, (chunk + 1) * DRAWS))
     print(dict(tally))
     assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Else it would prove nothing.
@@ -116,6 +112,6 @@ def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded
 
 
 def test_a_budget_that_is_lifted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr(TensorCache, "limit_resident", lambda *_: None)
     monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
     assert check(training(12), tmp_path).failures

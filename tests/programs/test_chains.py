@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import DsTbaError
-from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
-from programs.__main__ import main
-from programs.chains import USABLE, Chain, Chains, CheapChains, MixedChains, Watch, draw_cheap, draw_mixed, smaller
-from programs.kind import part_of, shrink
+from programs.chains import USABLE, Chain, Chains, CheapChains, MixedChains, Watch, draw_mixed
+from programs.kind import check_all, part_of, shrink
 from programs.ops import MIXED
 
 DRAWS = 60
@@ -35,19 +31,12 @@ def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     found.close()
 
 
-cheap = pytest.mark.parametrize("chains", [CheapChains], indirect=True)
 mixed = pytest.mark.parametrize("chains", [MixedChains], indirect=True)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
-    tally, failed = Counter[str](), []
-    for seed in range(chunk * DRAWS, (chunk + 1) * DRAWS):
-        program = chains.draw(seed)
-        outcome = chains.check(program)
-        tally += outcome.tally
-        if outcome.failures:
-            failed.append("\n".join([program.describe(), *(f"  {one}" for one in outcome.failures)]))
+    tally, failed = check_all(chains, range(chunk * DRAWS, (chunk + 1) * DRAWS))
     assert not failed, "\n\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Otherwise it would prove nothing.
     if isinstance(chains, MixedChains):
@@ -64,15 +53,6 @@ def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
 # ---- the generator itself -------------------------------------------------------------------------------------------
 
 
-@mixed
-def test_without_rematerialization_nothing_fails(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a watch says is wrong is wrong because of rematerialization."""
-    monkeypatch.setattr(TensorCache, "rematerialize", lambda *_: None)
-    for seed in range(DRAWS):
-        program = draw_mixed(seed)
-        assert not chains.check(program).failures, program.describe()
-
-
 def is_used(chains: Chains, program: Chain) -> bool:
     outcome = chains.check(program)
     is_plain = program.backward in ("plain", "at once") and program.dtype == torch.float32
@@ -87,28 +67,6 @@ def test_a_bit_that_is_made_wrong_is_found_and_made_smaller(chains: Chains, monk
     assert kinds & {"difference", "tensor"}
     found = shrink(chains, program, kinds)
     assert chains.check(found).kinds & kinds and len(found.lines) < len(program.lines)
-
-
-def test_smaller_programs_are_others() -> None:
-    for program in (draw_cheap(1), draw_mixed(1)):
-        assert all(one != program and len(one.lines) <= len(program.lines) for one in smaller(program))
-
-
-@pytest.mark.parametrize(
-    ("comes_back", "wrong"),
-    [
-        (lambda held: held, 0),
-        (lambda held: held.clone(), 0),
-        (lambda held: held.clone().view(torch.int32).bitwise_xor_(1).view(torch.float32), 1),
-        (lambda held: -held.clone() * 0, 1),  # 0 and -0 are other bits
-        (lambda held: held.double(), 1),
-    ],
-)
-def test_a_watch_sees_a_bit(comes_back: Any, wrong: int) -> None:
-    watch = Watch()
-    pack, unpack = watch.around((lambda tensor: tensor, comes_back))
-    unpack(pack(torch.zeros(3, 5)))
-    assert len(watch.wrong) == wrong
 
 
 class RematerializationError(DsTbaError):
@@ -136,26 +94,3 @@ def test_what_is_found_later_is_an_error(ends: bool, chains: Chains, monkeypatch
     assert bool(outcome.failures) is not ends
     assert outcome.tally["found later"] == ends
     assert len(forwards) == 41 if ends else len(forwards) >= 64
-
-
-@mixed
-def test_a_node_that_is_wrong_is_in_the_smallest_program(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(watch: Watch, saved: Any, found: Tensor) -> None:
-        if "Sigmoid" in saved.node:
-            watch.wrong.append("a sigmoid")
-
-    monkeypatch.setattr(Watch, "look", look)
-    programs = map(draw_mixed, range(DRAWS))
-    program = next(one for one in programs if not one.may_be_found_later and chains.check(one).failures)
-    found = shrink(chains, program, {"tensor"})
-    assert chains.check(found).failures and len(found.lines) <= len(program.lines)
-
-
-@pytest.mark.parametrize(("kind", "draw"), [("cheap", draw_cheap), ("mixed", draw_mixed)])
-def test_a_program_follows_from_its_seed(kind: str, draw: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    first = draw(7).describe()
-    torch.manual_seed(2)
-    assert draw(7).describe() == first
-    assert main([kind, "--describe", "--seed", "7", "--draws", "1"]) == 0
-    assert capsys.readouterr().out.strip() == first
-    assert set(USABLE) < set(RULES)

@@ -15,7 +15,7 @@ DYING_FRACTION = 0.04
 CONTROL_FRACTION = 0.12  # of the draws with plans
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Step:
     """One step of the training.
 
@@ -33,7 +33,7 @@ class Step:
     how: str = ""
     pick: int = 0
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         how = f"/{self.how}" if self.how else ""
         times = f" x{self.micro_steps}" if self.micro_steps > 1 else ""
         return f"{self.kind}{how} {self.rows}{times}"
@@ -92,37 +92,6 @@ class Program:
             "host_budget_bytes": self.host_bytes,
             "io": io,
         }
-
-    def describe(self) -> str:
-        """In a few lines."""
-        same = len(set(self.blocks)) == 1
-        blocks = f"{len(self.blocks)} x [{', '.join(self.blocks[0])}]" if same else str([list(b) for b in self.blocks])
-        budget = "" if self.budget_part is None else f", budget {self.budget_part} of the kept peak"
-        planner = "" if self.planner == "adaptive" else f", planner {self.planner}"
-        collector = f", garbage {self.collector}" if self.collector != "usual" else ""
-        surprises = f", surprises: {self.surprises}" if self.surprises else ""
-        return (
-            f"seed {self.seed}: {self.stem} of width {self.width}, {blocks}, head; {self.optimizer}, "
-            f"set_to_none {self.set_to_none}, batches {self.batches}{', input.grad' if self.input_grad else ''}\n"
-            f"  {self.device}: {self.placement}{planner}, recompute {self.recompute}, "
-            f"rematerialize {self.rematerialize}, max_step_overhead {self.max_step_overhead}{budget}, "
-            f"host {self.host_bytes // 1024} KiB, staging {self.staging_bytes // MIB} MiB, "
-            f"{self.lanes} + {self.lanes} lanes, integrity {self.integrity}{collector}"
-            f"{surprises}\n"
-            f"  {len(self.steps)} steps: {_in_short(self.steps)}"
-        )
-
-
-def _in_short(steps: tuple[Step, ...]) -> str:
-    """Equal neighbours once."""
-    found: list[list[Any]] = []
-    for step in steps:
-        text = str(step)
-        if found and found[-1][0] == text:
-            found[-1][1] += 1
-        else:
-            found.append([text, 1])
-    return ", ".join(text if count == 1 else f"{count} * ({text})" for text, count in found)
 
 
 # ---- drawing --------------------------------------------------------------------------------------------------------

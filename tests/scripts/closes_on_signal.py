@@ -19,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from small_training import Interrupted, is_in_package, make
 
 from ds_tba import offloader as offloading
-from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError
 from ds_tba.offloader import ActivationOffloader
 
@@ -30,30 +29,6 @@ LATEST_S = 0.15
 HUNG_S = 20.0
 HANDLER_LIMIT_S = 2.0  # instead of a minute, or the runs would mostly wait
 ENDS = ("exit", "return", "raise")
-
-
-class Interrupted(Exception):
-    """Raised by the user's handler, for the training loop to catch."""
-
-
-def is_in_package(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("ds_tba."):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def new_offloader(directory: Path, report: Path, placement: str) -> ActivationOffloader:
-    config = OffloadConfig(
-        nvme_path=str(directory),
-        placement=placement,
-        min_tensor_bytes=4096,
-        host_budget_bytes=4 << 20 if placement == "host" else 0,
-        io={"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20},
-        report={"path": str(report)},
-    )
-    return ActivationOffloader(config, AioConfig(), CpuAccelerator())
 
 
 def step(offloader: ActivationOffloader, x: torch.Tensor) -> None:
@@ -68,7 +43,7 @@ def step(offloader: ActivationOffloader, x: torch.Tensor) -> None:
 
 def train(directory: Path, report: Path, chance: random.Random) -> None:
     placement, end = chance.choice(("nvme", "nvme", "nvme", "host")), chance.choice(ENDS)
-    offloader = new_offloader(directory, report, placement)
+    offloader = make(directory, placement=placement, report={"path": str(report)})
     seen: list[str] = []
 
     def on_signal(_signum: int, frame: FrameType | None) -> None:

@@ -18,12 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from trains_on_after_signal import new_model, step
-
-from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
+from small_training import make, new_model, step
 
 TRAINED_ON = 3
 STEPS_AFTER_SIGNAL = 5
@@ -33,16 +28,7 @@ TOKENS = 64
 def train(directory: Path, placement: str, delay: float) -> int:
     """Train until the handler ends it; TRAINED_ON where it has not, some steps after it came."""
     model, x = new_model(), torch.randn(TOKENS, 64)
-    offloader = None
-    if placement != "none":
-        config = OffloadConfig(
-            nvme_path=str(directory),
-            placement=placement,
-            min_tensor_bytes=4096,
-            io={"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20},
-        )
-        offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
-        offloader.watch(model, Alone())
+    offloader = None if placement == "none" else make(directory, model, placement=placement)
     seen: list[int] = []
 
     def on_signal(*_: object) -> None:

@@ -18,12 +18,9 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from trains_on_after_signal import Interrupted, new_model, step
+from small_training import Interrupted, make, new_model, step
 
-from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError
-from ds_tba.offloader import ActivationOffloader
 
 HUNG_S = 30.0
 TOKENS = 64
@@ -44,19 +41,11 @@ class Interrupter:
                 raise Interrupted
 
 
-def new_offloader(directory: Path, placement: str) -> ActivationOffloader:
-    io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20}
-    host_bytes = 4 << 20 if placement == "host" else 0
-    block = {"nvme_path": str(directory), "placement": placement, "min_tensor_bytes": 4096, "io": io}
-    config = OffloadConfig.model_validate({**block, "host_budget_bytes": host_bytes})
-    return ActivationOffloader(config, AioConfig(), CpuAccelerator())
-
-
 def outcome(directory: Path, placement: str, at: int, expected: list[torch.Tensor]) -> int:
     """How a training goes on after an interrupt at that call."""
     faulthandler.dump_traceback_later(HUNG_S, exit=True)
-    model, x, offloader = new_model(), torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(0)), None
-    offloader = new_offloader(directory, placement)
+    model, x = new_model(), torch.randn(TOKENS, 64, generator=torch.Generator().manual_seed(0))
+    offloader = make(directory, placement=placement)
     step(model, x, offloader)
     model.zero_grad(set_to_none=True)
     interrupter = Interrupter(at)

@@ -13,63 +13,27 @@ import random
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from pathlib import Path
 from types import FrameType
 
 import torch
-from closes_on_signal import is_in_package
-from torch import nn
+from small_training import WIDTH, Interrupted, is_in_package, make, new_model, step
 
-from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
-from ds_tba.plan.search import adaptive
 
 HUNG_S = 60.0
-WIDTH = 64
-
-
-class Interrupted(Exception):
-    pass
-
-
-def new_model() -> nn.Module:
-    torch.manual_seed(0)
-    layers = [(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))] * 6
-    return nn.Sequential(*(layer for block in layers for layer in block))
-
-
-def step(model: nn.Module, x: torch.Tensor, offloader: ActivationOffloader | None) -> list[torch.Tensor]:
-    with nullcontext() if offloader is None else offloader.saving():
-        loss = model(x).square().mean()
-    loss.backward()
-    if offloader is not None:
-        offloader.note_micro_step()
-        offloader.note_step()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
 def main(directory: str, placement: str, seed: str, rounds: str) -> int:
     torch.set_num_threads(1)
     chance, seen, raised = random.Random(int(seed)), [], 0
-    config = OffloadConfig(
-        nvme_path=directory,
-        placement=placement,
-        min_tensor_bytes=4096,
-        max_step_overhead=1000.0,
-        host_budget_bytes=4 << 20 if placement == "host" else 0,
-        io={"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20},
-    )
     model, x = new_model(), torch.randn(256, WIDTH)
     expected = step(model, x, None)
 
     def new_offloader() -> ActivationOffloader:
-        offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
-        if placement == "adaptive":
-            offloader.watch(model, Alone(), adaptive)
-        return offloader
+        watched = model if placement == "adaptive" else None
+        return make(Path(directory), watched, placement=placement, max_step_overhead=1000.0)
 
     offloader, refused = new_offloader(), 0
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -103,7 +104,26 @@ def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None
                 assert done.get(timeout=10) == number, f"after {number + 1} interrupts"
         finally:
             lanes.stop()
-        assert lanes.end(lambda: 10.0)
+        assert lanes.end(time.monotonic() + 10.0)
+
+
+def test_an_interrupted_start_leaves_no_lane(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A handler may raise while whoever starts a lane waits for its first sign of life."""
+    start, lanes = threading.Thread.start, LaneGroup()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if len(lanes._threads) > 1:
+            raise AlarmError
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with (tmp_path / "file").open("wb") as file:
+        lanes.handles += [PosixBackend().open_handle(file.fileno()) for _ in range(3)]
+        with suppress(AlarmError):
+            lanes.start("interrupted-lane", CpuAccelerator())
+        lanes.stop()
+        assert lanes.end(time.monotonic() + 10.0)
+    assert not [one for one in threading.enumerate() if one.name == "interrupted-lane"]
 
 
 @pytest.mark.long

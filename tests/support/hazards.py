@@ -6,12 +6,10 @@ Used by ``test_hazards.py`` and, because ``assert`` does nothing there, run as a
 
 from __future__ import annotations
 
-import gc
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,9 @@ from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
-from support.awkward import DoubleInPlace, ReturnsWhatItSaved
+from support.awkward import DoubleInPlace
 from support.doubles import CpuAccelerator
+from support.leftovers import after_a_while, held
 
 Saving = Callable[[], AbstractContextManager[Any]]
 MIN_BYTES = 4096  # so that small tensors are offloaded too
@@ -56,6 +55,36 @@ def grads_after(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     return grads(*leaves)
 
 
+Read = Callable[[], tuple[Any, ...]]
+
+
+def function(
+    makes: Callable[..., tuple[Tensor, Sequence[Tensor | None]]], gradients: Callable[[Tensor, Read], Any]
+) -> Callable[..., Tensor]:
+    """Return a Function of the user's, to be called.
+
+    Args:
+        makes: returns the output and what is to be saved.
+        gradients: gets the gradient and a call that reads what was saved; returns gradients of the first inputs.
+    """
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            made, saved = makes(*inputs)
+            ctx.save_for_backward(*saved)
+            ctx.count = len(inputs)
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            found = gradients(grad, lambda: ctx.saved_tensors)
+            found = found if isinstance(found, tuple) else (found,)
+            return (*found, *[None] * (ctx.count - len(found)))
+
+    return Made.apply
+
+
 # ---- views and identity ---------------------------------------------------------------------------------------------
 
 
@@ -72,6 +101,7 @@ def a_tensor_and_its_transpose(saving: Saving) -> list[Tensor]:
     with saving():
         y = x.sin()
         loss = (y @ y.t()).pow(2).sum() + y.t().contiguous().mul(y).sum()
+        loss = loss + (y[:32, :48] ** 3).sum() + (y[32:, 16:] ** 3).sum()
     return grads_after(loss, x)
 
 
@@ -79,22 +109,16 @@ def strides_are_kept(saving: Saving) -> list[Tensor]:
     x = leaf(8, SIDE, SIDE)
     seen: list[Tensor] = []
 
-    class Strided(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor) -> Tensor:
-            ctx.save_for_backward(a)
-            return a.clone()
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        (a,) = read()
+        seen.append(torch.tensor([*a.shape, *a.stride(), a.storage_offset()]))
+        return grad * a
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (a,) = ctx.saved_tensors
-            seen.append(torch.tensor([*a.shape, *a.stride(), a.storage_offset()]))
-            return grad * a
-
+    strided = function(lambda a: (a.clone(), [a]), gradient)
     with saving():
         y = x * 3
         loss = sum(
-            Strided.apply(view).sum() for view in (y.permute(2, 0, 1), y[2:, ::2, 1:], y.as_strided((8, 9), (3, 1), 5))
+            strided(view).sum() for view in (y.permute(2, 0, 1), y[2:, ::2, 1:], y.as_strided((8, 9), (3, 1), 5))
         )
     return grads_after(loss, x) + sorted(seen, key=lambda row: row.tolist())
 
@@ -174,10 +198,12 @@ def a_batch_buffer_that_is_resized(saving: Saving) -> list[Tensor]:
 def parameters_their_transposes_and_buffers(saving: Saving) -> list[Tensor]:
     model = nn.Sequential(nn.Linear(SIDE, 2 * SIDE), nn.BatchNorm1d(2 * SIDE), nn.ReLU(), nn.Linear(2 * SIDE, SIDE))
     tied = nn.Parameter(model[0].weight.detach().clone())
+    flat = nn.Parameter(torch.randn(2 * SIDE * SIDE))  # as under FSDP: weights are views of it
     x = leaf(128, SIDE)
     with saving():
-        loss = (model(x) @ tied.t()).pow(2).mean() + (x @ tied.t()).mean()
-    return grads_after(loss, x, tied, *model.parameters())
+        one, two = flat.view(2, SIDE, SIDE).unbind()
+        loss = (model(x) @ tied.t()).pow(2).mean() + (x @ tied.t()).mean() + ((x @ one).tanh() @ two).mean()
+    return grads_after(loss, x, tied, flat, *model.parameters())
 
 
 def regathered_parameters(saving: Saving) -> list[Tensor]:
@@ -185,19 +211,12 @@ def regathered_parameters(saving: Saving) -> list[Tensor]:
     weight = nn.Parameter(torch.randn(SIDE, SIDE))
     full, x = weight.data.clone(), leaf()
 
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
-            ctx.save_for_backward(a, w)
-            return a @ w
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            a, w = ctx.saved_tensors
-            return grad @ w.t(), a.t() @ grad
+    def gradients(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        a, w = read()
+        return grad @ w.t(), a.t() @ grad
 
     with saving():
-        loss = Linear.apply(x.sin(), weight).pow(2).sum()
+        loss = function(lambda a, w: (a @ w, [a, w]), gradients)(x.sin(), weight).pow(2).sum()
     weight.data = torch.empty(0)
     weight.data = full.clone()
     return grads_after(loss, x, weight)
@@ -249,19 +268,6 @@ def siblings_that_share_bytes_but_not_a_version_counter(saving: Saving) -> list[
     return grads_after(loss, x)
 
 
-def recurrent_cells(saving: Saving) -> list[Tensor]:
-    lstm, gru = nn.LSTMCell(SIDE, SIDE).double(), nn.GRUCell(SIDE, SIDE).double()
-    layers = nn.LSTM(SIDE, SIDE, 2).double()
-    x = torch.randn(5, 128, SIDE, dtype=torch.float64, requires_grad=True)
-    with saving():
-        state, cell, hidden = x[0], x[1], x[2]
-        for step in x:
-            state, cell = lstm(step, (state, cell))
-            hidden = gru(state, hidden)
-        loss = hidden.pow(2).sum() + cell.sum() + layers(x)[0].pow(2).sum()
-    return grads_after(loss, x, *lstm.parameters(), *gru.parameters(), *layers.parameters())
-
-
 def data_changed_between_two_saves(saving: Saving) -> list[Tensor]:
     """`.data` goes around the version counter; what is saved after the change must be what is there then."""
     x = leaf()
@@ -273,15 +279,18 @@ def data_changed_between_two_saves(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-def a_backward_that_returns_what_it_saved(saving: Saving) -> list[Tensor]:
-    """Autograd may take a gradient's memory for ``.grad``; it must not be the user's tensor."""
-    x, constant = leaf(), torch.ones(SIDE, SIDE)
-    small, few = leaf(4), torch.ones(4)
-    for _ in range(3):
-        with saving():
-            loss = ReturnsWhatItSaved.apply(x, constant) + ReturnsWhatItSaved.apply(small, few)
-        loss.backward()
-    return [*grads(x, small), constant, few]
+def a_gradient_that_is_a_view_of_what_was_unpacked(saving: Saving) -> list[Tensor]:
+    """The next node in backward still reads it; more than staging holds, so that memory given back is filled again."""
+    x = leaf()
+    returns_a_view = function(
+        lambda a: (a.clone(), [a.detach().clone()]), lambda grad, read: read()[0].view(-1).view_as(grad)
+    )
+    with saving():
+        y = x
+        for _ in range(20):
+            y = returns_a_view((y * y.detach().sin()).tanh().mul(x))
+        loss = y.sum()
+    return grads_after(loss, x)
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
@@ -357,18 +366,12 @@ def an_exception_between_forward_and_backward(saving: Saving) -> list[Tensor]:
 
 
 def an_exception_in_backward(saving: Saving) -> list[Tensor]:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor) -> Tensor:
-            return a.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            raise KeyError("in backward")
+    def fail(grad: Tensor, read: Read) -> Tensor:
+        raise KeyError("in backward")
 
     x = leaf()
     with saving():
-        loss = (Fails.apply(x.exp() * x.sin()) * x.cos()).sum()
+        loss = (function(lambda a: (a.clone(), []), fail)(x.exp() * x.sin()) * x.cos()).sum()
     try:
         loss.backward()
     except KeyError:
@@ -429,6 +432,54 @@ def a_backward_in_inference_mode(saving: Saving) -> list[Tensor]:
     return [grad.clone() for grad in grads(x)]
 
 
+def full_backward_hooks_and_a_graph_of_gradients(saving: Saving) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE))
+    seen: list[Tensor] = []
+    for layer in model:
+        layer.register_full_backward_hook(lambda _, _grad_in, grad_out: seen.append(grad_out[0].detach().clone()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the cycle, and of hooks whose inputs have no gradient
+        with saving():
+            loss = model(torch.randn(SIDE, SIDE)).pow(2).sum()
+        loss.backward(create_graph=True)
+    found = [one.detach().clone() for one in grads(*model.parameters())]
+    model.zero_grad()  # breaks the cycle of a parameter, its gradient and the graph
+    return found + seen
+
+
+def twice_through_an_instance_norm_and_a_relu_in_place(saving: Saving) -> list[Tensor]:
+    net, x = nn.Sequential(nn.InstanceNorm2d(3), nn.ReLU(True)), leaf(2, 3, 32, 32)
+    with saving():
+        (first,) = torch.autograd.grad(net(x).pow(2).sum(), x, create_graph=True)
+        (again,) = torch.autograd.grad(first.pow(2).sum(), x)
+    return [first.detach(), again]
+
+
+def parts_of_one_model_that_another_scores_together(saving: Saving) -> list[Tensor]:
+    """The gradient of the whole goes back part by part."""
+    one, other = nn.Linear(SIDE, SIDE), nn.Linear(SIDE, 1)
+    parts = []
+    for _ in range(3):
+        with saving():
+            parts.append(one(torch.randn(SIDE, SIDE)).sin())
+    whole = torch.cat(parts)
+    with saving():
+        score = other(whole).tanh().sum()
+    (slope,) = torch.autograd.grad(score, whole)
+    for part, its_slope in zip(parts, slope.split(SIDE), strict=True):
+        part.backward(its_slope)
+    return [slope, *grads(*one.parameters())]
+
+
+def strides_of_gradients_through_einsum(saving: Saving) -> list[Tensor]:
+    x, weights, seen = leaf(4, 16, 128), torch.randn(4, 16, 128), list[Tensor]()
+    with saving():
+        values = x * 2
+        values.register_hook(lambda grad: seen.append(torch.tensor(grad.stride())))
+        loss = torch.einsum("bhc,bhc->bc", weights, values) + torch.einsum("bhc,bhc->bc", values.sin(), values)
+    return grads_after(loss.sum(), x) + seen
+
+
 # ---- other hooks, checkpoints, random numbers -----------------------------------------------------------------------
 
 
@@ -452,6 +503,21 @@ def our_hooks_inside_others(saving: Saving) -> list[Tensor]:
             z = (y * x.sin()).exp()
         loss = (z * y).sum()
     return grads_after(loss, x)
+
+
+def hooks_of_the_users_within_a_checkpoint(saving: Saving) -> list[Tensor]:
+    """A part of it is not made again; a forward that nobody goes back through comes before it."""
+    x, weight = leaf(), leaf()
+
+    def part(a: Tensor) -> Tensor:
+        a = torch.relu(a @ weight)
+        with saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
+            return a + (a @ weight).sin()
+
+    for _ in range(2):
+        with saving():
+            loss = checkpoint(part, x * 2, use_reentrant=False).sum()
+    return grads_after(loss, x, weight)
 
 
 def dropout_under_recompute(saving: Saving) -> list[Tensor]:
@@ -505,26 +571,13 @@ def sparse_tensors(saving: Saving) -> list[Tensor]:
 # ---- what has no memory of its own, and what is the user's own ------------------------------------------------------
 
 
-class TimesSaved(torch.autograd.Function):
-    """A product whose second factor is saved, whatever it is."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(b)
-        return a * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (b,) = ctx.saved_tensors
-        return grad * 2 + torch.zeros_like(grad).add(b), None
-
-
 def zero_tensors_of_forward_mode(saving: Saving) -> list[Tensor]:
     """Their storage claims bytes, and there is no memory behind it."""
     x = leaf()
+    adds_saved = function(lambda a, b: (a * 2, [b]), lambda grad, read: grad * 2 + torch.zeros_like(grad).add(*read()))
     with saving():
         zero = torch._efficientzerotensor((SIDE, SIDE))
-        loss = TimesSaved.apply(x.sin(), zero).sum() + (x.cos() * zero).sum()
+        loss = adds_saved(x.sin(), zero).sum() + (x.cos() * zero).sum()
     return grads_after(loss, x)
 
 
@@ -566,53 +619,32 @@ def a_buffer_refilled_while_an_older_graph_is_held(saving: Saving) -> list[Tenso
     return found
 
 
-class ReturnsSaved(torch.autograd.Function):
-    """Returns what it saved as the gradients, unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return (a * b).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return b, a
-
-
 def a_function_that_returns_a_saved_leaf(saving: Saving) -> list[Tensor]:
     """A gradient that is the very tensor must not become ``.grad`` as it is: the optimizer would change both."""
     a, b = nn.Parameter(torch.randn(SIDE, SIDE)), leaf()
+    returns_saved = function(lambda a, b: ((a * b).sum(), [b, a]), lambda _, read: read())
     for _ in range(3):
         with saving():
-            loss = ReturnsSaved.apply(a, b)
+            loss = returns_saved(a, b)
         loss.backward()
     for tensor in (a, b):
         tensor.grad.mul_(2)
     return [*grads(a, b), a, b]
 
 
-class SeesWhatItSaved(torch.autograd.Function):
-    """Reads an attribute of the parameter that it saved, as code for ZeRO-3 does."""
+def a_function_that_wants_the_parameter_itself(saving: Saving) -> list[Tensor]:
+    """It reads an attribute of the parameter that it saved, as code for ZeRO-3 does."""
+    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
+    weight.of_the_user = True
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, None, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, nothing, weight = ctx.saved_tensors
+    def look(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        x, nothing, weight = read()
         if nothing is not None or not hasattr(weight, "of_the_user"):
             raise Wrong("a Function did not get the parameter that it saved")
         return grad @ weight.t(), x.t() @ grad
 
-
-def a_function_that_wants_the_parameter_itself(saving: Saving) -> list[Tensor]:
-    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
-    weight.of_the_user = True
     with saving():
-        loss = SeesWhatItSaved.apply(x.sin(), weight).square().sum()
+        loss = function(lambda x, weight: (x @ weight, [x, None, weight]), look)(x.sin(), weight).square().sum()
     return grads_after(loss, x, weight)
 
 
@@ -623,17 +655,6 @@ def two_forwards_before_one_backward(saving: Saving) -> list[Tensor]:
     with saving():
         rejected = (x.cos() @ weight).tanh()
     (chosen - rejected).square().mean().backward()
-    return grads(x, weight)
-
-
-def two_forwards_with_a_backward_each(saving: Saving) -> list[Tensor]:
-    x, weight = leaf(), leaf()
-    losses = []
-    for power in (1, 2, 3):
-        with saving():
-            losses.append((x.pow(power) @ weight).sigmoid().square().sum())
-    for loss in (losses[1], losses[0], losses[2]):
-        loss.backward()
     return grads(x, weight)
 
 
@@ -648,29 +669,21 @@ def the_noise_of_rrelu(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-class Overwrites(torch.autograd.Function):
-    """Writes into its input through ``.data``, as a raw kernel does, and saves it."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, first: int = 0) -> Tensor:
-        a.data[first:].mul_(3)
-        ctx.save_for_backward(a)
-        return a.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.saved_tensors[0], None
-
-
 def overwritten_by_a_function_after_a_save(saving: Saving) -> list[Tensor]:
-    """The first save is a metric's, whose backward never runs."""
+    """Through ``.data``, as a raw kernel does. The first save is a metric's, whose backward never runs."""
     x = leaf()
+
+    def overwrite(a: Tensor, first: int) -> tuple[Tensor, list[Tensor]]:
+        a.data[first:].mul_(3)
+        return a.sum(), [a]
+
+    overwrites = function(overwrite, lambda grad, read: grad * read()[0])
     with saving():
         loss = torch.zeros(())
         for first in (0, SIDE - 1):
             y = x * 2
             metric = y.exp().sum() + torch.logsumexp(y, 0).sum()
-            loss = loss + Overwrites.apply(y, first) + (y * y).sum()
+            loss = loss + overwrites(y, first) + (y * y).sum()
     del metric
     return grads_after(loss, x)
 
@@ -726,90 +739,63 @@ def filled_after_the_function_that_saves_it(saving: Saving) -> list[Tensor]:
     """As an asynchronous collective that a Function begins, and its caller waits for."""
     x = leaf()
 
-    class Begins(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor) -> Tensor:
-            out = torch.zeros_like(a)
-            ctx.save_for_backward(out)
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * ctx.saved_tensors[0]
+    def begin(a: Tensor) -> tuple[Tensor, list[Tensor]]:
+        out = torch.zeros_like(a)
+        return out, [out]
 
     with saving():
-        received = Begins.apply(x)
+        received = function(begin, lambda grad, read: grad * read()[0])(x)
         received.data.copy_(x.detach() * 3)
         loss = (received * received).sum()
     return grads_after(loss, x)
 
 
-class ReadsTwice(torch.autograd.Function):
-    """Writes into what it reads first, and reads again: without hooks that is one memory."""
+def a_function_that_reads_twice_and_writes(saving: Saving) -> list[Tensor]:
+    """Without hooks that is one memory."""
+    x = leaf()
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, _ = ctx.saved_tensors
+    def gradients(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        a, _ = read()
         a.data.mul_(2)
-        again, b = ctx.saved_tensors
+        again, b = read()
         return grad * b + a, grad * again
 
-
-def a_function_that_reads_twice_and_writes(saving: Saving) -> list[Tensor]:
-    x = leaf()
+    reads_twice = function(lambda a, b: (a * b, [a, b]), gradients)
     with saving():
-        loss = ReadsTwice.apply(x * 2, x.exp()).sum() + ReadsTwice.apply(leaf(4) * 3, leaf(4)).sum()
+        loss = reads_twice(x * 2, x.exp()).sum() + reads_twice(leaf(4) * 3, leaf(4)).sum()
     return grads_after(loss, x)
 
 
 def a_function_that_saves_sparse_and_jagged_tensors(saving: Saving) -> list[Tensor]:
     x = leaf()
 
-    class Saves(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, *others: Tensor) -> Tensor:
-            ctx.save_for_backward(a, *others)
-            return a * 2
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        a, coo, jagged = read()
+        return grad * a * coo.to_dense() + jagged.values().sum()
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            a, coo, jagged = ctx.saved_tensors
-            return grad * a * coo.to_dense() + jagged.values().sum(), None, None
-
+    saves = function(lambda a, *others: (a * 2, [a, *others]), gradient)
     jagged = torch.nested.nested_tensor_from_jagged(torch.randn(SIDE, SIDE), torch.tensor([0, 30, SIDE]))
     with saving():
-        loss = Saves.apply(x.sin(), torch.randn(SIDE, SIDE).to_sparse(), jagged).sum()
+        loss = saves(x.sin(), torch.randn(SIDE, SIDE).to_sparse(), jagged).sum()
     return grads_after(loss, x)
 
 
-class SavesTwice(torch.autograd.Function):
-    """Saves a tensor and a view of it; backward writes into the one and reads the other."""
+def _saves_twice(*, writes: bool) -> Callable[..., Tensor]:
+    """A Function that saves a tensor and a view of it; backward writes into the one and reads the other."""
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, writes: bool) -> Tensor:
-        ctx.save_for_backward(b, b.t())
-        ctx.writes = writes
-        return a * b
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        b, transposed = ctx.saved_tensors
-        if ctx.writes:
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        b, transposed = read()
+        if writes:
             b.data.mul_(3)
-        return grad * transposed.t(), None, None
+        return grad * transposed.t()
+
+    return function(lambda a, b: (a * b, [b, b.t()]), gradient)
 
 
 def two_views_that_one_function_saves(saving: Saving) -> list[Tensor]:
-    x, y = leaf(), leaf()
+    x, y, writes = leaf(), leaf(), _saves_twice(writes=True)
     with saving():
-        loss = (
-            SavesTwice.apply(x, (y * 2).detach(), True).sum() + SavesTwice.apply(x, torch.randn(SIDE, SIDE), True).sum()
-        )
+        loss = writes(x, (y * 2).detach()).sum() + writes(x, torch.randn(SIDE, SIDE)).sum()
     return grads_after(loss, x)
 
 
@@ -818,7 +804,7 @@ def data_that_is_exchanged_after_the_save(saving: Saving) -> list[Tensor]:
     for size in (SIDE, 8):
         x, b = leaf(), torch.randn(SIDE, SIDE)
         with saving():
-            loss = SavesTwice.apply(x, b, False).sum()
+            loss = _saves_twice(writes=False)(x, b).sum()
             b.data = torch.zeros(size, size)
             loss = loss + x.sin().sum()
         out += grads_after(loss, x)
@@ -838,17 +824,8 @@ def a_storage_that_is_freed_and_filled_again_before_backward(saving: Saving) -> 
     return grads_after(loss, x)
 
 
-class ReturnsItsConstant(torch.autograd.Function):
-    """The memory of what it returns may become that of ``.grad``."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
-        ctx.save_for_backward(constant)
-        return a * constant
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
+# The memory of what it returns may become that of ``.grad``.
+returns_its_constant = function(lambda a, constant: (a * constant, [constant]), lambda _, read: read()[0])
 
 
 def a_saved_tensor_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
@@ -857,9 +834,7 @@ def a_saved_tensor_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
         x, losses = leaf(*constant.shape), []
         for _ in range(3):
             with saving():
-                losses.append(
-                    ReturnsItsConstant.apply(x, constant * 1).sum() + ReturnsItsConstant.apply(x, constant).sum()
-                )
+                losses.append(returns_its_constant(x, constant * 1).sum() + returns_its_constant(x, constant).sum())
         for loss in losses:
             loss.backward(retain_graph=True)
             x.grad.mul_(0.5)  # type: ignore[union-attr]
@@ -874,21 +849,11 @@ def a_saved_tensor_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
 def a_conjugate_that_a_function_saves(saving: Saving) -> list[Tensor]:
     """It is an operand of what is rematerialized, and its mark is not in its bytes."""
     x, w = (torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True) for _ in range(2))
-
-    class Absolute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor) -> Tensor:
-            ctx.save_for_backward(a)
-            return a.abs()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * ctx.saved_tensors[0].resolve_conj()
-
+    absolute = function(lambda a: (a.abs(), [a]), lambda grad, read: grad * read()[0].resolve_conj())
     with saving():
         conjugate = (x * 2).conj()
         product = w * conjugate
-        loss = (product * product).abs().sum() + Absolute.apply(conjugate).sum()
+        loss = (product * product).abs().sum() + absolute(conjugate).sum()
         del product
     return grads_after(loss, x, w)
 
@@ -917,17 +882,13 @@ def a_mapped_function_whose_output_is_filled_afterwards(saving: Saving) -> list[
     return grads_after(loss, x)
 
 
-class OverwritesInBackward(torch.autograd.Function):
-    """Its backward writes its gradients into what it saved, as Liger's SwiGLU does."""
+def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
+    """What others save can be rematerialized from what the Function has saved, large or small."""
+    x, y = leaf(), leaf()
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return nn.functional.silu(a) * b
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
+    def gradients(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
+        """Write the gradients into what was saved, as Liger's SwiGLU does."""
+        a, b = read()
         sigmoid = torch.sigmoid(a)
         silu = sigmoid * a
         of_a = grad * b * (silu * (1 - sigmoid) + sigmoid)
@@ -935,18 +896,15 @@ class OverwritesInBackward(torch.autograd.Function):
         a.data.copy_(of_a)
         return a, b
 
-
-def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
-    """What others save can be rematerialized from what the Function has saved, large or small."""
-    x, y = leaf(), leaf()
+    overwrites = function(lambda a, b: (nn.functional.silu(a) * b, [a, b]), gradients)
     with saving():
         a, b = x * 2, y.cos()
-        other = OverwritesInBackward.apply(a, b)
+        other = overwrites(a, b)
         total = a + b
         product = a * b
         scale = y.mean(1, keepdim=True) * 2
         scaled = x * scale
-        of_scale = OverwritesInBackward.apply(scale, scale.exp())
+        of_scale = overwrites(scale, scale.exp())
         loss = (other * other).sum() + of_scale.sum()
         later = [(one * one * one).sum() for one in (total, product, scaled)]
     loss.backward(retain_graph=True)
@@ -954,26 +912,14 @@ def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
     return [*seen, *grads(x, y)]
 
 
-class ReturnsNothingFor(torch.autograd.Function):
-    """Has no gradient for its input, and reads what it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(b)
-        return b * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, grad * ctx.saved_tensors[0]
-
-
 def a_saved_tensor_that_becomes_a_gradient_after_another_read(saving: Saving) -> list[Tensor]:
     """The gradient waits for one that does not come, and others want the bytes that it has."""
     out = []
+    returns_nothing_for = function(lambda a, b: (b * 2, [b]), lambda grad, read: (None, grad * read()[0]))
     for constant in (torch.randn(SIDE, SIDE), torch.randn(8)):
         x, y, z = leaf(*constant.shape), leaf(*constant.shape), leaf(*constant.shape)
         with saving():
-            loss = ReturnsNothingFor.apply(x, y * 2).sum() + ReturnsItsConstant.apply(x, constant).sum()
+            loss = returns_nothing_for(x, y * 2).sum() + returns_its_constant(x, constant).sum()
             later = (z * constant).sum()
         loss.backward()
         x.grad.data.mul_(0.5)  # type: ignore[union-attr]
@@ -990,12 +936,124 @@ def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[
         with saving():
             made = y * 2
             later = (z * made).sum()
-            loss = ReturnsItsConstant.apply(x, made).sum()
+            loss = returns_its_constant(x, made).sum()
             del made
         loss.backward()
         x.grad.data.mul_(0.5)  # type: ignore[union-attr]
         out += [*grads(x), *torch.autograd.grad(later, z)]
     return out
+
+
+class PassesOn(torch.autograd.Function):
+    """Returns the gradient that it gets, as DeepSpeed's Functions around modules do."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def a_saved_tensor_that_becomes_a_gradient_later(saving: Saving) -> list[Tensor]:
+    """Others unpack what they have saved before the gradient has come to its leaf."""
+    out = []
+    for shape in ((SIDE, SIDE), (8,)):
+        x, y, z, other = leaf(*shape), leaf(*shape), leaf(*shape), leaf(*shape)
+        with saving():
+            made = y * 2
+            later = (z * made).sum()
+            passed, between = PassesOn.apply(x), (other * other.detach()).sum()
+            loss = between + ReturnsItsConstant.apply(passed, made).sum()
+            del made, passed, between
+        loss.backward()
+        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        out += [*grads(x, other), *torch.autograd.grad(later, z)]
+    return out
+
+
+class SavesBoth(torch.autograd.Function):
+    """Saves two tensors, and reads an attribute of the second, which is a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(first, weight)
+        return a * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.saved_tensors[1]
+        if not hasattr(weight, "of_the_user"):
+            raise Wrong("a Function did not get the parameter that it saved")
+        return grad * weight, None, None
+
+
+def a_parameter_behind_a_tensor_without_strides(saving: Saving) -> list[Tensor]:
+    """It is found again among what a Function has saved, whatever stands before it."""
+    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
+    weight.of_the_user = True
+    jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
+    for first in ((leaf() * 2).to_sparse(), jagged):
+        with saving():
+            loss = SavesBoth.apply(x, first, weight).sum()
+        loss.backward()
+    return grads(x)
+
+
+class UpdatesItsState(torch.autograd.Function):
+    """Its backward updates a running mean that the user has, as a quantizer of gradients may."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, mean: Tensor, writes_past_version: bool) -> Tensor:
+        ctx.save_for_backward(a, mean)
+        ctx.writes_past_version = writes_past_version
+        return a * a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        a, mean = ctx.saved_tensors
+        of_a = grad * (a + mean)
+        (mean.data if ctx.writes_past_version else mean).mul_(0.9).add_(a, alpha=0.1)
+        return of_a, None, None
+
+
+def a_state_that_backward_updates(saving: Saving) -> list[Tensor]:
+    x, out = leaf(), []
+    for writes_past_version in (False, True):
+        for shape in ((SIDE, SIDE), (1, SIDE)):
+            mean = torch.zeros(shape)
+            for _ in range(3):
+                with saving():
+                    loss = UpdatesItsState.apply(x.mean(0, keepdim=True) if shape[0] == 1 else x * 2, mean,
+                                                 writes_past_version).sum()  # fmt: skip
+                loss.backward()
+            out.append(mean)
+    return [*grads(x), *out]
+
+
+class ReadsByTheOldName(torch.autograd.Function):
+    """``ctx.saved_variables`` is deprecated, and still there."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(constant)
+        return a * constant
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return ctx.saved_variables[0], None
+
+
+def a_gradient_that_was_read_by_the_old_name(saving: Saving) -> list[Tensor]:
+    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
+    with saving():
+        loss = ReadsByTheOldName.apply(x, weight).sum()
+    loss.backward()
+    x.grad.mul_(2)  # type: ignore[union-attr]
+    return [*grads(x), weight]
 
 
 def two_views_of_a_small_operand_that_one_function_saves(saving: Saving) -> list[Tensor]:
@@ -1004,29 +1062,19 @@ def two_views_of_a_small_operand_that_one_function_saves(saving: Saving) -> list
         scale = y.mean(1, keepdim=True) * 2
         scaled = x * scale
         later = (scaled * scaled * scaled).sum()
-        loss = SavesTwice.apply(x.mean(1, keepdim=True), scale, True).sum()
+        loss = _saves_twice(writes=True)(x.mean(1, keepdim=True), scale).sum()
     loss.backward()
     return [*torch.autograd.grad(later, scaled), *grads(x)]
 
 
 def a_sparse_tensor_of_an_operand(saving: Saving) -> list[Tensor]:
     x, y = leaf(), leaf(SIDE)
-
-    class Saves(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor, sparse: Tensor) -> Tensor:
-            ctx.save_for_backward(sparse)
-            return a * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return grad * ctx.saved_tensors[0].to_dense(), None
-
+    saves = function(lambda a, sparse: (a * 2, [sparse]), lambda grad, read: grad * read()[0].to_dense())
     with saving():
         values = y * 2
         scaled = x * values
         sparse = torch.sparse_coo_tensor(torch.arange(SIDE)[None], values.detach(), (SIDE,))
-        loss = (scaled * scaled).sum() + Saves.apply(x, sparse).sum()
+        loss = (scaled * scaled).sum() + saves(x, sparse).sum()
     return grads_after(loss, x, y)
 
 
@@ -1083,42 +1131,23 @@ def mutated_output(saving: Saving) -> Tensor:
     return loss
 
 
-class DoublesWhatItUnpacks(torch.autograd.Function):
-    """A backward that reuses its saved buffer."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a)
-        return a.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].mul_(2)
-
-
 def mutated_in_backward(saving: Saving) -> Tensor:
+    """By a Function that reuses its saved buffer."""
     x = leaf()
     with saving():
         h = x * 1.5
-        return h.sin().sum() + DoublesWhatItUnpacks.apply(h).sum()
+        doubles = function(lambda a: (a.clone(), [a]), lambda grad, read: grad * read()[0].mul_(2))
+        return h.sin().sum() + doubles(h).sum()
 
 
 def mutated_between_two_reads(saving: Saving) -> Tensor:
-    class ReadsTwiceAndMutates(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: Tensor) -> Tensor:
-            ctx.save_for_backward(a)
-            return a.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (a,) = ctx.saved_tensors
-            a.mul_(2)
-            return grad * ctx.saved_tensors[0]
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        read()[0].mul_(2)
+        return grad * read()[0]
 
     x = leaf()
     with saving():
-        return ReadsTwiceAndMutates.apply(x * 1.5).sum()
+        return function(lambda a: (a.clone(), [a]), gradient)(x * 1.5).sum()
 
 
 def mutated_small(saving: Saving) -> Tensor:
@@ -1211,19 +1240,9 @@ def check_mutation(mutation: Callable[[Saving], Tensor], cache: TensorCache, dev
 
 
 def check_nothing_is_left(cache: TensorCache, name: str) -> None:
-    gc.collect()
-    deadline = time.monotonic() + COPIES_END_S
-    while True:
-        cache.settle()
-        stats = cache.stats
-        if not (cache.live_records or stats.saved.now or stats.resident.now):
-            return
-        if time.monotonic() > deadline:
-            raise Wrong(
-                f"{name}: {cache.live_records} records are left, {stats.saved.now} bytes of saved storages, "
-                f"{stats.resident.now} of them in device memory"
-            )
-        time.sleep(0.001)  # copies of an asynchronous device may be under way
+    left = after_a_while(lambda: held(cache), COPIES_END_S)
+    if left:
+        raise Wrong(f"{name}: {left} are left")
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from support.disks import until
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.storage.nvme import NvmeStore
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 PARTS_IN_CI, PARTS = 4, 30
@@ -82,16 +81,6 @@ def test_a_wrong_gradient_is_seen(sweep: operators.Sweep, monkeypatch: pytest.Mo
     monkeypatch.setattr(TensorCache, "load", wrong)
     told = sweep.over(["exp"]).differences
     assert any("float32, alone, nvme: tensor 1 of 2" in line for line in told)
-
-
-@pytest.mark.long
-def test_an_error_of_ours_is_seen(sweep: operators.Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise FloatingPointError
-
-    monkeypatch.setattr(NvmeStore, "put", fail)
-    told = sweep.over(["exp"]).differences
-    assert any("float32, alone, nvme: FloatingPointError instead of no error" in line for line in told)
 
 
 def test_not_a_number_is_equal_whatever_its_bits_and_zero_has_a_sign() -> None:

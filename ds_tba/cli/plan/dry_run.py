@@ -78,7 +78,7 @@ def dry_run(
         aids: ``--fused-loss`` and ``--tiled-mlp``, where the model has them.
 
     Raises:
-        ConfigError: the config excludes an op that there is no rule for.
+        ConfigError: the config excludes an op that there is no rule for, or names what the model lacks.
         ModelError: the model does not run, or needs values, which the meta device does not have.
     """
     offload, excluded = training.offload, sites.excluded_ops(training.offload)
@@ -108,7 +108,7 @@ def dry_run(
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind, runs_on) as attention:
             recorder, meter = _micro_step(subject, blocks, training, cache, clock)
-    except ModelError:
+    except (ConfigError, ModelError):
         raise
     except (Exception, SystemExit) as error:  # the user's model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
@@ -127,7 +127,7 @@ def dry_run(
     if not blocks:
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
-    resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
+    resources = Resources(paths, copy, copy, offload.slots_bytes, is_synchronous=device.kind == "cpu")
     origins = [one.origin for one in recorder.record.storages]
     whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
@@ -160,7 +160,8 @@ def _micro_step(
 ) -> tuple[Recorder, PeakMeter]:
     """Run one forward and one backward."""
     model, autocast = subject.model, training.autocast
-    running = RunningModule({id(module): path for path, module in model.named_modules()})
+    running = RunningModule()
+    running.watch(model)
     chosen = ChosenModules(running, training.offload.patterns)
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
@@ -178,7 +179,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).watching(),
+            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).listening(),
             casting,
         ):
             output = subject.forward()
