@@ -221,7 +221,9 @@ class ActivationOffloader:
         from ds_tba.storage.probe import DriveProbe
 
         accelerator, nvme = self._accelerator, self._tiers.nvme
-        drives = None if nvme is None else DriveProbe(nvme.space, nvme.io)
+        # Under a rule the user's word counts, and with min_life_days the drive's life.
+        may_drop_codec = self.config.placement == "adaptive" and self.config.ssd.min_life_days is None
+        drives = None if nvme is None else DriveProbe(nvme.space, nvme.io, may_drop_codec=may_drop_codec)
         rates = Rates(drives, accelerator, self.config.io.ring_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()

@@ -19,6 +19,7 @@ from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore, host_memory
+from ds_tba.storage.probe import DriveProbe
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 from ds_tba.wear import write_limit_bytes_per_step
 
@@ -27,24 +28,6 @@ from ds_tba.wear import write_limit_bytes_per_step
 LINK_FRACTION = 0.02
 # Fraction of a run that may be spent on measuring drives to which nothing is offloaded.
 MEASURING_FRACTION = 0.01
-
-
-class DriveMeter(Protocol):
-    """Measures the drives of a store."""
-
-    def measure(self) -> None:
-        """Have the lanes find their rates; blocks for a moment."""
-
-    def measure_plain(self) -> None:
-        """Measure them once without what else the lanes do, if they do more than to move bytes."""
-
-    def rates(self) -> list[tuple[float, float, float, float]]:
-        """Return, for each path that works, the rates of :class:`PathRates` as they are now."""
-        ...
-
-    def moved_bytes(self) -> int:
-        """Return the bytes that the lanes have written and read since the beginning."""
-        ...
 
 
 class Rates:
@@ -60,7 +43,7 @@ class Rates:
         staging_bytes: bound of what is between device and file.
     """
 
-    def __init__(self, drives: DriveMeter | None, accelerator: Accelerator, staging_bytes: int) -> None:
+    def __init__(self, drives: DriveProbe | None, accelerator: Accelerator, staging_bytes: int) -> None:
         self._drives = drives
         self._accelerator = accelerator
         self._staging_bytes = staging_bytes
@@ -83,18 +66,22 @@ class Rates:
         started_s = time.monotonic()
         if self._drives is not None:
             self._drives.measure_plain()
-            cpu_s = time.process_time()
-            before_bytes = self._drives.moved_bytes()
-            self._drives.measure()
-            moved_bytes = self._drives.moved_bytes() - before_bytes
-            if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
-                self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
+            self._measure_drives(self._drives)
+            if self._drives.drop_codec():
+                self._measure_drives(self._drives)
         staged = host_memory(min(COPY_BYTES, self._staging_bytes), self._accelerator)
         self.copies = measure_copies(self._accelerator, self._copies, staged)
         if not self.is_synchronous:
             self._compute_s_per_byte = LINK_FRACTION / self.copies.out_bytes_per_s
         now_s = time.monotonic()
         self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
+
+    def _measure_drives(self, drives: DriveProbe) -> None:
+        cpu_s, before_bytes = time.process_time(), drives.moved_bytes()
+        drives.measure()
+        moved_bytes = drives.moved_bytes() - before_bytes
+        if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
+            self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
 
     def may_measure(self) -> bool:
         """Return whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""

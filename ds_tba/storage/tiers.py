@@ -118,6 +118,7 @@ class Tiers:
             "paths": [str(directory.path) for directory in self.directories],
             "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
             "written_bytes": store.written_bytes,
+            "compression": self._compression,
             **self._compressed(),
             "read_bytes": store.read_bytes,
             "forwarded_bytes": store.forwarded_bytes,
@@ -131,6 +132,12 @@ class Tiers:
             "stall_s": store.stall_s,
             "bandwidth": self.bandwidth(),
         }
+
+    @property
+    def _compression(self) -> str | None:
+        """Name of the codec that writes go through."""
+        io = None if self.nvme is None else self.nvme.io
+        return None if io is None or io.codec is None or not io.compresses else io.codec.name
 
     def _compressed(self) -> dict[str, Any]:
         if self.nvme is None or self.nvme.io.codec is None:
@@ -186,7 +193,7 @@ class Tiers:
             f"saved storages of {config.min_tensor_bytes} bytes and more are moved",
             f"io.staging_bytes {config.io.ring_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}, "
-            f"compression {config.io.compression or 'none'}",
+            f"compression {self._compression or 'none'}",
         ]
         if self.host is not None and not self._host_is_first:
             parts.append(f"tensors refused by NVMe go to {self.host_in_words}")

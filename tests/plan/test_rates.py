@@ -21,7 +21,7 @@ from ds_tba.errors import StateError
 from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Machine, Rates
 from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
-from ds_tba.storage.codec import BloscCodec, Codec
+from ds_tba.storage.codec import BlockIo, BloscCodec, Codec
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.probe import DriveProbe
 from ds_tba.storage.staging import TIMES, measure_copies
@@ -292,6 +292,35 @@ def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_r
     rates.measure()
     assert drives._plain_bytes_per_s == plain  # without it they are measured once
     assert not drives_of(make_store()).advice()
+
+
+@pytest.mark.parametrize("may_drop", [True, False])
+@pytest.mark.parametrize("packed_rate", [4.0, 16.0])
+def test_a_codec_that_makes_drives_slower_is_left_off_once_and_for_all(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, may_drop: bool, packed_rate: float
+) -> None:
+    store = make_store(codec=Halving())
+    drives = DriveProbe(store.space, store.io, may_drop_codec=may_drop)
+    seen: list[bool] = []
+
+    def measure(_: object, io: BlockIo) -> None:
+        seen.append(io.compresses)
+        clock = Clock()
+        store.paths[0].meter = meter = PathMeter(1, 1, clock)
+        for kind in Kind:
+            move(meter, clock, kind, packed_rate if io.compresses else 8.0)
+
+    monkeypatch.setattr("ds_tba.storage.probe.measure_drives", measure)
+    rates = Rates(drives, CpuAccelerator(), MIB)
+    rates.measure()
+    is_dropped = may_drop and packed_rate < 8
+    assert seen == [False, True, *[False] * is_dropped] and store.io.compresses is not is_dropped
+    assert rates_of(rates.resources().paths[0])[:2] == pytest.approx([8.0 if is_dropped else packed_rate] * 2)
+    advice = drives.advice()
+    assert ("is left off in this run" in advice) is is_dropped and bool(advice) is (packed_rate < 8)
+    packed_rate = 100.0 / packed_rate  # under other load the other way is the faster one
+    rates.measure()
+    assert seen[-1] is not is_dropped and store.io.compresses is not is_dropped and drives.advice() == advice
 
 
 def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(tmp_path: Path) -> None:
