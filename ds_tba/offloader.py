@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -82,7 +82,7 @@ class ActivationOffloader:
         config: the block.
         aio_config: DeepSpeed's ``"aio"`` block.
         accelerator: the training device.
-        zero_uses_nvme: whether ZeRO's own NVMe offload is on.
+        zero_paths: directories of ZeRO's own offload to NVMe.
         rank: of this process, for the report.
         ranks_on_node: ranks that share this machine's directories.
 
@@ -97,7 +97,7 @@ class ActivationOffloader:
         aio_config: AioConfig,
         accelerator: Accelerator,
         *,
-        zero_uses_nvme: bool = False,
+        zero_paths: Sequence[str] = (),
         rank: int = 0,
         ranks_on_node: int = 1,
     ) -> None:
@@ -117,7 +117,7 @@ class ActivationOffloader:
         self._files = ReportFiles(config.report, self._writer)
         started_s = time.monotonic()
         self._tiers = Tiers(
-            config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
+            config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
         )
         waking_s = time.monotonic() - started_s
         self.cache = self._open_cache()
@@ -233,7 +233,8 @@ class ActivationOffloader:
         memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if accelerator.is_synchronized_device() else 1
-        return Machine(self.config, self._tiers, rates, memory, accelerator.clock, sharers)
+        is_shared = any(everyone.all_gather(self._tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
+        return Machine(self.config, self._tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
     def watch(
         self,

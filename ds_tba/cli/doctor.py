@@ -147,10 +147,12 @@ def _aio(paths: Sequence[str], *, built: bool) -> Check:
 def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator[Check]:
     """Check that a run reads the block of each config, and that the script trains with DeepSpeed at all."""
     from ds_tba.cli.plan.training import read_config
-    from ds_tba.config import BLOCK, parse_block, refuse_misnamed
+    from ds_tba.config import BLOCK, parse_block, refuse_misnamed, zero_paths
     from ds_tba.errors import ConfigError
     from ds_tba.explain import unread
+    from ds_tba.stats import expanded
     from ds_tba.update.config import parse_update_block
+    from ds_tba.wear import share_a_drive
 
     for path in paths:
         if unread.is_yaml(path):
@@ -173,6 +175,8 @@ def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator
         except ConfigError as error:
             yield False, f"{path}: {error}"
             continue
+        if parsed and share_a_drive(map(expanded, parsed[0].nvme_paths), map(expanded, zero_paths(found))):
+            yield None, f"{path}: ZeRO's offload uses the drive of nvme_path; if steps wait for it, a second drive pays"
         is_set = os.environ.get(unread.VARIABLE, "").strip()
         has = f'{path} has an enabled "{BLOCK}"' if parsed else f'{path} has no enabled "{BLOCK}"'
         yield (True if parsed or is_set else None), f"{has}{f', {unread.VARIABLE} is set' if is_set else ''}"

@@ -13,6 +13,11 @@ does not count. It is corrected where steps show better: no step is shorter for 
 nothing its steps are the kept ones. Two falls end in such a plan: where steps stay long because the machine is slow,
 these show it, and the share rises again.
 
+[Note: Shared drives] Where ZeRO reads and writes on the same drive, it waits for our lanes. The recorded steps, in
+which everything was offloaded, are longer by that, and as long as plans offload as much, no step shows a shorter one.
+So there the share begins where a fall from 1 would end, and rises as long as steps leave room beside the kept step that
+is seen then.
+
 [Note: Reviews] Drives whose rates have changed ask for a new plan, larger storages than those of the plan at once.
 Saves that the plan does not know, or that it expects in vain, ask for a new recording. Each comes after 5, 10, 20, ...
 up to 640 steps as long as its cause stays.
@@ -33,8 +38,9 @@ from ds_tba.plan.policy import PlanInForce, PlanMismatch
 # Steps under a plan before it is judged, and the shortest and the longest wait of a back-off.
 MIN_STEPS, MAX_STEPS = 5, 640
 COUNTED_STEPS = MAX_STEPS // 10  # the last that count
-# Fraction of the movable bytes by which the share rises, and the least that it is.
+# Fraction of the movable bytes by which the share rises, and the least that it is; the factor by which it falls.
 INCREASE = 0.1
+DECREASE = 4
 # Factor of a drive's rate, up or down, that asks for another plan.
 RATE_CHANGE = 1.5
 # Fraction by which the bytes of a step may differ from those of the plan.
@@ -77,14 +83,17 @@ class Backoff:
 class Feedback:
     """See the notes.
 
+    Args:
+        is_drive_shared: ZeRO uses it, too.
+
     Attributes:
         share: fraction of the movable bytes that the next plan may offload; the same on all ranks.
         kept_s: seconds of a step with everything kept.
         reason: why the last action was asked for.
     """
 
-    def __init__(self) -> None:
-        self.share = 1.0
+    def __init__(self, *, is_drive_shared: bool = False) -> None:
+        self.share = 1 / DECREASE if is_drive_shared else 1.0
         self.kept_s = 0.0
         self.reason = ""
         self._plan: PlanInForce | None = None
@@ -169,8 +178,8 @@ class Feedback:
         if action is Action.RISE:
             self.share = min(1.0, self.share + INCREASE)
         elif action is Action.FALL and self._plan is not None:
-            quarter = min(self.share, self._plan.moved_share) / 4
-            self.share = quarter if quarter >= INCREASE else 0.0
+            lower = min(self.share, self._plan.moved_share) / DECREASE
+            self.share = lower if lower >= INCREASE else 0.0
             self._share_backoff.run(step)
 
     def _after_wait(self, backoff: Backoff, step: int, action: Action, reason: str) -> Action:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
 from ds_tba.device.copies import Copies
+from ds_tba.errors import StateError
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.storage.base import AnyStore
@@ -50,6 +52,7 @@ class Rates:
         self.copies = CopyRates(math.inf, math.inf)
         self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
         self._compute_s_per_byte = 0.0
+        self._idle: tuple[float, ...] = ()  # rates of the drives when they were measured last
         self._again_at_s = 0.0  # by ``time.monotonic()``: then measuring is affordable again
 
     @property
@@ -69,6 +72,8 @@ class Rates:
             self._measure_drives(self._drives)
             if self._drives.drop_codec():
                 self._measure_drives(self._drives)
+            with suppress(StateError):  # a path had no room to be measured
+                self._idle = self.resources().rates
         staged = host_memory(min(COPY_BYTES, self._staging_bytes), self._accelerator)
         self.copies = measure_copies(self._accelerator, self._copies, staged)
         if not self.is_synchronous:
@@ -82,6 +87,17 @@ class Rates:
         moved_bytes = drives.moved_bytes() - before_bytes
         if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
             self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
+
+    def fade(self) -> None:
+        """Count what steps show from now on, and the rates of idle drives only where they show nothing."""
+        if self._drives is not None:
+            self._drives.fade()
+
+    def left(self) -> float:
+        """Return the fraction of the idle drives' rates that is left, of the kind and path that has lost most."""
+        now = self.resources().rates
+        pairs = list(zip(now, self._idle, strict=True)) if len(now) == len(self._idle) else []  # else a path has failed
+        return min((rate / idle for rate, idle in pairs), default=1.0)
 
     def may_measure(self) -> bool:
         """Return whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
@@ -133,6 +149,7 @@ class Machine:
         memory: of everything but saved tensors.
         clock: of the training device.
         sharers: ranks that share the device's memory.
+        is_drive_shared: ZeRO uses a drive of any rank, too.
     """
 
     config: OffloadConfig
@@ -141,6 +158,7 @@ class Machine:
     memory: MemoryMeter
     clock: Clock
     sharers: int = 1
+    is_drive_shared: bool = False
 
     def limits(self, step_s: float) -> Limits:
         """Return the limits of the cost of a plan for a step that takes so many seconds."""

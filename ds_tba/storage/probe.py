@@ -141,6 +141,14 @@ class DriveProbe:
                 path.meter.writes.forget_rates()
                 path.meter.reads.forget_rates()
 
+    def fade(self) -> None:
+        """Have the rates of the next transfers outweigh those of now, as plans see them."""
+        with self._space.lock:
+            for path in self._space.paths:
+                for kind in (path.meter.writes, path.meter.reads):
+                    kind.alone.fade()
+                    kind.concurrent.fade()
+
     def rates(self) -> list[tuple[float, float, float, float]]:
         """Return :meth:`SwapPath.rates` of each path that works."""
         with self._space.lock:

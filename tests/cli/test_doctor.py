@@ -261,6 +261,17 @@ def test_the_doctor_finds_blocks_that_nobody_reads(
     assert line.format(path=path) in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_doctor_tells_of_a_drive_that_zero_uses_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, is_shared: bool
+) -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path) if is_shared else "/proc"}}
+    config = {"zero_optimization": zero, "activation_nvme_offload": {"nvme_path": str(tmp_path)}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    assert main(["doctor", "--config", f"{tmp_path}/ds.json"]) == 0
+    assert ("a second drive pays" in capsys.readouterr().out) is is_shared
+
+
 def test_the_doctor_looks_for_deepspeed_in_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(GOOD))
     for text, line in (("import deepspeed", "names DeepSpeed"), ("import torch", "does not name DeepSpeed: without")):
