@@ -1,26 +1,18 @@
-"""The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, others, and ours.
+"""The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, tiles, and ours.
 
     python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
 
 A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Some variants have what people add for
-long sequences: TRL's fused LM head, which computes the loss in chunks, DeepSpeed's ``TiledFusedLogitsLoss`` and its
-``TiledMLP``. A chunked loss rounds in another way, so such a variant is compared with the same libraries without
-anything of ours. Each variant runs in processes of its
-own. Memory is measured, not limited: the peak of a step is the process's peak of resident bytes, staging included, and
-a sequence fits if that is within the limit. (RLIMIT_AS would count reserved addresses, of which PyTorch has many.) The
-limit is what the process without anything of this holds between two steps, plus a headroom. Sequences are doubled
-until one does not fit; then the longest is sought in between. No sequence is tried that would take longer than
+long sequences: DeepSpeed's ``TiledFusedLogitsLoss`` and its ``TiledMLP``. A loss in tiles rounds in another way, so
+such a variant is compared with the same tiles without anything of ours. Each variant runs in processes of its own.
+Memory is measured, not limited: the peak of a step is the process's peak of resident bytes, staging included, and a
+sequence fits if that is within the limit. (RLIMIT_AS would count reserved addresses, of which PyTorch has many.) The
+limit is what the process without anything of this holds between two steps, plus a headroom. Sequences are doubled until
+one does not fit; then the longest is sought in between. No sequence is tried that would take longer than
 ``--longest_s``. On a GPU ``make gpu`` measures the layers of Llama-3-8B instead.
 
 Time is taken at one length that all variants can train, in rounds; from the second on the variants take turns in
-random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence. The
-peak at that length is given of the first steps, and of the later ones: what is rematerialized is proven in the first,
-and a plan is in force after some.
-
-[Note: a CPU in the place of the device] The offloaders of Hugging Face and TRL copy from a device to pinned host
-memory, and end with an error where there is no device. On a CPU their copies and streams are led to the CPU, as in
-``peers.py``: a copy "to the host" is one in memory, so the process's memory shows nothing of what a GPU would gain.
-Their rows show that they are exact and what their copies cost.
+random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence.
 """
 
 from __future__ import annotations
@@ -31,8 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,50 +48,30 @@ class Variant:
     Attributes:
         checkpointing: arguments of Hugging Face's gradient checkpointing, or None.
         block: keys of our block, or None.
-        loss: library that computes the loss in chunks: "", "trl" or "deepspeed".
-        tiled_mlp: True if DeepSpeed computes the MLP in parts of the sequence.
-        compared_with: variant without ours that has the same arithmetic, hence the same losses.
-        needs_device: True if it wants an accelerator; see [Note: a CPU in the place of the device].
-        steps: steps measured at each length; a plan is in force after some.
+        is_tiled: True if DeepSpeed computes loss and MLP in parts of the sequence.
     """
 
     title: str
     checkpointing: dict[str, Any] | None = None
-    hooks: str = ""
     block: dict[str, Any] | None = None
-    steps: int = 1
-    loss: str = ""
-    tiled_mlp: bool = False
-    compared_with: str = "keep"
-    needs_device: bool = False
+    is_tiled: bool = False
+
+    @property
+    def compared_with(self) -> str:
+        """The variant without ours that has the same arithmetic, hence the same losses."""
+        return "tiled" if self.is_tiled else "keep"
 
 
-NVME = {"placement": "nvme"}
-TRL, TRL_LOSS = "TRL's fused LM head", {"loss": "trl", "compared_with": "trl_loss"}
-TILES = "DeepSpeed's tiled loss and MLP"
-TILED: dict[str, Any] = {"loss": "deepspeed", "tiled_mlp": True, "compared_with": "tiled"}
+NVME, TILES = {"placement": "nvme"}, "DeepSpeed's tiled loss and MLP"
 VARIANTS = {
     "keep": Variant("keep (nothing)"),
     "checkpoint": Variant("torch checkpointing of every layer", {}),
-    "save_on_cpu": Variant("`torch.autograd.graph.save_on_cpu`", hooks="save_on_cpu"),
-    "hf_offload": Variant("Hugging Face's checkpointing with `offload=True`", {"offload": True}, needs_device=True),
-    "trl_offload": Variant("TRL's activation offloading", hooks="trl_offload", needs_device=True),
     "nvme": Variant('**ours**, `"placement": "nvme"`', block=NVME),
     "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block=NVME),
-    "trl_loss": Variant(TRL, **TRL_LOSS),
-    "checkpoint_trl_loss": Variant(f"torch checkpointing, {TRL}", {}, **TRL_LOSS),
-    "nvme_trl_loss": Variant(f"{TRL} + **ours**", block=NVME, **TRL_LOSS),
-    "tiled": Variant(TILES, **TILED),
-    "checkpoint_tiled": Variant(f"torch checkpointing, {TILES}", {}, **TILED),
-    "nvme_tiled": Variant(f"{TILES} + **ours**", block=NVME, **TILED),
-    "checkpoint_nvme_tiled": Variant(f"torch checkpointing, {TILES} + **ours**", {}, block=NVME, **TILED),
-    "rematerialize": Variant("**ours**, rematerialization alone, no drive", block={"placement": "keep"}, steps=2),
-    "recompute": Variant(
-        '**ours**, `"recompute": true`, no rematerialization',
-        block={"placement": "adaptive", "recompute": True, "rematerialize": False},
-        steps=7,
-    ),
-    "both": Variant('**ours**, `"recompute": true`', block={"placement": "adaptive", "recompute": True}, steps=7),
+    "tiled": Variant(TILES, is_tiled=True),
+    "checkpoint_tiled": Variant(f"torch checkpointing, {TILES}", {}, is_tiled=True),
+    "nvme_tiled": Variant(f"{TILES} + **ours**", block=NVME, is_tiled=True),
+    "checkpoint_nvme_tiled": Variant(f"torch checkpointing, {TILES} + **ours**", {}, block=NVME, is_tiled=True),
 }
 
 
@@ -122,27 +93,14 @@ class Training:
         self._peak_bytes, self._reset_peak = peak_memory_bytes, reset_peak_memory
         torch.manual_seed(1)
         model = llama(options.width, options.layers, options.longest_sequence)
-        self._without_device = ExitStack()
-        self.stands_in = self.variant.needs_device and not torch.accelerator.is_available()
-        if self.stands_in:
-            from peers import cpu_as_device
-
-            self._without_device.enter_context(cpu_as_device())
-        if self.variant.loss == "trl":
-            from trl.trainer.utils import add_fused_lm_head
-
-            add_fused_lm_head(model)
-        if self.variant.tiled_mlp:
+        if self.variant.is_tiled:
             tile_mlps(model)
-        if self.variant.loss == "deepspeed":
             tile_loss(model)
         if self.variant.checkpointing is not None:
             checkpoint_layers(model, **self.variant.checkpointing)
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=ds_config(options)
         )
-        self._hooks = hooks_of(self.variant.hooks)
-        self._more = {"fused_lm_head": True} if self.variant.loss == "trl" else {}
         self._random = torch.Generator().manual_seed(1)
         self._rows = options.rows
         self._out_of_memory = torch.OutOfMemoryError
@@ -155,8 +113,7 @@ class Training:
         self._reset_peak()
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         try:
-            with self._hooks():
-                loss = self._engine(input_ids=tokens, labels=tokens, **self._more).loss
+            loss = self._engine(input_ids=tokens, labels=tokens).loss
             self._engine.backward(loss)
             self._engine.step()
             last = loss.item()
@@ -172,7 +129,6 @@ class Training:
         return {
             "sequence": sequence,
             "peak_bytes": max(one["peak_bytes"] for one in found),
-            "later_peak_bytes": max(one["peak_bytes"] for one in last),
             "step_s": statistics.median(one["step_s"] for one in last),
             "cpu_s": statistics.median(one["cpu_s"] for one in last),
             "losses": [one["loss"] for one in found],
@@ -193,11 +149,8 @@ def ds_config(options: argparse.Namespace) -> dict[str, Any]:
     variant = VARIANTS[options.variant]
     if variant.block is not None:
         io = {"backend": options.backend, "staging_bytes": options.staging_mib * MIB}
-        drive = {"nvme_path": options.nvme_path, "io": io} if variant.block["placement"] != "keep" else {}
-        block = {"enabled": True, "min_tensor_bytes": options.min_tensor_kib * 1024, **drive, **variant.block}
-        if block["placement"] == "adaptive":
-            block["activation_budget_bytes"] = options.budget_mib * MIB
-        config["activation_nvme_offload"] = block
+        block = {"enabled": True, "min_tensor_bytes": options.min_tensor_kib * 1024, "nvme_path": options.nvme_path}
+        config["activation_nvme_offload"] = {**block, "io": io, **variant.block}
     return config
 
 
@@ -227,30 +180,14 @@ def tiles(sequence: int) -> int:
     return max(1, sequence // TILE_TOKENS)
 
 
-def hooks_of(name: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes the context in which forward runs."""
-    import torch
-
-    if name == "save_on_cpu":
-        return lambda: torch.autograd.graph.save_on_cpu(pin_memory=torch.accelerator.is_available())
-    if name == "trl_offload":
-        from trl.models.activation_offloading import OffloadActivations
-
-        is_there = torch.accelerator.is_available()
-        offload = OffloadActivations(use_streams=is_there, use_pin_memory=is_there)
-        return lambda: offload
-    return nullcontext
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure in one process: time at one length, and with ``--sweep`` peak memory at growing lengths."""
     training = Training(options)
     training.step(4 * BLOCK_OF_TOKENS)
     if options.limit_mib is None:
         options.limit_mib = resident_bytes() // MIB + options.headroom_mib
-    timed = training.steps(options.timed_sequence, max(TIMED_STEPS, training.variant.steps))
+    timed = training.steps(options.timed_sequence, TIMED_STEPS)
     found: dict[str, Any] = {"timed": timed, "lengths": [], "limit_mib": options.limit_mib}
-    found["stands_in"] = training.stands_in
     if options.sweep:
         found["lengths"] = list(sweep(training, options))
         found["threads"], found["report"] = threads(), training.report()
@@ -269,7 +206,7 @@ def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str,
     peaks: dict[int, float] = {}
     sequence = options.shortest_sequence
     while sequence <= options.longest_sequence:
-        found = training.steps(sequence, training.variant.steps)
+        found = training.steps(sequence, 1)
         yield found
         peaks[sequence] = found["peak_bytes"]
         if found["peak_bytes"] > limit_bytes:
@@ -277,14 +214,14 @@ def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str,
             break
         fits = sequence
         # attention is quadratic: the next may take four times as long
-        if 4 * training.variant.steps * found["cpu_s"] > options.longest_s:
+        if 4 * found["cpu_s"] > options.longest_s:
             return
         sequence *= 2
     for _ in range(INTERPOLATIONS):
         if not fits or not fails or fails - fits <= max(BLOCK_OF_TOKENS, fits // 16):
             return
         sequence = between(peaks, fits, fails, limit_bytes)
-        found = training.steps(sequence, training.variant.steps)
+        found = training.steps(sequence, 1)
         yield found
         peaks[sequence] = found["peak_bytes"]
         if found["peak_bytes"] > limit_bytes:
@@ -333,34 +270,24 @@ def ratio(rounds: list[dict[str, dict[str, Any]]], name: str, key: str) -> str:
     return f"{statistics.median(found):.2f} [{min(found):.2f}-{max(found):.2f}]"
 
 
-def peaks(rounds: list[dict[str, dict[str, Any]]], name: str) -> str:
-    """Return the peaks of the first steps and of the later ones at the timed length, medians over the rounds."""
-    timed = [one[name]["timed"] for one in rounds]
-    first, later = (statistics.median(one[key] for one in timed) for key in ("peak_bytes", "later_peak_bytes"))
-    return f"{first / 2**30:.2f}, {later / 2**30:.2f}"
-
-
-def table(rounds: list[dict[str, dict[str, Any]]], refused: dict[str, str], options: argparse.Namespace) -> list[str]:
+def table(rounds: list[dict[str, dict[str, Any]]], options: argparse.Namespace) -> list[str]:
     """Return the Markdown table."""
     lines = [
         f"| variant | longest sequence in {options.limit_mib} MiB | KiB of memory per token | to keep | ms per token "
-        f"| time / keep | processor time / keep | peak GiB at {options.timed_sequence:,}: first steps, later |",
-        "|---|---|---|---|---|---|---|---|",
+        "| time / keep | processor time / keep |",
+        "|---|---|---|---|---|---|---|",
     ]
     first = rounds[0]
     kept, _ = line(first["keep"]["lengths"])
     for name, variant in VARIANTS.items():
-        if name in refused:
-            lines.append(f"| {variant.title} | does not run here: {refused[name]} | | | | | | |")
         if name not in first:
             continue
         per_token, _ = line(first[name]["lengths"])
-        title = variant.title + (" (a CPU in the place of the device)" if first[name]["stands_in"] else "")
         per_token_s = statistics.median(one[name]["timed"]["step_s"] for one in rounds) / options.timed_sequence
         lines.append(
-            f"| {title} | {longest(first[name]['lengths'], options.limit_mib * MIB)} | {per_token / 1024:.1f} "
+            f"| {variant.title} | {longest(first[name]['lengths'], options.limit_mib * MIB)} | {per_token / 1024:.1f} "
             f"| {per_token / kept:.3f} | {per_token_s * 1000:.2f} | {ratio(rounds, name, 'step_s')} "
-            f"| {ratio(rounds, name, 'cpu_s')} | {peaks(rounds, name)} |"
+            f"| {ratio(rounds, name, 'cpu_s')} |"
         )
     return lines
 
@@ -384,7 +311,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--staging_mib", type=int, default=32, help="io.staging_bytes of ours")
     # Per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096.
     parser.add_argument("--min_tensor_kib", type=int, default=32, help="min_tensor_bytes of ours")
-    parser.add_argument("--budget_mib", type=int, default=16, help="budget of recompute")
     parser.add_argument("--backend", default="posix", help="io.backend of ours")
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
@@ -399,16 +325,9 @@ def main(argv: list[str] | None = None) -> int:
     if has_answered(options, measure):
         return 0
     variants = with_compared(options.variants)
-    refused: dict[str, str] = {}
 
-    def turn(name: str, *more: str) -> dict[str, Any] | None:
-        try:
-            found = in_a_process(__file__, name, [*argv, *more], MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
-        except SystemExit as error:
-            if VARIANTS[name].block is not None or name in ("keep", "checkpoint", "trl_loss", "tiled"):
-                raise
-            refused[name] = str(error).strip().splitlines()[-1]
-            return None
+    def turn(name: str, *more: str) -> dict[str, Any]:
+        found = in_a_process(__file__, name, [*argv, *more], MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
         print(f"{name}: {found['timed']['step_s']:.2f} s", *map(shown, found["lengths"]), flush=True)
         return found
 
@@ -416,15 +335,14 @@ def main(argv: list[str] | None = None) -> int:
     rounds = [first]
     for name in variants:  # keep is the first: its process says what the limit is
         more = [] if options.limit_mib is None else ["--limit_mib", str(options.limit_mib)]
-        found = turn(name, "--sweep", *more)
-        if found is not None:
-            first[name], options.limit_mib = found, found["limit_mib"]
-        write(options, refused, rounds)
+        first[name] = turn(name, "--sweep", *more)
+        options.limit_mib = first[name]["limit_mib"]
+        write(options, rounds)
     with contextlib.suppress(KeyboardInterrupt):
         for later in rounds_of(list(first), turn, options.rounds - 1):
-            rounds.append({name: one for name, one in later.items() if one is not None})
-            write(options, refused, rounds)
-    print("\n".join(table(rounds, refused, options)))
+            rounds.append(later)
+            write(options, rounds)
+    print("\n".join(table(rounds, options)))
     equal = all(
         first_losses(one[name]) == first_losses(one[VARIANTS[name].compared_with]) for one in rounds for name in one
     )
@@ -437,12 +355,11 @@ def with_compared(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(["keep", *(one for name in names for one in (VARIANTS[name].compared_with, name))]))
 
 
-def write(options: argparse.Namespace, refused: dict[str, str], rounds: list[dict[str, dict[str, Any]]]) -> None:
+def write(options: argparse.Namespace, rounds: list[dict[str, dict[str, Any]]]) -> None:
     """Write the results so far, where ``--json`` says."""
     if options.json:
         shown_options = {key: value for key, value in vars(options).items() if key not in ("json", "result")}
-        results = {"options": shown_options, "refused": refused, "rounds": rounds}
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps({"options": shown_options, "rounds": rounds}, indent=1) + "\n")
 
 
 def first_losses(found: dict[str, Any]) -> list[float]:

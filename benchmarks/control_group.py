@@ -5,7 +5,7 @@
 A Llama with random weights under DeepSpeed, every layer checkpointed, so that a step saves ``layers x tokens x width``
 elements. The group may have what the process takes at its peak when all of them are on the drive, which is measured
 first, and a quarter of their bytes. A way that needs more is killed by the kernel. What the drive behind it costs where
-the host has room for all, ``host_tier.py`` tells.
+the host has room for all, ``races.py host`` tells.
 
 It needs Linux and root (or a group that is delegated to the user), makes groups within its own, and takes them away. On
 a CPU the activations are in host memory before an offload takes them there; what it adds is what a GPU's would add: the

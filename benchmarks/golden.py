@@ -3,8 +3,8 @@
 That planner replayed every event of a micro-step and tried every neighbour of a plan, in 2,197 lines:
 ``benchmarks/oracle`` up to commit dd747bb. At that commit ``oracle.search.adaptive`` and ``oracle.simulator.replay``
 were asked once, and ``results/oracle_202611.json`` has their answers. A question's name says what draws its input: for
-``chains`` and ``replays`` the seed in ``tests/plan/test_against_oracle.py``, for ``models`` a row of
-``planner_scale.py``. Each answer has the digest of its input. Where that differs, the generator has changed.
+``chains`` and ``replays`` the seed in ``tests/plan/test_against_oracle.py``, for ``models`` a trace
+of ``planner_scale.py``. Each answer has the digest of its input. Where that differs, the generator has changed.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -36,7 +35,6 @@ from unittest import mock
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from alternating import rounds_of  # noqa: E402
 from curves.allocator import hold_freed_memory  # noqa: E402
 from curves.device import Device  # noqa: E402
 from curves.models import Workload  # noqa: E402
@@ -45,11 +43,11 @@ from curves.turns import (  # noqa: E402
     AGAIN,
     PLAIN,
     Contender,
+    Race,
     Runner,
     StepTaken,
     add_race_options,
     parameters_of,
-    storages_held,
 )
 from torch import nn  # noqa: E402
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks  # noqa: E402
@@ -62,7 +60,7 @@ MIB = 1 << 20
 ENOUGH = 100.0  # an overhead that no plan reaches: the budget decides
 DROPOUT = 0.1
 LONGEST_ERROR = 160
-MAX_STEPS_TO_A_PLAN, STEPS_AFTER_A_PLAN = 20, 12
+AXOLOTL_DISK = "axolotl disk"
 VERSIONS = ("torch", "transformers", "deepspeed", "trl", "torchtune", "axolotl", "torch_remat")
 
 
@@ -116,18 +114,6 @@ def workload_of(options: argparse.Namespace, device: Device) -> Workload:
 
 
 # ---- the peers, each as its documentation says ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Somebody else's way to need less memory.
-
-    Attributes:
-        enter: of a model and whether there is a GPU: what a training step runs in.
-    """
-
-    name: str
-    enter: Callable[[Llama, bool], AbstractContextManager[Any]]
 
 
 def _checkpointing(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
@@ -212,17 +198,34 @@ def _torch_remat(model: Llama, is_cuda: bool) -> Iterator[None]:
         yield
 
 
-PEERS = (
-    Peer("torch checkpoint", _checkpointing),
-    Peer("torch save_on_cpu", _save_on_cpu),
-    Peer("transformers offload", _transformers),
-    Peer("DeepSpeed CheckpointHiddenStatesOffload", _deepspeed),
-    Peer("TRL OffloadActivations", _trl),
-    Peer("torchtune OffloadActivations", _torchtune),
-    Peer("axolotl hidden_states", _axolotl),
-    Peer("axolotl disk", _axolotl_disk),
-    Peer("torch_remat, attention saved", _torch_remat),
-)
+# What a training step runs in, from the model and whether there is a GPU.
+PEERS: dict[str, Callable[[Llama, bool], AbstractContextManager[Any]]] = {
+    "torch checkpoint": _checkpointing,
+    "torch save_on_cpu": _save_on_cpu,
+    "transformers offload": _transformers,
+    "DeepSpeed CheckpointHiddenStatesOffload": _deepspeed,
+    "TRL OffloadActivations": _trl,
+    "torchtune OffloadActivations": _torchtune,
+    "axolotl hidden_states": _axolotl,
+    AXOLOTL_DISK: _axolotl_disk,
+    "torch_remat, attention saved": _torch_remat,
+}
+
+
+def contender(name: str, model: Llama, is_cuda: bool) -> Contender:
+    """Return a peer as a contender."""
+    kept: list[saved_tensors_hooks] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with nullcontext() if is_cuda else cpu_as_device():
+            context = kept[0] if kept else PEERS[name](model, is_cuda)
+            if isinstance(context, saved_tensors_hooks):  # entered again in each step, as trainers do
+                kept[:] = [context]
+            with context:
+                yield
+
+    return Contender(name, around=around)
 
 
 @contextmanager
@@ -301,82 +304,28 @@ class Meter(PeakMeter):
         return None
 
 
-class PeerRunner(Runner):
-    """A peer at work; without one, ds_tba or the plain model."""
-
-    def __init__(
-        self, contender: Contender, peer: Peer | None, workload: Workload, device: Device, block: dict[str, Any]
-    ) -> None:
-        super().__init__(contender, workload, device, block)
-        self.peer, self.steps = peer, 0
-
-    def _forward_and_backward(self) -> torch.Tensor:
-        workload, is_cuda = self._workload, self._device.is_cuda
-        if self.peer is None:
-            return super()._forward_and_backward()
-        with nullcontext() if is_cuda else cpu_as_device(), self._context:  # as trainers run a step
-            loss: torch.Tensor = workload.model(*workload.batch)
-            loss.backward()
-        return loss
-
-    @property
-    def _context(self) -> AbstractContextManager[Any]:
-        model: Any = self._workload.model
-        if self.peer is None:
-            return nullcontext()
-        if not hasattr(self, "_kept"):  # a context that says so is entered again in each step, as trainers do
-            made = self.peer.enter(model, self._device.is_cuda)
-            self._kept = made if isinstance(made, saved_tensors_hooks) else None
-            return made
-        return self._kept or self.peer.enter(model, self._device.is_cuda)
-
-    def warm_up(self) -> None:
-        """Step until there is a plan, and a little longer: it is made again from what its steps take."""
-        while self.offloader is not None and not self.offloader.report().plans and self.steps < MAX_STEPS_TO_A_PLAN:
-            self.step()
-            self.steps += 1
-        self.turn(STEPS_AFTER_A_PLAN if self.contender.planner == "adaptive" else 2)
-
-    def exact(self, start: list[torch.Tensor], seed: int = 3) -> str:
-        """Return a digest of a step from these parameters where all random numbers are the same."""
-        self.settle()
-        torch.manual_seed(seed)
-        return self.proof(start)
-
-    def metered(self) -> tuple[int, int]:
-        """Return the peaks of one more step, on the device and of copies in host memory."""
-        self.step()  # an offloader that was idle has freed its staging: allocating it anew is no part of a step
-        held = [*self._workload.parameters, *self._workload.batch]
-        held += [one.grad for one in self._workload.parameters if one.grad is not None]
-        while self.is_measuring:
-            self.step()
-        with Meter(storages_held(held, self.offloader), self._device.is_cuda) as meter:
-            self._step()
-        return meter.peak_bytes, meter.host_peak_bytes
-
-    def moved_bytes(self, host_bytes: int) -> int:
-        """Return the bytes that leave memory in one step."""
-        offloader = self.offloader
-        if offloader is not None:
-            while self.is_measuring:
-                self.step()
-            before = offloader.report().offloaded_bytes
-            self.step()
-            return offloader.report().offloaded_bytes - before
-        if self.peer is not None and self.peer.enter is _axolotl_disk:
-            from axolotl.monkeypatch.gradient_checkpointing import offload_disk
-
-            saved: list[int] = []
-            own = offload_disk.DiskOffloadManager.save_tensor
-
-            def save(manager: Any, tensor: torch.Tensor) -> Any:
-                saved.append(tensor.nbytes)
-                return own(manager, tensor)
-
-            with mock.patch.object(offload_disk.DiskOffloadManager, "save_tensor", save):
-                self.step()
-            return sum(saved)
+def moved_bytes(runner: Runner, host_bytes: int) -> int:
+    """Return the bytes that leave memory in one step; ``host_bytes`` are those of copies in host memory."""
+    offloader = runner.offloader
+    if offloader is not None:
+        runner.settle()
+        before = offloader.report().offloaded_bytes
+        runner.step()
+        return offloader.report().offloaded_bytes - before
+    if runner.contender.name != AXOLOTL_DISK:
         return host_bytes
+    from axolotl.monkeypatch.gradient_checkpointing import offload_disk
+
+    saved: list[int] = []
+    own = offload_disk.DiskOffloadManager.save_tensor
+
+    def save(manager: Any, tensor: torch.Tensor) -> Any:
+        saved.append(tensor.nbytes)
+        return own(manager, tensor)
+
+    with mock.patch.object(offload_disk.DiskOffloadManager, "save_tensor", save):
+        runner.step()
+    return sum(saved)
 
 
 def ours() -> list[Contender]:
@@ -411,65 +360,41 @@ def measure(options: argparse.Namespace, ends_s: float) -> dict[str, Any]:
     """Measure all that run here, in turns, and name the errors of those that do not."""
     device = Device(options.device)
     workload = workload_of(options, device)
-    runners: dict[str, PeerRunner] = {}
+    model: Any = workload.model
+    meter = partial(Meter, is_cuda=device.is_cuda)
     errors: dict[str, str] = {}
-
-    def enter(contender: Contender, peer: Peer | None = None) -> None:
-        runner = PeerRunner(contender, peer, workload, device, block(options))
-        runners[contender.name] = runner
-        runner.warm_up()
-        print(f"{contender.name} is ready", file=sys.stderr, flush=True)
-
-    with ExitStack() as stack:
-        stack.callback(lambda: [one.close() for one in reversed(runners.values())])
-        for contender in (PLAIN, AGAIN):
-            enter(contender)
-        for peer in PEERS:
+    with Race(workload, device, block(options)) as race:
+        race.enter([PLAIN, AGAIN])
+        for name in PEERS:
             try:
-                enter(Contender(peer.name), peer)
+                race.enter([contender(name, model, device.is_cuda)])
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this peer's row
-                runners.pop(peer.name, None)
-                errors[peer.name] = f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_ERROR]
-                for one in workload.parameters:
-                    one.grad = torch.zeros_like(one)
-        for contender in ours():
-            enter(contender)
-        plain_peak, _ = runners[PLAIN.name].metered()
-        for contender in budgeted(plain_peak):
-            enter(contender)
-
-        def turn(name: str) -> list[StepTaken]:
-            return runners[name].turn(options.steps)
-
-        rounds = list(rounds_of(list(runners), turn, options.rounds, ends_s))
-        rows = [_row(runner, rounds) for runner in runners.values()]
-        wanted, dropped = _digests(runners, workload)
-    for row in rows:
-        row["exact"] = wanted[row["name"]] == wanted[PLAIN.name]
-        row["exact_with_dropout"] = dropped[row["name"]] == dropped[PLAIN.name]
+                errors[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_ERROR]
+            if name in errors:
+                race.drop(name)
+        race.enter(ours())
+        race.enter(budgeted(race.runners[PLAIN.name].metered(meter).peak_bytes))
+        rounds = race.run(options.rounds, options.steps, ends_s)
+        rows = [_row(runner, rounds, runner.metered(meter)) for runner in race.runners.values()]
+        start = parameters_of(workload)
+        for key, share in (("exact", 0.0), ("exact_with_dropout", DROPOUT)):
+            model.drop_out(share)
+            digests = {name: runner.proof(start) for name, runner in race.runners.items()}
+            for row in rows:
+                row[key] = digests[row["name"]] == digests[PLAIN.name]
     rows += [{"name": name, "error": error} for name, error in errors.items()]
     return {"rows": rows, "rounds": len(rounds), "shape": str(tuple(workload.batch[0].shape))}
 
 
-def _row(runner: PeerRunner, rounds: list[dict[str, list[StepTaken]]]) -> dict[str, Any]:
-    peak, host = runner.metered()
-    found = point(runner.contender, rounds, peak)
+def _row(runner: Runner, rounds: list[dict[str, list[StepTaken]]], meter: Meter) -> dict[str, Any]:
+    found = point(runner.contender, rounds, meter.peak_bytes)
     return {
         "name": runner.contender.name,
         "step_s": found.step_s.median,
         "to_plain": vars(found.to_plain),
         "peak_bytes": found.peak_bytes,
-        "moved_bytes": runner.moved_bytes(host),
+        "moved_bytes": moved_bytes(runner, meter.host_peak_bytes),
     }
-
-
-def _digests(runners: dict[str, PeerRunner], workload: Workload) -> tuple[dict[str, str], dict[str, str]]:
-    """Return digests of all gradients, without dropout and with it."""
-    model: Any = workload.model
-    start = parameters_of(workload)
-    without = {name: runner.exact(start) for name, runner in runners.items()}
-    model.drop_out(DROPOUT)
-    return without, {name: runner.exact(start) for name, runner in runners.items()}
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def planned(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
 
     from ds_tba.cli.plan.dry_run import dry_run
     from ds_tba.cli.plan.model import recipe_of
-    from ds_tba.cli.plan.rows import FRAGMENTATION, Setup, everything_offloaded, fixed_rows
+    from ds_tba.cli.plan.rows import FRAGMENTATION, Setup, fixed_rows
     from ds_tba.cli.plan.training import Device, Training
     from ds_tba.config import AioConfig, OffloadConfig
     from ds_tba.plan.trace import PathRates
@@ -81,7 +81,7 @@ def planned(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
     for sequence in options.lengths:
         run = dry_run(recipe, 1, sequence, training, device, (PathRates(*RATES),))
         setup = Setup(run, training, device, 1, 600.0, "/local_nvme")
-        for row in (*fixed_rows(setup, training, "", {}), everything_offloaded(setup, training)):
+        for row in fixed_rows(setup, training, "", {}):
             staging_bytes = io["staging_bytes"] if row.cost.written_bytes else 0
             moving_bytes = (row.need_bytes - row.held.nbytes - staging_bytes) / (1 + FRAGMENTATION)
             found[row.name].append(staging_bytes + int(moving_bytes))

@@ -1,13 +1,9 @@
-"""How long the planners take, and how near to unlimited memory their plans come, on synthetic traces.
+"""How long the planners take, against the number of storages, on synthetic traces.
 
     python benchmarks/planner_scale.py [--rounds 3] [--json FILE]
 
-First the planning time against the number of storages. Then, for the shapes of three models and three rates of the
-drives, the step with everything kept over the step under each plan (1 is ideal: unlimited memory) and the peak over
-keep's: with a budget of a quarter of the bytes that keeping takes, and without one within the default overhead. Nothing
-is trained: the traces are computed from the shapes, and one replay judges all plans. Among them is the plan that the
-planner of November 2026 made for the same trace (``golden.py``). So these figures say how the planners compare and not
-how fast a machine is.
+Nothing is trained: the trace is computed from the shapes of a model. How good the plans for such traces are is tested
+in ``tests/plan/test_against_oracle.py``, and measured by ``races.py curve``.
 
 Assumptions: shapes from the models' public configs; batch 1 x sequence 8192; no tensor parallelism; every linear
 layer, norm, rotary embedding and activation saves its input, FlashAttention its q, k, v, output and log-sum-exp, the
@@ -25,27 +21,23 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import golden
 import numpy as np
-from planners import PLANNERS, planned
+from planners import PLANNERS
 
-from ds_tba.plan.plan import Limits, Plan
+from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 COUNTS = (1000, 10_000, 100_000)
-RATES_GB_S = (8, 16, 32)
 PLANNERS_SHOWN = ("recompute", "tba", "teraio", "adaptive")
-GOALS = ("budget", "overhead")
 SEQUENCE = 8192
 STAGING_BYTES = 2 << 30
 MIN_MOVED_BYTES = 1 << 20
 BUDGET_FRACTION = 0.25
 BESIDE_FRACTION = 0.6
 COPY_BYTES_PER_S = 50e9
-PUBLISHED_FRACTION = 0.807  # TERAIO, average over its models, 16 GB/s per GPU
 PUBLISHED_S = "31.2 (Llama-3-8B), 37.9 (Granite-8B), 396.6 (Llama-3-70B)"
 
 
@@ -193,86 +185,26 @@ def timed(name: str, trace: Trace, limits: Limits) -> float:
     return time.perf_counter() - started
 
 
-def fractions(models: list[str]) -> list[dict[str, object]]:
-    """Return ideal step over predicted step, for each goal, model, regime, rate and planner."""
-    rows: list[dict[str, object]] = []
-    answers = golden.answers("models")
-    for regime in REGIMES:
-        for model in models:
-            for rate in RATES_GB_S:
-                trace = model_trace(SHAPES[model], regime, rate * 1e9)
-                kept = PLANNERS["keep"](trace, Limits()).prediction
-                budget = Limits(activation_budget_bytes=int(kept.peak_saved_bytes * BUDGET_FRACTION))
-                for goal, limits in zip(GOALS, (budget, Limits()), strict=True):
-                    row: dict[str, object] = {
-                        "goal": goal,
-                        "regime": regime.name,
-                        "model": model,
-                        "gb_per_s": rate,
-                        "storages": len(trace.storages),
-                        "kept_bytes": kept.peak_saved_bytes,
-                        "kept_step_s": kept.step_s,
-                    }
-                    for name in PLANNERS_SHOWN if goal == "budget" else ("adaptive",):
-                        row[name] = figures(trace, PLANNERS[name](trace, limits), kept.peak_saved_bytes)
-                    choice = answers[f"{model}, {regime.name}, {rate} GB/s, {goal}"].assignment(trace)
-                    row["oracle"] = figures(trace, planned("oracle", trace, limits, choice), kept.peak_saved_bytes)
-                    rows.append(row)
-    return rows
-
-
-def figures(trace: Trace, plan: Plan, kept_bytes: int) -> dict[str, object]:
-    predicted = plan.prediction
-    return {
-        "of_ideal": trace.step_s / predicted.step_s,
-        "peak_part": predicted.peak_saved_bytes / kept_bytes,
-        "recomputed_blocks": sum(plan.recomputed_blocks),
-        "predicted": asdict(predicted),
-    }
-
-
-def show(times: list[dict[str, object]], parts: list[dict[str, object]]) -> None:
+def show(times: list[dict[str, object]]) -> None:
     print(f"Published planning times of TERAIO, s: {PUBLISHED_S}\n")
     print("| storages | goal | " + " | ".join(f"{name} s" for name in PLANNERS_SHOWN) + " |")
     print("|---|---|" + "---|" * len(PLANNERS_SHOWN))
     for storages, goal in dict.fromkeys((row["storages"], row["goal"]) for row in times):
         cells = [f"{row['median_s']:.2f}" for row in times if (row["storages"], row["goal"]) == (storages, goal)]
         print(f"| {storages} | {goal} | " + " | ".join(cells) + " |")
-    print(
-        "\nIdeal step / step under the plan, and (peak / kept peak); "
-        f"budget {BUDGET_FRACTION} of the kept peak, * fits; then within the default overhead."
-    )
-    print(f"TERAIO's published average at 16 GB/s: {PUBLISHED_FRACTION:.3f}")
-    for goal in GOALS:
-        rows = [row for row in parts if row["goal"] == goal]
-        shown = [name for name in (*PLANNERS_SHOWN, "oracle") if name in rows[0]]
-        print(f"\n| regime | model | kept GB | GB/s | {' | '.join(shown)} |")
-        print("|---|---|---|---|" + "---|" * len(shown))
-        for row in rows:
-            cells = [cell(row[name]) for name in shown]  # type: ignore[arg-type]
-            kept = f"{row['kept_bytes'] / 1e9:.0f}"  # type: ignore[operator]
-            print(f"| {row['regime']} | {row['model']} | {kept} | {row['gb_per_s']} | " + " | ".join(cells) + " |")
-
-
-def cell(found: dict[str, float]) -> str:
-    fits = "*" if found["peak_part"] <= BUDGET_FRACTION else ""
-    return f"{found['of_ideal']:.3f} ({found['peak_part']:.2f}{fits})"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
-    times, parts = planning_times(options.rounds, options.counts), fractions(options.models)
-    show(times, parts)
+    times = planning_times(options.rounds, options.counts)
+    show(times)
     if options.json:
         machine = {"python": sys.version, "numpy": np.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
-        options.json.write_text(
-            json.dumps({"machine": machine, "planning_times": times, "fractions": parts}, indent=1) + "\n"
-        )
+        options.json.write_text(json.dumps({"machine": machine, "planning_times": times}, indent=1) + "\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A small model trained for 2,000 steps with random shapes, hazards and faults: losses must be equal, nothing may leak.
+"""A small model trained for 2,000 steps with random shapes and faults: losses must be equal, nothing may leak.
 
     python benchmarks/soak.py --nvme_path DIR [--steps 2000] [--seed 0] [--json FILE]
 

@@ -72,6 +72,7 @@ class _HookingLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
+        # Once: a finder that stays would be asked at every import of the program.
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         _hook(module)

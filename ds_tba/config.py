@@ -56,6 +56,10 @@ PREFETCH_FRACTION_OF_STAGING = 0.5
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
 
+# Of a lane that compresses: a codec gains nothing by a longer buffer, and all buffers take a part of staging at most.
+BUFFER_BYTES = 4 << 20
+BUFFERS_FRACTION = 0.25
+
 _IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([kmgt]?i?b?)", re.ASCII | re.IGNORECASE)
 _UNITS = {"b": 0, "i": 0, "k": 10, "m": 20, "g": 30, "t": 40}
@@ -103,6 +107,13 @@ def _not_per_cent(value: float) -> float:
             f"it is a fraction of the step's time, so {value:g} is {100 * value:g} %; did you mean {value / 100:g}? "
             "It must be below 1, or 100 and more for no limit"
         )
+    return value
+
+
+def _not_none_in_words(value: object) -> object:
+    """Refuse what is meant for null by who knows other configs."""
+    if value is False or (isinstance(value, str) and value.lower() in ("none", "null", "off")):
+        raise refusal("for no compression leave the key out, or write null")
     return value
 
 
@@ -162,7 +173,7 @@ class IoConfig(Block):
     staging_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     swap_file_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     integrity: Integrity = "sampled"
-    compression: Compression | None = None
+    compression: Annotated[Compression, BeforeValidator(_not_none_in_words)] | None = None
 
     @property
     def ring_bytes(self) -> int:
@@ -243,6 +254,14 @@ class OffloadConfig(Block):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
+    def slots_bytes(self) -> int:
+        """Bytes of staging for tensors: all but the buffers of lanes that compress."""
+        if self.io.compression is None:
+            return self.io.ring_bytes
+        lanes = (self.io.write_lanes + self.io.read_lanes) * len(self.nvme_paths)
+        return self.io.ring_bytes - lanes * lane_buffer_bytes(self.io.ring_bytes, lanes, IO_ALIGNMENT_BYTES)
+
+    @property
     def rematerialize_enabled(self) -> bool:
         """True if storages may be rematerialized from others."""
         return self.rematerialize is not False
@@ -311,7 +330,7 @@ class OffloadConfig(Block):
                 "hold no tensor; raise io.swap_file_bytes to what one step saves, or leave it out: the free space is "
                 "the limit then"
             )
-        if io.backend == "gds" and io.compression is not None:
+        if self.uses_nvme and io.backend == "gds" and io.compression is not None:
             yield (
                 f'io.compression is "{io.compression}", which works in host memory, and io.backend "gds" moves bytes '
                 "straight from device memory; leave io.compression out, or name another backend"
@@ -321,6 +340,12 @@ class OffloadConfig(Block):
                 f"min_tensor_bytes {least} is above the {io.ring_bytes} bytes of staging, so no tensor could ever be "
                 "staged; lower min_tensor_bytes, or set io.staging_bytes to more"
             )
+
+
+def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
+    """Return the length of the buffer of each lane that compresses."""
+    nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // max(lanes, 1))
+    return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
 
 
 def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
@@ -446,6 +471,8 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
     # No keyword of Python may be "except".
+    if {"except", "except_"} <= keys.keys():
+        raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
     block = _as_json({"except" if key == "except_" else key: value for key, value in keys.items()})
     _refuse_auto(block, call)
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
@@ -482,25 +509,6 @@ def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "d
         raise ConfigError(f"{refused} is refused:\n  " + "\n  ".join(lines)) from None
 
 
-# Rules by pydantic's type of error, whose context has the bound: its own words do not name the repair.
-_RULES = {
-    "bool_type": "it must be true or false",
-    "finite_number": "it must be a finite number",
-    "float_type": "it must be below 1e308 in magnitude",
-    "greater_than": "it must be above {gt:.15g}",
-    "greater_than_equal": "it must be {ge:.15g} or more",
-    "int_from_float": "it must be a whole number",
-    "int_parsing_size": "it must be below 2**63 in magnitude",
-    "invalid_key": "it must be a string",
-    "less_than_equal": "it must be {le:.15g} or less",
-    "list_type": "it must be a list",
-    "string_too_short": "it must not be empty",
-    "string_type": "it must be a string",
-    "too_short": "it must have one member at least; leave the key out to choose nothing",
-    "string_unicode": "it must have no half of a surrogate pair, in no key and no value; take that character out",
-}
-
-
 def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     """Return one line for one pydantic error: key, value, rule, repair."""
     kind, value, steps = detail["type"], detail["input"], list(detail["loc"])
@@ -522,7 +530,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     elif "url" not in detail:  # pydantic's own errors have a page in its documentation; this rule is ours
         rule = detail["msg"]
     else:
-        rule = _RULES.get(kind, "docs/reference/keys.md says what it must be").format(**detail.get("ctx", {}))
+        rule = re.sub("^(Input|List|String) should", "it must", detail["msg"]).replace(" after validation", "")
     return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
 
 

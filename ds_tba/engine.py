@@ -39,15 +39,16 @@ from ds_tba.config import (
     zero_block,
     zero_paths,
 )
-from ds_tba.core.tensors import OwnedStorages, mark_owned, skip_frames, uncompiled
+from ds_tba.core.hooks import skip_frames, uncompiled
+from ds_tba.core.tensors import OwnedStorages, mark_owned
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agree, machine, on_all_ranks, own_rank
 from ds_tba.reporting import show_log
 from ds_tba.stats import expanded
+from ds_tba.update import refuse_half_updated
 from ds_tba.update.config import UpdateConfig, parse_update_block
-from ds_tba.update.interrupted import refuse_half_updated
 
 if TYPE_CHECKING:
     from ds_tba.explain.out_of_memory import ModelMemory
@@ -382,6 +383,7 @@ def _wrapped(original: Callable[..., object], around: Around | None) -> Callable
     @functools.wraps(original)
     def method(self: Engine, *args: object, **kwargs: object) -> object:
         offloader: Any = self.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
+        # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
         if around in (_forward, None):
             refuse_half_updated(getattr(self, "optimizer", None))
         if around is None or (offloader is None and around is not _destroy):
@@ -404,6 +406,7 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
             f'without compiled_autograd_enabled=True, or remove "{BLOCK}".'
         )
     skip_frames((_mark_owned,))
+    # In each forward: a parameter that was replaced meanwhile would be taken for an activation, and offloaded.
     engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
     if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
         offloader.stop_saving()
@@ -423,13 +426,12 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
 
 def _backward(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     offloader.stop_saving()
-    if not getattr(engine, "pipeline_parallelism", False):  # whose loss_fn "until_backward" does not serve
-        offloader.look_outside((original.args, original.keywords))
     return original()
 
 
 def _step(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     offloader.stop_saving()
+    # Before the optimizer: gradients that may be wrong are refused while no parameter has taken them.
     offloader.note_micro_step()
     before = engine.global_steps
     result = original()

@@ -9,9 +9,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ds_tba.stats import readable
+from ds_tba.stats import aligned, readable
 
 MAX_ROWS = 10
+# Whole names between dots: "conv2d" and "layer1" are no numbers of layers.
 _LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -61,10 +62,8 @@ def merged(module: str) -> str:
     return _LAYER_NUMBER.sub("*", module)
 
 
-def table(holders: Sequence[Holder]) -> list[str]:
-    """Return lines for people, the largest first; those beyond :data:`MAX_ROWS` are one line."""
-    if not holders:
-        return []
+def cells(holders: Sequence[Holder]) -> list[tuple[str, ...]]:
+    """Return the head and the rows of a table for people; holders beyond :data:`MAX_ROWS` are one row."""
     shown, rest = list(holders[:MAX_ROWS]), holders[MAX_ROWS:]
     if rest:
         other = Holder(f"{len(rest)} more", "")
@@ -74,21 +73,13 @@ def table(holders: Sequence[Holder]) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("module", "made by", "largest tensor", "tensors", "saved", "in memory", "moved", "made again")
     ]
-    rows += [
-        (
-            one.module or "(outside of modules)",
-            one.op,
-            one.largest,
-            str(one.tensors),
-            *(
-                readable(nbytes) if nbytes else "-"
-                for nbytes in (one.saved_bytes, one.resident_bytes, one.moved_bytes, one.again_bytes)
-            ),
-        )
-        for one in shown
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(text.ljust(width) if column < 3 else text.rjust(width) for column, (text, width) in enumerate(pairs))
-        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
-    ]
+    for one in shown:
+        sizes = (one.saved_bytes, one.resident_bytes, one.moved_bytes, one.again_bytes)
+        names = (one.module or "(outside of modules)", one.op, one.largest, str(one.tensors))
+        rows.append((*names, *(readable(nbytes) if nbytes else "-" for nbytes in sizes)))
+    return rows
+
+
+def table(holders: Sequence[Holder]) -> list[str]:
+    """Return lines for people; none where there are no holders."""
+    return aligned(cells(holders), left=3) if holders else []

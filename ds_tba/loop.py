@@ -17,7 +17,8 @@ import torch
 from torch import distributed, nn
 
 from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
-from ds_tba.core.tensors import OwnedStorages, skip_frames
+from ds_tba.core.hooks import skip_frames
+from ds_tba.core.tensors import OwnedStorages
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
@@ -93,6 +94,7 @@ class Offloader:
         Raises:
             StateError: the offloader is closed.
         """
+        # A closed one has no store any more: its forwards would keep everything, without a word.
         if self._offloader.is_closed:
             raise StateError("saving() after close(): make a new ds_tba.Offloader for another training.")
         skip_frames(())

@@ -1,4 +1,4 @@
-"""What ``engine.activation_offloader`` is: wires the core and the rooms that its config asks for, and passes calls on.
+"""The object at ``engine.activation_offloader``: wires the core and the rooms that its config asks for.
 
 The core (cache, tiers, report) is always there. Every other room is imported here, and only where its key asks for it.
 Decides nothing itself; cannot see DeepSpeed's engine (``engine.py`` ties the two together).
@@ -14,16 +14,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.kept_hooks import KEPT
-from ds_tba.core.tensors import SHOWS_HOOKS, mark_inputs
+from ds_tba.core.hooks import KEPT, SHOWS_HOOKS
+from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
@@ -35,8 +34,8 @@ from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
-    from ds_tba.explain.explainer import Explainer
     from ds_tba.explain.model_memory import ModelMeter
+    from ds_tba.explain.sample import StepSamples
     from ds_tba.plan.agreement import Agreement
     from ds_tba.plan.controller import Controller
     from ds_tba.plan.plan import Planner
@@ -49,22 +48,6 @@ logger = logging.getLogger(__name__)
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
 _EXPLAINED = "_ds_tba_explained"  # of an error
-
-
-class Saver(Protocol):
-    """Opens forwards: the cache by a rule, the controller by plans."""
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Return the context of a forward."""
-
-    def interleaving(self) -> AbstractContextManager[None]:
-        """Return the context of a step whose micro-batches alternate."""
-
-    def after_forward(self) -> saved_tensors_hooks | None:
-        """Return hooks for what is saved between a forward and its backward."""
-
-    def end_micro_step(self) -> None:
-        """Note that backward is over."""
 
 
 def _host_bytes() -> int:
@@ -106,8 +89,10 @@ class ActivationOffloader:
                 f'"{BLOCK}.until_backward" needs PyTorch 2.8, which tells whose hooks are the innermost: leave it '
                 "out, or compute the loss inside of the model's forward."
             )
+        # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         PROCESS.rest(now=True)
         is_host = accelerator.is_synchronized_device()
+        # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._accelerator = accelerator
         self._ranks_on_node, self._pid = ranks_on_node, os.getpid()
@@ -125,12 +110,14 @@ class ActivationOffloader:
         self._running: RunningModule | None = None
         self._chosen: ChosenModules | None = None
         self._sites = self._open_sites()
-        self._explainer: Explainer | None = None
+        self._samples: StepSamples | None = None
+        self._meter: ModelMeter | None = None
         if config.report.timeline_path:
-            self._explaining()
+            self._sampling()
         self._controller: Controller | None = None
         self._resting = Resting(self._tiers, self.cache, rank, waking_s)
         self._closer = Closer(self._close, accelerator)
+        # Most programs never close an engine: without this nobody would write the last report.
         atexit.register(self.close)
 
     # ---- rooms --------------------------------------------------------------------------------------------------
@@ -151,7 +138,7 @@ class ActivationOffloader:
         if self._running is None:
             from ds_tba.remat.where import RunningModule
 
-            self._running = RunningModule({})
+            self._running = RunningModule()
         return self._running
 
     def _choose_by_name(self, model: nn.Module, everyone: Agreement | None) -> None:
@@ -178,25 +165,18 @@ class ActivationOffloader:
             self._reporter.add(sites)
         return sites
 
-    def _explaining(self) -> Explainer:
-        """Return the explainer, which is loaded where somebody asks for it first."""
-        if self._explainer is None:
-            self._explainer = self._open_explainer()
-            self._reporter.add(self._explainer)
-        return self._explainer
+    def _sampling(self) -> StepSamples:
+        """Return what samples steps, which is loaded where somebody asks for it first."""
+        if self._samples is None:
+            from ds_tba.explain.sample import Counters, StepSamples
 
-    def _open_explainer(self) -> Explainer:
-        from ds_tba.explain.explainer import Explainer
-        from ds_tba.explain.sample import Counters, StepSamples
-        from ds_tba.explain.timeline import TimelineFile
-
-        timelines = None
-        if self.config.report.timeline_path:
-            timelines = TimelineFile(self._files.timeline, self.config.activation_budget_bytes)
-        store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
-        counters = Counters(self.cache.stats, store, [path.meter for path in self._tiers.paths])
-        samples = StepSamples(counters, self._where_it_runs(), timelines, self._writer.steps + 1)
-        return Explainer(self.config, self.cache, self._accelerator, samples)
+            file = self._files.timeline if self.config.report.timeline_path else None
+            store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
+            counters = Counters(self.cache.stats, store, [path.meter for path in self._tiers.paths])
+            self._samples = StepSamples(counters, self._where_it_runs(), file, self._writer.steps + 1)
+            self.cache.observe(self._samples)
+            self._reporter.add(self._samples)
+        return self._samples
 
     def _open_controller(
         self, model: nn.Module, agreement: Agreement, everyone: Agreement, planner: Planner | None
@@ -211,9 +191,9 @@ class ActivationOffloader:
         found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
         chosen = self._chosen
         excluded = frozenset(one.path for one in found if chosen is not None and chosen.excludes_part_of(one.module))
-        may_recompute = plans and config.recompute
-        watched = Watched(model, found if config.recompute else (), may_recompute=may_recompute, excluded=excluded)
-        planning = Planning((planner or adaptive) if plans else None, machine, agreement)
+        layers = found if config.recompute else []
+        watched = Watched(model, self._where_it_runs(), layers, plans and config.recompute, excluded)
+        planning = Planning((planner or adaptive) if plans else None, agreement)
         return Controller(self.cache, machine, planning, watched, self._files.trace)
 
     def _open_machine(self, everyone: Agreement) -> Machine:
@@ -224,7 +204,7 @@ class ActivationOffloader:
         # Under a rule the user's word counts, and with min_life_days the drive's life.
         may_drop_codec = self.config.placement == "adaptive" and self.config.ssd.min_life_days is None
         drives = None if nvme is None else DriveProbe(nvme.space, nvme.io, may_drop_codec=may_drop_codec)
-        rates = Rates(drives, accelerator, self.config.io.ring_bytes)
+        rates = Rates(drives, accelerator, self.config.slots_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()
         if advice and self._writer.rank == 0:
@@ -262,7 +242,8 @@ class ActivationOffloader:
             self._where_it_runs().watch(model)
             if self.config.patterns:
                 self._choose_by_name(model, everyone or agreement)
-            self._explaining().watch(meter)
+            self._sampling()
+            self._meter = meter
             if self._controller is None and self.config.is_planned:
                 from ds_tba.plan.agreement import Alone
 
@@ -277,7 +258,8 @@ class ActivationOffloader:
     # ---- called in training -------------------------------------------------------------------------------------
 
     @property
-    def _saver(self) -> Saver:
+    def _saver(self) -> Controller | TensorCache:
+        """The controller, which opens forwards by plans; else the cache, which does by a rule."""
         return self._controller or self.cache
 
     def saving(self, inputs: object = ()) -> AbstractContextManager[None]:
@@ -305,7 +287,7 @@ class ActivationOffloader:
         if self._sites is not None:
             mark_inputs(inputs)
         saving = self._saver.saving()
-        return self._forward(saving if self._explainer is None else self._explainer.forward(saving))
+        return self._forward(saving if self._samples is None else self._samples.forward(saving))
 
     @contextmanager
     def _forward(self, saving: AbstractContextManager[None]) -> Iterator[None]:
@@ -330,14 +312,6 @@ class ActivationOffloader:
         """End that: backward, or another forward, begins."""
         KEPT.close(self)
 
-    def look_outside(self, losses: object) -> None:
-        """Say once where most of what the backward of these losses needs was saved outside of forward."""
-        if self._explainer is None or self._is_forked():
-            return
-        told = self._explainer.begin_backward(losses)
-        if told and self._writer.rank == 0:
-            logger.warning("%s", told)
-
     def interleaving(self) -> AbstractContextManager[None]:
         """Return the context of a whole step in which forwards and backwards of several micro-batches alternate.
 
@@ -360,8 +334,8 @@ class ActivationOffloader:
         if self._is_forked():
             return
         self._saver.end_micro_step()
-        if self._explainer is not None:
-            self._explainer.end_backward()
+        if self._samples is not None:
+            self._samples.end_backward()
 
     def note_step(self) -> None:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
@@ -379,8 +353,8 @@ class ActivationOffloader:
             self._tiers.host.end_step()
         if self._controller is not None:
             self._controller.end_step()
-        if self._explainer is not None:
-            self._explainer.end_step()
+        if self._samples is not None:
+            self._samples.end_step()
         self._reporter.end_step(0 if self._controller is None else self._controller.plans)
 
     def rest(self, *, now: bool = False) -> None:
@@ -406,7 +380,7 @@ class ActivationOffloader:
 
         Within a forward of the steps 1, 2, 4, 8, ... it tells of now; else of the end of the last such forward.
         """
-        return self._explaining().explain(self._where())
+        return self._explained()
 
     def note_failure(self, error: BaseException | None) -> None:
         """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""
@@ -415,13 +389,16 @@ class ActivationOffloader:
                 return
             # On the error itself: a reference to it would hold its frames, and all tensors in them, as long as we live.
             setattr(error, _EXPLAINED, True)
-            logger.error("memory ran out; %s", self._explaining().explain(self._where(), error))
+            logger.error("memory ran out; %s", self._explained(error))
             self._reporter.refresh(now=True)
         except Exception:  # nothing may hide the user's error
             logger.exception("memory ran out, and what fills it cannot be told")
 
-    def _where(self) -> str:
-        return f"rank {self._writer.rank}, step {self._writer.steps + 1}"
+    def _explained(self, error: BaseException | None = None) -> str:
+        from ds_tba.explain.explainer import Explainer
+
+        explainer = Explainer(self.config, self.cache, self._accelerator, self._sampling(), self._meter)
+        return explainer.explain(f"rank {self._writer.rank}, step {self._writer.steps + 1}", error)
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
@@ -482,11 +459,19 @@ class ActivationOffloader:
 
 
 def _measure_together(rates: Rates, agreement: Agreement) -> None:
-    """Measure at the same time as the ranks that share the drives; if one rank fails, all fail."""
+    """Measure at the same time as the ranks that share the drives, each way beside the same of the others."""
+    _at_once(rates.measure_plain, agreement)
+    _at_once(rates.measure, agreement)
+    if any(agreement.all_gather(rates.drop_codec())):
+        _at_once(rates.measure, agreement)
+
+
+def _at_once(measure: Callable[[], None], agreement: Agreement) -> None:
+    """Measure when all ranks do; if one fails, all fail."""
     agreement.all_gather(None)
     problem = None
     try:
-        rates.measure()
+        measure()
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
         problem = str(error)
     for rank, found in enumerate(agreement.all_gather(problem)):

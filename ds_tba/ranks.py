@@ -94,6 +94,7 @@ def agree(problem: Exception | None) -> dict[str, int]:
         if problem is not None:
             raise problem
         return {}
+    # Not a collective: a rank that failed takes part in none, and the others would hang in it.
     store = distributed.distributed_c10d._get_default_store()
     rank, size = distributed.get_rank(), distributed.get_world_size()
     build = store.add(f"ds_tba/{rank}/builds", 1)  # or a second engine would read the verdict about the first

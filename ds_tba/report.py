@@ -15,11 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
-from itertools import chain
 from pathlib import Path
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
@@ -160,7 +157,7 @@ class OffloadReport:
             ReportError: there is no such file, or it is something else.
         """
         try:
-            found = json.loads(path.read_text(), parse_int=_whole)
+            found = json.loads(path.read_text())
         except OSError as error:
             raise ReportError(
                 f"{path} cannot be read ({error.strerror}): name the file of report.path, which a run writes."
@@ -172,10 +169,7 @@ class OffloadReport:
             raise ReportError(
                 f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
             )
-        types = get_type_hints(cls)
-        for problem in chain(_misfits(found, types), _misfits_inside(found)):
-            raise ReportError(f"{path} is no report of ds_tba: {problem}: name the file of report.path.")
-        return cls(**{name: value for name, value in found.items() if name in types})
+        return cls(**_known(cls, found))
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, ready for JSON."""
@@ -193,9 +187,9 @@ class OffloadReport:
         parts += [f"makes {readable(again_bytes / steps)} again"] if again_bytes else []
         parts += [f"waits {self.stall_s / steps:.3f} s"] if self.stall_s else []
         parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
-        wear = [PathWear(**path) for path in self.wear if path["written_bytes_per_day"]]
+        wear = [one for one in self.path_wear() if one.written_bytes_per_day]
         if wear and self.steps:  # else it is the trial's at the start, in no time
-            daily_bytes = sum(one.sharers * one.written_bytes_per_day for one in wear)
+            daily_bytes = sum(one.all_bytes_per_day for one in wear)
             worst = min(wear, key=PathWear.days)
             rating = worst.rating(worst.rated_endurance_tbw)
             parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days to {rating})")
@@ -215,7 +209,15 @@ class OffloadReport:
         reasons = Counter(one.get("reason", "unknown") for one in self.blocks_left_out)
         rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
         rows += [] if self.plan is None else self._plan_rows(self.plan)
-        return [*rows, *((f"wear of {path.get('path', '?')}", _wear(path)) for path in self.wear)]
+        return [*rows, *((f"wear of {one.path}", _wear(one)) for one in self.path_wear())]
+
+    def path_wear(self) -> list[PathWear]:
+        """Return the wear of each path."""
+        return [PathWear(**_known(PathWear, one)) for one in self.wear]
+
+    def held(self) -> list[Holder]:
+        """Return who held saved bytes; empty where no forward was looked at."""
+        return [Holder(**_known(Holder, one)) for one in self.holders]
 
     def _plan_rows(self, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "plan", f"{plan.get('planner', 'unknown')}, the {_ordinal(self.plans)}"
@@ -229,14 +231,8 @@ class OffloadReport:
 
     def holder_lines(self) -> list[str]:
         """Return the table of who held saved bytes; empty where no forward was looked at."""
-        if not self.holders:
-            return []
-        names = {one.name for one in fields(Holder)}
-        blank = {"module": "", "op": ""}
-        found = [
-            Holder(**blank | {name: value for name, value in one.items() if name in names}) for one in self.holders
-        ]
-        return [f"saved at the end of the forward of step {self.holders_step}:", *table(found)]
+        title = f"saved at the end of the forward of step {self.holders_step}:"
+        return [title, *table(self.held())] if self.holders else []
 
 
 def parts() -> dict[str, list[Field[Any]]]:
@@ -248,41 +244,12 @@ def parts() -> dict[str, list[Field[Any]]]:
 
 
 NEEDED = frozenset(one.name for one in fields(OffloadReport) if one.default is one.default_factory is MISSING)
-# Of what the table shows of objects in a report. A key may be absent, for a file may be of another version.
-_INSIDE: dict[str, dict[str, Any]] = {
-    "plan": {
-        "planner": str, "bytes": dict[str, int], "peak_saved_bytes": int, "step_s": float, "kept_step_s": float,
-        "measured_step_s": float | None,
-    },
-    "blocks_left_out": {"reason": str},
-    "wear": get_type_hints(PathWear),
-    "holders": get_type_hints(Holder),
-}  # fmt: skip
 
 
-def _misfits(found: Mapping[str, object], types: Mapping[str, Any], at: str = "") -> Iterator[str]:
-    """Yield the values of an object that are of another type, each with its key and what it should be."""
-    for name in (one for one in types if one in found):
-        try:
-            TypeAdapter(types[name]).validate_python(found[name], strict=True)
-        except ValidationError as error:
-            (detail, *_) = error.errors()
-            key, value = ".".join([f"{at}{name}", *map(str, detail["loc"])]), json.dumps(detail["input"])
-            shown = value if len(value) <= 40 else f"{value[:40]}..."
-            yield f'"{key}" is {shown}, and {detail["msg"].removeprefix("Input ")}'
-
-
-def _misfits_inside(found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the same of the objects in a report that is one from the outside."""
-    for name, types in _INSIDE.items():
-        value = found.get(name) or []
-        for at, one in {name: value}.items() if isinstance(value, dict) else enumerate(value):
-            yield from _misfits(one, types, f"{name}." if at == name else f"{name}.{at}.")
-
-
-def _whole(digits: str) -> int | float:
-    """No count of bytes has more digits, and Python divides no number of hundreds of them."""
-    return int(digits) if len(digits) < 20 else float(digits)
+def _known(kind: type[Holder | PathWear | OffloadReport], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a dataclass has fields for: the file may be of a newer version, which has more."""
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in found.items() if name in names}
 
 
 # Below this part of the saved bytes a user wants to know why no more is moved.
@@ -378,6 +345,7 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
         ) from error
     if target.is_dir():
         raise ConfigError(f"{key} {target} is a directory: name a file, for example {target / 'report.json'}.")
+    # os.replace() would put a file in the place of /dev/stdout.
     if not is_replaceable(target):
         raise ConfigError(f"{key} {target} is a device, a pipe or a file of the system's: name a regular file.")
     if not os.access(target.parent, os.W_OK):
@@ -455,6 +423,7 @@ class ReportFile:
         if self.path is None or not (now or time.monotonic() - self._written_at >= self._age_s):
             return
         self.write(make())
+        # Young at first: a run that is killed in its first minute has a report, too.
         self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
 
     def write(self, found: Mapping[str, object]) -> None:
@@ -511,22 +480,21 @@ def _step(planned_s: float, kept_s: float, measured_s: float | None) -> str:
     return f"{measured} than estimated with everything kept (planned: {planned})"
 
 
-def _wear(path: dict[str, Any]) -> str:
-    drive = " ".join(filter(None, (path.get("device"), path.get("model")))) or "unknown drive"
-    sharers = path.get("sharers", 1)
-    text = f"{drive}: {sharers * path.get('written_bytes_per_day', 0.0) / TERABYTE:.2f} TB a day at this rate"
-    text += f" of {sharers} ranks" if sharers > 1 else ""
-    if path.get("life_days") is None:
+def _wear(path: PathWear) -> str:
+    drive = " ".join(filter(None, (path.device, path.model))) or "unknown drive"
+    text = f"{drive}: {path.all_bytes_per_day / TERABYTE:.2f} TB a day at this rate"
+    text += f" of {path.sharers} ranks" if path.sharers > 1 else ""
+    if path.life_days is None:
         text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
     else:
         text += (
-            f", {path['life_days']:.0f} days to its rated {path.get('rated_endurance_tbw') or 0:g} TBW, if the drive "
+            f", {path.life_days:.0f} days to its rated {path.rated_endurance_tbw or 0:g} TBW, if the drive "
             "amplifies these writes no more than those of its rating"
         )
-    if path.get("percentage_used") is not None:
-        text += f"; at the start {path['percentage_used']} % of its life was used"
-    if path.get("drive_written_bytes") is not None:
-        text += f", {path['drive_written_bytes'] / TERABYTE:.1f} TB written in all"
+    if path.percentage_used is not None:
+        text += f"; at the start {path.percentage_used} % of its life was used"
+    if path.drive_written_bytes is not None:
+        text += f", {path.drive_written_bytes / TERABYTE:.1f} TB written in all"
     return text
 
 

@@ -137,6 +137,7 @@ class Reporter:
         self._step_peak_bytes = self._little.peak_bytes = stats.resident.lap()
         if steps == 1 and moves_in_vain(stats, self._tiers.offloaded_bytes, self._compilations_before):
             self._advise_to_compile_layers()
+        # The steps before move everything: days that are projected from them would be far too few.
         if plans and self._planned is None:
             self._planned = _Planned(steps, time.monotonic(), self._tiers.written_bytes())
         little = self._little.end_step(stats.kept_bytes, self._done_bytes(), steps, plans)

@@ -98,6 +98,7 @@ class Resting:
     @contextmanager
     def using(self) -> Iterator[None]:
         """Want lanes, staging and disk space."""
+        # Under the lock: another thread may be about to give back what this one is about to use.
         with self._life:
             self._in_use += 1
             if not (self._is_awake or self._is_over):

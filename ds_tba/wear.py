@@ -105,6 +105,7 @@ def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:
     if device is None:
         return Drive()
     rotational = {"0": False, "1": True}.get(_read(device / "queue" / "rotational"))
+    # Else every cloud instance would be warned of a spinning disk.
     if device.name.startswith(VIRTUAL):
         rotational = None
     smart = _smart(device.name)
@@ -168,9 +169,14 @@ class PathWear(Drive):
     life_days: float | None
     sharers: int = 1
 
+    @property
+    def all_bytes_per_day(self) -> float:
+        """Bytes that all ranks write in a day."""
+        return self.sharers * self.written_bytes_per_day
+
     def days(self) -> float:
         """Return the life, also where only an assumption gives the rating; infinite before the first write."""
-        days = life_days(self.left_tbw(self.rated_endurance_tbw), self.sharers * self.written_bytes_per_day)
+        days = life_days(self.left_tbw(self.rated_endurance_tbw), self.all_bytes_per_day)
         return math.inf if days is None else days
 
 

@@ -24,7 +24,7 @@ from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
 
 from ds_tba.config import AioConfig
-from ds_tba.core.tensors import SHOWS_HOOKS
+from ds_tba.core.hooks import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend

@@ -158,7 +158,7 @@ NAMES = [
 ]  # fmt: skip
 
 # Not somebody else's: of named tuples and Python, and of classes of this package from another file.
-OURS = {"._asdict", "._replace", "sys._getframe", "._close", "._destroy", "._run_again", "._values", "._ds_tba_loan"}
+OURS = {"._asdict", "._replace", "sys._getframe", "._close", "._destroy", "._run_again", "._values"}
 # Beginnings and ends of names.
 PARTS = {"._back", "._backward", "._for_cpu", "._bytes", "._Made"}
 # A search cannot tell them from other attributes and texts.

@@ -22,7 +22,6 @@ from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.plan.policy import PlanInForce
 from ds_tba.report import SCHEMA, LittleMoved, OffloadReport, rank_path, write_file
 from ds_tba.storage.backends import aio
 from ds_tba.storage.probe import DriveProbe
@@ -473,15 +472,15 @@ def test_a_drive_that_is_too_small_is_told_by_the_key_that_was_set(tmp_path: Pat
 def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offloader = make(tmp_path, placement="adaptive", activation_budget_bytes=5 << 20, rematerialize=False)
+    offloader = make(tmp_path, placement="adaptive", rematerialize=False)
     limits: list[tuple[object, ...]] = []
     monkeypatch.setattr(offloader.cache, "limit_resident", lambda *limit: limits.append(limit))
-    monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 6 << 20)  # the least that any plan can reach
+    monkeypatch.setattr("ds_tba.plan.rates.Machine.room_bytes", lambda _: 1 << 10)  # less than any plan can reach
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     for _ in range(6):
         step(offloader)
     offloader.close()
-    assert limits[0] == (5 << 20, "activation_budget_bytes") and limits[-1] == (6 << 20, "")
+    assert limits[0] == (None, "activation_budget_bytes") and limits[-1] == (1 << 10, "")
 
 
 def little(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, steps: int = 8) -> list[str]:

@@ -12,7 +12,7 @@ from support.doubles import Clock, EventAccelerator, ScriptedBackend, wait_for_w
 
 from ds_tba.stats import Kind, PathMeter, RecentRate, Transfer
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import SwapTicket
+from ds_tba.storage.space import SwapTicket
 
 MIB = 1 << 20
 W, R = Kind.WRITE, Kind.READ

@@ -1,76 +1,14 @@
-"""The device under test: the accelerator that ds_tba needs, with DeepSpeed or without, and a gauge of its memory."""
+"""The device under test: the accelerator that ds_tba needs, through torch alone, and a gauge of its memory."""
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, CpuAccelerator, adapted
-
-
-class TorchCuda:
-    """Answers to ``DeviceAccelerator`` as DeepSpeed's accelerator does, from torch itself, without DeepSpeed."""
-
-    Stream = torch.cuda.Stream
-    Event = torch.cuda.Event
-
-    @staticmethod
-    def device_name() -> str:
-        return "cuda"
-
-    @staticmethod
-    def current_device() -> int:
-        return torch.cuda.current_device()
-
-    @staticmethod
-    def set_device(index: int) -> None:
-        torch.cuda.set_device(index)
-
-    @staticmethod
-    def is_synchronized_device() -> bool:
-        return False
-
-    @staticmethod
-    def is_current_stream_capturing() -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    @staticmethod
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory()
-
-    @staticmethod
-    def current_stream(index: int | None = None) -> Any:
-        return torch.cuda.current_stream(index)
-
-    @staticmethod
-    def total_memory(index: int | None = None) -> int:
-        return torch.cuda.get_device_properties(index).total_memory
-
-    @staticmethod
-    def available_memory(index: int | None = None) -> int:
-        return torch.cuda.mem_get_info(index)[0]
-
-    @staticmethod
-    def memory_stats(index: int | None = None) -> dict[str, int]:
-        return torch.cuda.memory_stats(index)
-
-    @staticmethod
-    def memory_allocated(index: int | None = None) -> int:
-        return torch.cuda.memory_allocated(index)
-
-    @staticmethod
-    def max_memory_allocated(index: int | None = None) -> int:
-        return torch.cuda.max_memory_allocated(index)
-
-    @staticmethod
-    def stream(stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
-
+from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
+from ds_tba.device.torch_cuda import TorchCuda
 
 # Counts of CUDA's allocator by their names in the results: peaks since the last reset, and totals.
 COUNTS = {
@@ -81,16 +19,7 @@ COUNTS = {
     "mallocs": "num_device_alloc",
     "frees": "num_device_free",
 }
-
-
-def cuda_api() -> Any:
-    """Return DeepSpeed's CUDA accelerator if DeepSpeed runs here, else torch's: the import alone takes seconds."""
-    if "deepspeed" not in sys.modules:
-        return TorchCuda()
-    from deepspeed.accelerator import get_accelerator
-
-    found = get_accelerator()
-    return found if found.device_name() == "cuda" else TorchCuda()
+TOTALS = ("alloc_retries", "mallocs", "frees")
 
 
 class Device:
@@ -103,7 +32,7 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.torch = torch.device(kind)
         self.is_cuda = kind == "cuda"
-        self.accelerator: Accelerator = adapted(cuda_api()) if self.is_cuda else CpuAccelerator()
+        self.accelerator: Accelerator = CudaAccelerator(TorchCuda()) if self.is_cuda else CpuAccelerator()
 
     @property
     def name(self) -> str:
@@ -126,10 +55,11 @@ class Device:
         """Return the most bytes held since the last reset; None where nobody counts."""
         return torch.cuda.memory_stats()["active_bytes.all.peak"] if self.is_cuda else None
 
-    def counts(self) -> dict[str, int]:
-        """Return what CUDA's allocator counts (``COUNTS``); nothing on a CPU."""
-        found = torch.cuda.memory_stats() if self.is_cuda else {}
-        return {name: found[key] for name, key in COUNTS.items() if key in found}
+    def counts(self, before: dict[str, int] | None = None) -> dict[str, int]:
+        """Return what CUDA's allocator counts (``COUNTS``), totals less those before; nothing on a CPU."""
+        stats = torch.cuda.memory_stats() if self.is_cuda else {}
+        found = {name: stats[key] for name, key in COUNTS.items() if key in stats}
+        return found | {name: found[name] - before[name] for name in TOTALS if before and name in before}
 
     def give_back(self) -> None:
         """Free the device memory and the pinned memory that no tensor uses."""

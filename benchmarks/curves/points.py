@@ -87,10 +87,10 @@ def outcome(race: Race, rounds: int, steps: int, ends_s: float) -> Outcome:
     return Outcome(found, len(taken), are_equal)
 
 
-def point(contender: Contender, rounds: Rounds, peak_bytes: int | None) -> Point:
-    """Return the point of one contender."""
+def point(contender: Contender, rounds: Rounds, peak_bytes: int | None, base: str = PLAIN.name) -> Point:
+    """Return the point of one contender; ``to_plain`` is to the contender ``base``."""
     turns = [one[contender.name] for one in rounds]
-    plain_s = [_median([step.step_s for step in one[PLAIN.name]]) for one in rounds]
+    plain_s = [_median([step.step_s for step in one[base]]) for one in rounds]
     times_s = [_median([step.step_s for step in turn]) for turn in turns]
     steps = [step for turn in turns for step in turn]
     planned = [(step, step.plan) for step in steps if step.plan is not None and not step.is_recorded]
@@ -146,13 +146,13 @@ class Verdict:
         near = all(abs(one) <= PEAK_ERROR for one in self.peak_errors.values())
         return not self.beaten and near and all(abs(one) <= STEP_ERROR for one in self.step_errors.values())
 
-    def line(self, name: str) -> str:
+    def line(self) -> str:
         """Return the verdict in words."""
         beyond = "yes" if not self.beaten else f"NO: not beyond {', '.join(self.beaten)}"
         if self.step_noise > MAX_STEP_NOISE:
             beyond = "TOO NOISY TO TELL"
         return (
-            f"{name}: adaptive on or beyond every other curve: {beyond} (noise: step {self.step_noise:.1%}, peak "
+            f"adaptive on or beyond every other curve: {beyond} (noise: step {self.step_noise:.1%}, peak "
             f"{PEAK_NOISE:.0%} of the plain model's); {_worst('peak', self.peak_errors, PEAK_ERROR)}; "
             f"{_worst('step time', self.step_errors, STEP_ERROR)}"
             + ("" if self.hooks is None else f"; the hooks alone: {self.hooks:+.1%} of the plain step")

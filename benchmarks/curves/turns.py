@@ -8,6 +8,7 @@ parameters must be the same, bit for bit. The steps that are timed run under the
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -32,6 +33,7 @@ from ds_tba.plan.agreement import Alone
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.select import Selection
 
+Meter = TypeVar("Meter", bound=PeakMeter)
 MAX_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
 # The plan of one that may choose is made again from what its steps take: it has come to rest after so many of them.
@@ -49,7 +51,7 @@ class Contender:
         planner: of ``PLANNERS``; None is the model without us.
         limits: keys of the config block.
         drive: backend in place of the machine's own.
-        around: makes the context in which forward runs, beside ours.
+        around: makes the context in which forward and backward run, as trainers run a step.
     """
 
     name: str
@@ -72,10 +74,11 @@ class StepTaken:
         plan: the report's, as it was in force.
         plans: how many there were by then.
         is_recorded: it ran without the plan, because it was to be recorded.
-        device_peak_bytes: on CUDA, beyond what is held between steps.
+        held_bytes: on CUDA, what is held between steps.
+        device_peak_bytes: on CUDA, beyond that.
         saved_peak_bytes: as the offloader counts.
         host_s: seconds of the host in forward, and in backward; it runs ahead of a device.
-        counts: of the allocator, at the end (``curves.device.COUNTS``).
+        counts: of the allocator in this step (``curves.device.COUNTS``).
     """
 
     step_s: float
@@ -86,6 +89,7 @@ class StepTaken:
     is_recorded: bool = False
     host_s: tuple[float, float] | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    held_bytes: int | None = None
 
 
 class Runner:
@@ -102,30 +106,32 @@ class Runner:
         self.offloader: ActivationOffloader | None = None
         self._last: StepTaken | None = None
         self._host_s: tuple[float, float] | None = None
+        self._is_planned = False
         if contender.planner is not None:
             config = OffloadConfig.model_validate({"placement": "adaptive", **block, **contender.limits})
+            self._is_planned = config.placement == "adaptive"
             with _on(contender.drive):
                 self.offloader = ActivationOffloader(config, AioConfig(), device.accelerator)
             self.offloader.watch(workload.model, Alone(), PLANNERS[contender.planner])
 
-    def warm_up(self) -> None:
-        """Step until there is a plan, and a little longer."""
-        for _ in range(MAX_STEPS_TO_A_PLAN):
-            self.step()
-            if self.offloader is None or self.offloader.report().plans:
-                break
-        for _ in range(STEPS_AFTER_A_PLAN):
-            self.step()
-        if self.offloader is not None and self.contender.planner == "adaptive":
-            self._come_to_rest()
+    def warm_up(self, until_s: float = math.inf) -> None:
+        """Step until there is a plan, and on until it has come to rest.
 
-    def _come_to_rest(self) -> None:
+        Args:
+            until_s: end of the time for it, on the monotonic clock; one step is taken in any case.
+        """
+        self.step()
+        for _ in range(MAX_STEPS_TO_A_PLAN if self._is_planned else 0):
+            if time.monotonic() >= until_s or (self.offloader is not None and self.offloader.report().plans):
+                break
+            self.step()
         plans, since = 0, 0
+        at_rest = STEPS_AT_REST if self._is_planned and self.contender.planner == "adaptive" else STEPS_AFTER_A_PLAN
         for _ in range(MAX_STEPS_TO_REST):
+            if time.monotonic() >= until_s or since >= at_rest:
+                break
             now = self.step().plans
             plans, since = now, since + 1 if now == plans else 0
-            if since == STEPS_AT_REST:
-                return
 
     def turn(self, steps: int) -> list[StepTaken]:
         """Take so many measured steps."""
@@ -137,23 +143,23 @@ class Runner:
         before_it = None if offloader is None else offloader.report()  # at its end there may be another plan
         is_recorded = self.is_measuring
         device.synchronize()
-        before = device.held_bytes()
+        before, counted = device.held_bytes(), device.counts()
         device.reset_peak()
         started = time.perf_counter()
         self._step()
         device.synchronize()
         took_s = time.perf_counter() - started
-        peak, counts = device.peak_bytes(), device.counts()
+        peak, counts = device.peak_bytes(), device.counts(counted)
         device_peak = None if peak is None or before is None else peak - before
+        taken = StepTaken(took_s, None, 0, device_peak, None, is_recorded, self._host_s, counts, before)
         if offloader is None or before_it is None:
-            return StepTaken(took_s, None, 0, device_peak, host_s=self._host_s, counts=counts)
+            return taken
+        taken.plan, taken.plans = before_it.plan, before_it.plans
         report = offloader.report()
         if self._last is not None:  # its peak is known when the next step has begun
             self._last.saved_peak_bytes = report.step_peak_saved_bytes
-        self._last = StepTaken(
-            took_s, before_it.plan, before_it.plans, device_peak, None, is_recorded, self._host_s, counts
-        )
-        return self._last
+        self._last = taken
+        return taken
 
     def settle(self) -> None:
         """Step until the next step follows a plan."""
@@ -171,10 +177,11 @@ class Runner:
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader
         began_s = time.perf_counter()
-        with self.contender.around(), nullcontext() if offloader is None else offloader.saving():
-            loss: torch.Tensor = workload.model(*workload.batch)
-        forward_s = time.perf_counter() - began_s
-        loss.backward()
+        with self.contender.around():
+            with nullcontext() if offloader is None else offloader.saving():
+                loss: torch.Tensor = workload.model(*workload.batch)
+            forward_s = time.perf_counter() - began_s
+            loss.backward()
         self._host_s = forward_s, time.perf_counter() - began_s - forward_s
         if offloader is not None:
             offloader.note_micro_step()
@@ -195,18 +202,21 @@ class Runner:
 
     def metered_peak_bytes(self) -> int | None:
         """Return the peak of one more step, which is not timed; None on a device that counts by itself."""
-        if self._device.is_cuda:
-            return None
+        return None if self._device.is_cuda else self.metered(PeakMeter).peak_bytes
+
+    def metered(self, make: Callable[[list[torch.UntypedStorage]], Meter]) -> Meter:
+        """Return a meter after one more step, which is not timed.
+
+        Args:
+            make: makes the meter, from the storages that it does not count.
+        """
         self._step()  # an offloader that was idle has freed its staging: allocating it anew is no part of a step
+        self.settle()
         held = [*self._workload.parameters, *self._workload.batch]
         held += [one.grad for one in self._workload.parameters if one.grad is not None]
-        for _ in range(MAX_STEPS_TO_A_PLAN):
-            is_measured = self.is_measuring
-            with PeakMeter(storages_held(held, self.offloader)) as meter:
-                self._step()
-            if not is_measured:
-                break
-        return meter.peak_bytes
+        with make(storages_held(held, self.offloader)) as meter:
+            self._step()
+        return meter
 
     def proof(self, start: Sequence[torch.Tensor]) -> str:
         """Return a digest of loss, gradients and new parameters of one more step, strict and not timed.
@@ -215,6 +225,7 @@ class Runner:
             start: the parameters that it begins with (:func:`parameters_of`).
         """
         self.settle()
+        torch.manual_seed(0)
         parameters = self._workload.parameters
         with strict():
             with torch.no_grad():
@@ -295,12 +306,22 @@ class Race:
         self._workload, self._device, self._block = workload, device, dict(block)
         self.runners: dict[str, Runner] = {}
 
-    def enter(self, contenders: Sequence[Contender]) -> None:
-        """Add contenders, each warmed up."""
+    def enter(self, contenders: Sequence[Contender], until_s: float = math.inf) -> None:
+        """Add contenders, each warmed up (:meth:`Runner.warm_up`)."""
         for contender in contenders:
             runner = Runner(contender, self._workload, self._device, self._block)
             self.runners[contender.name] = runner
-            runner.warm_up()
+            runner.warm_up(until_s)
+
+    def drop(self, name: str) -> None:
+        """Take out a contender that failed as it entered or raced, with the gradients and the memory of its step."""
+        if name in self.runners and name == list(self.runners)[-1]:  # else others have wrapped the blocks after it
+            self.runners.pop(name).close()
+        for parameter in self._workload.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.zero_()
+        self._device.give_back()
 
     def run(self, rounds: int, steps: int, ends_s: float) -> list[dict[str, list[StepTaken]]]:
         """Run rounds in which each takes a turn, in a new random order each time.

@@ -5,7 +5,7 @@
 
 In the first eight minutes: probe (card, links, pinning, drive), smoke (losses and gradients of every placement, bit for
 bit), headline (four layers of Llama-3-8B at 16k tokens, each way to train in turn), hooks (their cost), and update (the
-optimizer's). With more minutes also: facts, the tests of ``tests/gpu``, the headline from 4k to 128k tokens, the
+optimizer's). With more minutes also: the tests of ``tests/gpu``, the headline from 4k to 128k tokens, the
 recompute-offload-keep curve, others' offloaders, larger updates; a rehearsal with ``--minutes`` has these, too.
 
 ``gpu_<date>.json`` has what each piece found. A piece writes ``gpu_<date>.running.json`` as soon as it knows something,
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,7 +129,7 @@ def run(
         state, reason, found = DONE, "", None
         try:
             found = piece.read(results.running, Path(scratch))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ElementTree.ParseError) as error:
             state, reason = FAILED, f"no result: {error}"
         if status is None:
             state, reason = CUT, f"ended after {limit_s:.0f} s"

@@ -19,8 +19,8 @@ import shutil
 import statistics
 import sys
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,22 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), *map(str, Path(__file__).r
 
 import torch  # noqa: E402
 from alternating import rounds_of  # noqa: E402
-from curves.device import Device  # noqa: E402
-from curves.turns import Contender, Runner, StepTaken, parameters_of  # noqa: E402
+from curves.device import TOTALS, Device  # noqa: E402
+from curves.points import point  # noqa: E402
+from curves.turns import Contender, Race, Runner, StepTaken, parameters_of  # noqa: E402
 
 from ds_tba.device.accelerator import available_bytes  # noqa: E402
 from gpu.llama import GIB, WAYS, Room, Shape, Way, workload  # noqa: E402
 from gpu.results import write_whole  # noqa: E402
 
 KEEP_FITS_TOKENS = 32768
-STEPS, MAX_STEPS_TO_A_PLAN, STEPS_AFTER_A_PLAN = 2, 12, 3
-# Counts of the allocator of which a row has the increase.
-NUMBERS = {"alloc_retries", "mallocs", "frees"}
+STEPS = 2
 PROFILE_FACTOR = 4
 NO_TIME = "no time was left"
+REPORTED = (
+    "steps", "plans", "plan", "written_bytes", "read_bytes", "host_bytes", "rematerialized_bytes", "recomputed_bytes",
+    "fallbacks", "fallbacks_by_reason", "stall_s", "step_peak_saved_bytes", "budget_excess_bytes",
+)  # fmt: skip
 # Parts of the names of what a profiled step is searched for.
 TELLING = (
     "ynchronize", "cudaMalloc", "cudaFree", "cudaHost", "cudaEventQuery", "cudaEventRecord", "cudaStreamWaitEvent",
@@ -55,27 +58,20 @@ class Entrant:
 
     Attributes:
         state: "runs", "out of memory", "failed" or "no time".
-        first_s: of one step when it entered, for want of rounds.
+        first: the step that was measured when it entered, for want of rounds.
         unproven: why it could not be compared under strictly deterministic kernels.
-        turns: medians of the steps of each, by round.
-        peaks: what is held between steps and what is held beyond that, in bytes.
-        steps: all that were measured.
-        numbers: of retries, mallocs and frees, in its measured steps.
+        metered_bytes: the peak of a step on a CPU.
         profiled: of one step, for each event its number and the milliseconds of the host.
     """
 
     way: Way
-    runner: Runner | None = None
     state: str = "runs"
     reason: str = ""
     equal: bool | None = None
     unproven: str = ""
-    first_s: float | None = None
-    turns: list[float | None] = field(default_factory=list)
-    peaks: list[tuple[int, int]] = field(default_factory=list)
-    steps: list[StepTaken] = field(default_factory=list)
+    first: list[StepTaken] | None = None
+    metered_bytes: int | None = None
     profiled: dict[str, tuple[int, float]] | None = None
-    numbers: Counter[str] = field(default_factory=Counter)
 
     def fail(self, error: BaseException) -> None:
         """Take it out of the race, with the reason."""
@@ -100,9 +96,10 @@ class Headline:
         self._expected = ""
         self.equal_to = ""
         self.entrants = [Entrant(way) for way in WAYS if options.ways is None or way.name in options.ways]
-        self.rounds = 0
+        self.rounds: list[dict[str, list[StepTaken]]] = []
         least = 4096 if options.tiny else 1 << 20
-        self._block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": least}
+        block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": least}
+        self.race = Race(self._workload, self._device, block)
         self._io = {"backend": "posix", "staging_bytes": (4 << 20) if options.tiny else GIB}
         self.room = self._room(self._kept_bytes())
 
@@ -148,16 +145,20 @@ class Headline:
             if left_s <= 0:
                 entrant.state, entrant.reason = "no time", NO_TIME
                 continue
-            try:
-                self._enter(entrant, until_s)
-            except (RuntimeError, ValueError, OSError) as error:
-                entrant.fail(error)
-            if entrant.state != "runs":
-                self._drop(entrant)
+            self._attempt(entrant, partial(self._enter, entrant, until_s))
             print(f"{entrant.way.name}: {entrant.state} {entrant.reason}", flush=True)
             self.keep()
 
-    def _enter(self, entrant: Entrant, until_s: float) -> None:
+    def _attempt(self, entrant: Entrant, act: Callable[[], list[StepTaken]]) -> list[StepTaken]:
+        """Return the steps that it took; none if it failed, and is out of the race."""
+        try:
+            return act()
+        except (RuntimeError, ValueError, OSError) as error:
+            entrant.fail(error)
+        self.race.drop(entrant.way.name)  # out here, where no traceback holds the tensors of a step that failed
+        return []
+
+    def _enter(self, entrant: Entrant, until_s: float) -> list[StepTaken]:
         way = entrant.way
         self._device.give_back()
         around = way.around(self._workload.model)
@@ -165,29 +166,11 @@ class Headline:
         if way.block is not None:
             limits = way.block(self.room)
             limits["io"] = {**self._io, **limits.get("io", {})}
-        contender = Contender(way.name, "adaptive" if way.block else None, limits, around=around)
-        entrant.runner = runner = Runner(contender, self._workload, self._device, self._block)
-        runner.step()
-        for _ in range(MAX_STEPS_TO_A_PLAN if way.plans else 0):
-            runner.step()
-            if (runner.offloader is not None and runner.offloader.report().plans) or time.monotonic() >= until_s:
-                break
-        for _ in range(STEPS_AFTER_A_PLAN if way.plans else 0):
-            if time.monotonic() < until_s:
-                runner.step()
+        self.race.enter([Contender(way.name, "adaptive" if way.block else None, limits, around=around)], until_s)
+        runner = self.race.runners[way.name]
         self._prove(entrant, runner)
-        entrant.first_s = self._measured(entrant, runner, 1)
-
-    def _measured(self, entrant: Entrant, runner: Runner, steps: int) -> float:
-        """Measure so many steps, and return their median."""
-        before = self._device.counts()
-        found = runner.turn(steps)
-        for name in NUMBERS & before.keys():
-            entrant.numbers[name] += found[-1].counts[name] - before[name]
-        entrant.steps += found
-        held = self._device.held_bytes() or 0
-        entrant.peaks += [(held, one.device_peak_bytes) for one in found if one.device_peak_bytes is not None]
-        return statistics.median(one.step_s for one in found)
+        entrant.first = runner.turn(1)
+        return entrant.first
 
     def _prove(self, entrant: Entrant, runner: Runner) -> None:
         """Compare one strict step with that of the first way that ran."""
@@ -202,53 +185,41 @@ class Headline:
             self._expected, self.equal_to = found, entrant.way.name
         entrant.equal = found == self._expected
 
-    def _drop(self, entrant: Entrant) -> None:
-        """Have it run no more, and hold nothing."""
-        if entrant.runner is not None and entrant.first_s is None:  # else others have wrapped the blocks after it
-            entrant.runner.close()
-            entrant.runner = None
-        self._device.give_back()
-        for parameter in self._workload.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+    @property
+    def running(self) -> dict[str, tuple[Entrant, Runner]]:
+        """Those that have entered and not failed since."""
+        entered = [one for one in self.entrants if one.state == "runs" and one.first]
+        return {one.way.name: (one, self.race.runners[one.way.name]) for one in entered}
 
     def run(self, most: int) -> None:
         """Run as many rounds as there is time for beside the profiled steps."""
-        running = {entrant.way.name: entrant for entrant in self.entrants if entrant.state == "runs"}
-        round_s = sum(entrant.first_s or 0 for entrant in running.values())
+        round_s = sum(step.step_s for one, _ in self.running.values() for step in one.first or ())
         # Time for the profiled steps, which are slower.
         ends_s = self._ends_s - (PROFILE_FACTOR * round_s if self._options.profile else 0)
         steps = STEPS if time.monotonic() + 2 * STEPS * round_s < ends_s else 1
         if time.monotonic() + round_s >= ends_s:
             return  # a round in part has nothing to compare
-        turn = partial(self._turn, running, steps)
-        for _ in rounds_of(list(running), turn, most, ends_s, random.Random(0)):
-            self.rounds += 1
+        for found in rounds_of(list(self.running), partial(self._turn, steps), most, ends_s, random.Random(0)):
+            self.rounds.append(found)
             self.keep()
 
-    def _turn(self, running: dict[str, Entrant], steps: int, name: str) -> None:
-        entrant, took_s = running[name], None
-        if entrant.state == "runs" and entrant.runner is not None and time.monotonic() < self._ends_s:
-            try:
-                took_s = self._measured(entrant, entrant.runner, steps)
-            except (RuntimeError, ValueError, OSError) as error:
-                entrant.fail(error)
-            # Out here, where no traceback holds the tensors of a step that failed.
-            if entrant.state != "runs":
-                self._drop(entrant)
-        entrant.turns.append(took_s)
+    def _turn(self, steps: int, name: str) -> list[StepTaken]:
+        entrant, runner = self.running.get(name, (None, None))
+        if entrant is None or runner is None or time.monotonic() >= self._ends_s:
+            return []
+        return self._attempt(entrant, partial(runner.turn, steps))
 
     def profile(self) -> None:
         """Look at one more step of each."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] if self._device.is_cuda else []
-        for entrant in self.entrants:
-            if entrant.state != "runs" or entrant.runner is None or time.monotonic() >= self._ends_s:
-                continue
-            entrant.runner.settle()
+        for entrant, runner in self.running.values():
+            if time.monotonic() >= self._ends_s:
+                break
+            runner.settle()
             self._device.synchronize()
             with torch.profiler.profile(activities=activities) as profiler:
-                entrant.runner._step()
+                runner._step()
             entrant.profiled = {
                 event.key: (event.count, round(event.cpu_time_total / 1e3, 3))
                 for event in profiler.key_averages()
@@ -258,76 +229,62 @@ class Headline:
 
     def meter(self) -> None:
         """Measure the peak of one more step of each, on a CPU."""
-        if self._device.is_cuda:
-            return
-        held = sum(one.nbytes * 2 for one in self._workload.parameters)
-        for entrant in self.entrants:
-            if entrant.state == "runs" and entrant.runner is not None:
-                peak = entrant.runner.metered_peak_bytes()
-                if peak is not None:
-                    entrant.peaks.append((held, peak - held))
+        for entrant, runner in self.running.values():
+            entrant.metered_bytes = runner.metered_peak_bytes()
 
     # ---- what came of it -----------------------------------------------------------------------------------------
 
     @property
-    def base(self) -> Entrant | None:
-        """The entrant to which ratios are: keep, or the first that runs."""
-        return next((one for one in self.entrants if one.state == "runs" and one.first_s is not None), None)
+    def base(self) -> str | None:
+        """The way to which ratios are: keep, or the first that runs."""
+        return next(iter(self.running), None)
 
     def found(self) -> dict[str, Any]:
-        base = self.base
         return {
             "tokens": self._options.tokens,
             "shape": vars(self.shape),
             "device": self._device.name,
             "room": vars(self.room),
-            "rounds": self.rounds,
-            "base": base.way.name if base else None,
+            "rounds": len(self.rounds),
+            "base": self.base,
             "equal_to": self.equal_to,
-            "rows": [self._row(entrant, base) for entrant in self.entrants],
+            "rows": [self._row(entrant) for entrant in self.entrants],
         }
 
-    def _row(self, entrant: Entrant, base: Entrant | None) -> dict[str, Any]:
-        row: dict[str, Any] = {"name": entrant.way.name, "title": entrant.way.title, "state": entrant.state}
-        row |= {"reason": entrant.reason, "equal": entrant.equal, "unproven": entrant.unproven, **entrant.numbers}
-        if entrant.steps and entrant.steps[0].counts:
-            # Reserved bytes of its entry: later there is what others left cached.
-            row["reserved_peak_bytes"] = entrant.steps[0].counts["reserved_peak_bytes"]
-            for name in ("allocated_peak_bytes", "active_peak_bytes"):
-                row[name] = max(one.counts[name] for one in entrant.steps)
-        host = [one.host_s for one in entrant.steps if one.host_s is not None]
-        if host:
-            row["host_forward_s"], row["host_backward_s"] = (statistics.median(one) for one in zip(*host, strict=True))
+    def _row(self, entrant: Entrant) -> dict[str, Any]:
+        name, base, first = entrant.way.name, self.base, entrant.first
+        row: dict[str, Any] = {"name": name, "title": entrant.way.title, "state": entrant.state}
+        row |= {"reason": entrant.reason, "equal": entrant.equal, "unproven": entrant.unproven}
         if entrant.profiled is not None:
             row["profiled"] = entrant.profiled
-        if base is not None and base.first_s is not None and entrant.first_s is not None:
-            both = zip(entrant.turns, base.turns, strict=False)
-            pairs = [(mine, its) for mine, its in both if mine is not None and its is not None]
-            pairs = pairs or [(entrant.first_s, base.first_s)]
-            row["step_s"] = statistics.median(mine for mine, _ in pairs)
-            row["to_base"] = [mine / its for mine, its in pairs]
-        if entrant.peaks:
-            row["peak_bytes"] = max(held + more for held, more in entrant.peaks)
-            row["activation_peak_bytes"] = max(more for _, more in entrant.peaks)
-        offloader = entrant.runner.offloader if entrant.runner is not None else None
+        if not first or base is None or name not in self.running:
+            return row
+        entry = {one.way.name: one.first for one in self.entrants if one.first}
+        rounds = [one for one in self.rounds if one.get(name) and one.get(base)] or [entry]
+        measured = point(self.race.runners[name].contender, rounds, entrant.metered_bytes, base)
+        steps = [*first, *(step for one in self.rounds for step in one.get(name, ()))]
+        row |= {"step_s": measured.step_s.median, "to_base": vars(measured.to_plain)}
+        row["host_forward_s"], row["host_backward_s"] = (
+            statistics.median(one) for one in zip(*(step.host_s or (0.0, 0.0) for step in steps), strict=True)
+        )
+        if measured.peak_bytes is not None:
+            row["activation_peak_bytes"] = measured.peak_bytes
+            row["peak_bytes"] = measured.peak_bytes + max(step.held_bytes or 0 for step in steps)
+        if first[0].counts:
+            # Reserved bytes of its entry: later there is what others left cached.
+            row["reserved_peak_bytes"] = first[0].counts["reserved_peak_bytes"]
+            for key in ("allocated_peak_bytes", "active_peak_bytes"):
+                row[key] = max(step.counts[key] for step in steps)
+            row |= {key: sum(step.counts.get(key, 0) for step in steps) for key in TOTALS}
+        offloader = self.race.runners[name].offloader
         if offloader is not None:
             report = offloader.report().to_dict()
-            keys = (
-                "steps", "plans", "plan", "written_bytes", "read_bytes", "host_bytes", "rematerialized_bytes",
-                "recomputed_bytes", "fallbacks", "fallbacks_by_reason", "stall_s",
-                "step_peak_saved_bytes", "budget_excess_bytes",
-            )  # fmt: skip
-            row["report"] = {key: report[key] for key in keys if key in report}
+            row["report"] = {key: report[key] for key in REPORTED if key in report}
         return row
 
     def keep(self) -> None:
         """Write the results so far."""
         write_whole(self._options.result, json.dumps(self.found()))
-
-    def close(self) -> None:
-        for entrant in reversed(self.entrants):  # each has wrapped the blocks as the one before left them
-            if entrant.runner is not None:
-                entrant.runner.close()
 
 
 def workload_of(whole: Any, tokens: int) -> Any:
@@ -359,15 +316,15 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     ends_s = time.monotonic() + options.seconds
     headline = Headline(options, ends_s)
-    try:
-        headline.enter()
-        headline.run(1 if options.tiny else options.rounds)
-        if options.profile:
-            headline.profile()
-        headline.meter()
-    finally:
-        headline.keep()
-        headline.close()
+    with headline.race:
+        try:
+            headline.enter()
+            headline.run(1 if options.tiny else options.rounds)
+            if options.profile:
+                headline.profile()
+            headline.meter()
+        finally:
+            headline.keep()
     return 0 if all(one.equal is not False for one in headline.entrants) else 1
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,12 +54,28 @@ class Piece:
         return [sys.executable, *(places.get(argument, argument) for argument in self.argv)]
 
 
-def _rok(_: Path, scratch: Path) -> Any:
-    return json.loads((scratch / "rok.json").read_text(encoding="utf-8"))
+def _curve(_: Path, scratch: Path) -> Any:
+    return json.loads((scratch / "curve.json").read_text(encoding="utf-8"))
 
 
 def _peers(_: Path, scratch: Path) -> Any:
     return {"table": (scratch / "peers.md").read_text(encoding="utf-8").splitlines()}
+
+
+def _tests(result: Path, _: Path) -> Any:
+    """Return how the tests of a file ended, and why some were skipped, as pytest's JUnit report has it."""
+    counts: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
+    failed: list[str] = []
+    for case in ElementTree.parse(result).iter("testcase"):
+        kinds = {child.tag: child for child in case}
+        kind = next((one for one in ("error", "failure", "skipped") if one in kinds), "passed")
+        counts[kind] += 1
+        if kind in ("error", "failure"):
+            failed.append(case.get("name", ""))
+        if kind == "skipped":
+            skipped[kinds[kind].get("message", "")] += 1
+    return {"counts": counts, "failed": failed, "skipped": skipped}
 
 
 def _update(size: float, *more: str, rehearse: bool) -> tuple[str, ...]:
@@ -96,12 +114,11 @@ def longer(*, rehearse: bool) -> list[Piece]:
     """Return the pieces that take minutes each; a rehearsal has each kind once or twice, tiny."""
     device = ("--device", "cpu" if rehearse else "cuda")
     tiny = ("--tiny",) if rehearse else ()
-    found = [Piece("facts", "facts", (f"{OWN}/probe.py", "--long", "--result", "RESULT", *device, *tiny))]
     suites = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    found += [
-        Piece(
-            f"tests {path.stem}", "tests", (f"{OWN}/suite.py", "--result", "RESULT", "--scratch", "SCRATCH", str(path))
-        )
+    pytest = ("-m", "pytest", "-v", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider")
+    pytest += ("--junitxml", "RESULT", "--basetemp", "SCRATCH")
+    found = [
+        Piece(f"tests {path.stem}", "tests", (*pytest, str(path)), _tests)
         for path in (suites[:1] if rehearse else suites)
     ]
     measured = ("--result", "RESULT", "--nvme_path", "SCRATCH", "--seconds", "SECONDS", *device, *tiny)
@@ -110,12 +127,13 @@ def longer(*, rehearse: bool) -> list[Piece]:
         for tokens in ((256,) if rehearse else TOKENS)
     ]
     hooks = ("--rounds", "1", "--counts", "10") if rehearse else ()
-    program = str(BENCHMARKS / "hook_cost.py")
-    found.append(Piece("hook cost", "hooks", (program, *device, "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks)))
+    program = (str(BENCHMARKS / "hook_cost.py"),)
+    found.append(Piece("hook cost", "hooks", (*program, *device, "--json", "RESULT", "--nvme_path", "SCRATCH", *hooks)))
     curve = ("--minutes", "6", "--nvme_path", "SCRATCH", "--out", "SCRATCH", *device, *tiny)
+    program = (str(BENCHMARKS / "races.py"), "curve")
     short = ("--rounds", "2", "--steps", "1", "--batches", "2") if rehearse else ("--batches", "4")
     found += [
-        Piece(f"rok {model}", "hooks", (str(BENCHMARKS / "rok.py"), "--models", model, *short, *curve), _rok)
+        Piece(f"curve {model}", "hooks", (*program, "--models", model, *short, *curve), _curve)
         for model in (("GPT",) if rehearse else ("GPT", "BERT", "T5"))
     ]
     short = ("--rounds", "2", "--steps", "1") if rehearse else ()

@@ -29,7 +29,6 @@ from ds_tba.storage.integrity import Integrity
 from soaking import steps
 from soaking.faults import Faults, Injector
 from soaking.meters import take
-from soaking.model import Model, tokens_of
 from soaking.segments import HARD_FAULT_FRACTION, PATHS, Segment, segment_of
 
 SUMS = ("offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes", "cancelled_bytes", "kept_bytes",
@@ -121,8 +120,7 @@ class Worker:
         return (FLIP_READS, 0.0) if sabotage == "flip" else (0, 1.0)
 
     def _build(self, segment: Segment) -> None:
-        torch.manual_seed(self._options.seed)
-        model = Model()
+        model = steps.model()
         if self._parameters is not None:
             model.load_state_dict(self._parameters)
         config: dict[str, Any] = {
@@ -208,7 +206,7 @@ class Worker:
         self._build(segment)
 
     def _leak(self, plan: steps.StepPlan) -> None:
-        graph = self._engine(tokens_of(plan.forwards[0]), plan.forwards[0])
+        graph = steps.forward(self._engine, plan.batches[0])
         self._hoard += [torch.ones(1 << 20), graph, os.open(os.devnull, os.O_RDONLY)]
 
     def _sample(self, step: int, segment: int) -> None:

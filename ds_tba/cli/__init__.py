@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
                 return 2
         status: int = options.run(options)
+        # Here, or a pipe that nobody reads would be a traceback at exit.
         sys.stdout.flush()
     except BrokenPipeError:  # as behind "| head": nobody reads on, also not what is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     doctor.add_parsers(commands)
     plan.add_parsers(commands)
-    report = commands.add_parser("report", help="show the JSON at report.path as a table, or as a page with drawings")
+    report = commands.add_parser("report", help="show the JSON at report.path as a table, or as a page")
     report.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="JSON that report.path named, of each rank or run"
     )
@@ -83,28 +84,25 @@ def _dashed(argument: str) -> str:
 
 def _reports(options: argparse.Namespace) -> Result:
     """Return a table of each, or write the page; as JSON a list of what all of them have."""
-    files, target = options.files, options.html
-    if target is not None:
-        return Result(0, [_write_page(files, target)], [])
-    reports = [OffloadReport.read_json(file) for file in files]
+    reports = {str(file): OffloadReport.read_json(file) for file in options.files}
+    if options.html is not None:
+        return Result(0, [_write_page(page.render(reports), options.html)], [])
     lines = []
-    for file, report in zip(files, reports, strict=True):
-        rows = [*([("report", str(file))] if len(files) > 1 else []), *report.rows()]
-        width = max(len(name) for name, _ in rows)
-        lines += [*(f"{name:<{width}}  {value}" for name, value in rows), *report.holder_lines()]
-    found = [{"file": str(file), **report.to_dict()} for file, report in zip(files, reports, strict=True)]
-    return Result(0, lines, found)
+    for name, report in reports.items():
+        rows = [*([("report", name)] if len(reports) > 1 else []), *report.rows()]
+        width = max(len(row) for row, _ in rows)
+        lines += [*(f"{row:<{width}}  {value}" for row, value in rows), *report.holder_lines()]
+    return Result(0, lines, [{"file": name, **report.to_dict()} for name, report in reports.items()])
 
 
-def _write_page(files: Sequence[Path], target: Path) -> str:
+def _write_page(text: str, target: Path) -> str:
     """Write it, and return a line that says so.
 
     Raises:
-        ReportError: a file is not a report, or the page cannot be written.
+        ReportError: the page cannot be written.
     """
     if target.suffix not in (".html", ".htm") and is_replaceable(target):  # a report would be lost
         raise ReportError(f"--html {target} is no name of a page: give it the ending .html.")
-    text = page.render(files)
     try:
         (write_file if is_replaceable(target) else Path.write_text)(target, text)
     except OSError as error:

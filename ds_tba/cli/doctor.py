@@ -10,11 +10,8 @@ import inspect
 import json
 import os
 import platform
-import re
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -30,8 +27,6 @@ from ds_tba.cli.format import Commands, Result, add_json, show, size
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
 _LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
 _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
-_NINJA_STEP = re.compile(rb"^\[(\d+)/(\d+)\]", re.MULTILINE)
-TELL_EVERY_S = 10.0  # a terminal sees the seconds go by
 PACKAGES = (
     "ds_tba", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "pydantic",
     "kvikio-cu12", "kvikio-cu13",
@@ -45,14 +40,6 @@ def add_parsers(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
     parser.add_argument("--staging-bytes", type=size, default=256 << 20, help="io.staging_bytes of the config")
-    parser.add_argument(
-        "--config",
-        type=Path,
-        action="append",
-        default=[],
-        help="a config to look for blocks in: JSON of DeepSpeed or FSDP, or YAML of Accelerate (may be repeated)",
-    )
-    parser.add_argument("script", nargs="?", type=Path, metavar="train.py", help="the script that --config is for")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
     add_json(parser)
     parser.set_defaults(run=partial(show, "doctor", _examine))
@@ -81,7 +68,7 @@ def _examine(options: argparse.Namespace) -> Result:
 
 
 def checks(options: argparse.Namespace) -> Iterator[Check]:
-    """Check versions, the entry point, backends, configs and directories."""
+    """Check versions, the entry point, backends and directories."""
     from ds_tba.config import SUPPORTED_DEEPSPEED
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
@@ -109,10 +96,10 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     problem = kvikio.obstacle()
     for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
         yield None if problem else True, f"io.backend {name} {f'cannot run here: {problem}' if problem else can}"
-    yield from config_checks(options.config, options.script)
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
+            # As a run does: quotas and limits of file sizes show only where space is reserved.
             with closing(SwapFile(directory.path, options.staging_bytes)) as file:
                 file.reserve_first(options.staging_bytes)
         except PathError as error:
@@ -142,58 +129,6 @@ def _aio(paths: Sequence[str], *, built: bool) -> Check:
     if of_paths is not None:
         return None, f"io.backend aio cannot run there; null means posix: {of_paths}"
     return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
-
-
-def config_checks(paths: Sequence[Path], script: Path | None = None) -> Iterator[Check]:
-    """Check that a run reads the block of each config, and that the script trains with DeepSpeed at all."""
-    from ds_tba.cli.plan.training import read_config
-    from ds_tba.config import BLOCK, parse_block, refuse_misnamed, zero_paths
-    from ds_tba.errors import ConfigError
-    from ds_tba.explain import unread
-    from ds_tba.stats import expanded
-    from ds_tba.update.config import parse_update_block
-    from ds_tba.wear import share_a_drive
-
-    for path in paths:
-        if unread.is_yaml(path):
-            is_good = path.is_file() and not unread.has_block(path)
-            good = f"{path} has no block of ours; what deepspeed_config_file names in it is to be checked itself"
-            yield (
-                is_good,
-                good if is_good else unread.in_yaml(path) if path.is_file() else f"{path}: there is no such file",
-            )
-            continue
-        try:
-            found = read_config("--config", path)
-            if BLOCK not in found and unread.has_block(path):
-                refuse_misnamed(found)
-                yield False, f'"{BLOCK}" in {path} is not at the top level, where DeepSpeed reads it: move it there'
-                continue
-            refuse_misnamed(found)
-            parsed = parse_block(found)
-            parse_update_block(found)
-        except ConfigError as error:
-            yield False, f"{path}: {error}"
-            continue
-        if parsed and share_a_drive(map(expanded, parsed[0].nvme_paths), map(expanded, zero_paths(found))):
-            yield None, f"{path}: ZeRO's offload uses the drive of nvme_path; if steps wait for it, a second drive pays"
-        is_set = os.environ.get(unread.VARIABLE, "").strip()
-        has = f'{path} has an enabled "{BLOCK}"' if parsed else f'{path} has no enabled "{BLOCK}"'
-        yield (True if parsed or is_set else None), f"{has}{f', {unread.VARIABLE} is set' if is_set else ''}"
-    if script is not None:
-        yield _script_check(script)
-
-
-def _script_check(script: Path) -> Check:
-    """Check that a script names DeepSpeed in its text; one that leaves it to a launcher or to a library need not."""
-    try:
-        text = script.read_text(errors="replace")
-    except OSError as error:
-        return False, f"{script} cannot be read: {error.strerror}"
-    if "deepspeed" in text.lower():
-        return True, f"{script} names DeepSpeed"
-    how = 'give the Trainer deepspeed="ds_config.json" (or the script --deepspeed), or call deepspeed.initialize'
-    return None, f"{script} does not name DeepSpeed: without an engine nobody reads the block: {how}"
 
 
 def _entry_point() -> Check:
@@ -226,7 +161,7 @@ def _source(found: Distribution) -> Path:
 
 
 def build_aio() -> int:
-    """Build the op in a child process, telling ninja's steps and the time; returns the child's exit status."""
+    """Build the op in a child process; return the child's exit status."""
     from ds_tba.storage.backends import aio
 
     for lock in aio.build_locks():
@@ -235,30 +170,17 @@ def build_aio() -> int:
         sys.stdout.write(f"{abandoned}\n")
         return 1
     verb, cost = ("checking", "") if aio.is_built() else ("building", " (once; minutes on few cores)")
-    what = f"{verb} DeepSpeed's aio op{cost}"
-    started_s, told_s, said, output = time.monotonic(), -TELL_EVERY_S, "", b""
-    with subprocess.Popen(
+    sys.stdout.write(f"{verb} DeepSpeed's aio op{cost}\n")
+    sys.stdout.flush()  # a compiler says nothing for minutes
+    build = subprocess.run(
         [sys.executable, "-c", _BUILD],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env={"MAX_JOBS": str(os.cpu_count() or 1), **os.environ},
-    ) as build:
-        pipe = build.stdout
-        while pipe is not None:  # a compiler says nothing for minutes
-            steps = _NINJA_STEP.findall(output)
-            text = what + (f": file {steps[-1][0].decode()} of {steps[-1][1].decode()}" if steps else "")
-            elapsed_s = time.monotonic() - started_s
-            if sys.stdout.isatty() or text != said or elapsed_s >= told_s + TELL_EVERY_S:
-                sys.stdout.write(f"{text}, {elapsed_s:.0f} s{chr(13) if sys.stdout.isatty() else chr(10)}")
-                sys.stdout.flush()
-                said, told_s = text, elapsed_s
-            if select.select([pipe], [], [], 1.0)[0]:
-                if not (more := os.read(pipe.fileno(), 1 << 16)):
-                    break
-                output += more
-    sys.stdout.write("\n" if sys.stdout.isatty() else "")
+        check=False,
+    )
     if build.returncode:
-        sys.stdout.writelines(f"{line}\n" for line in output.decode(errors="replace").splitlines()[-40:])
+        sys.stdout.writelines(f"{line}\n" for line in build.stdout.decode(errors="replace").splitlines()[-40:])
         sys.stdout.write(
             "DeepSpeed's aio op did not build. It needs g++, ninja, python3-dev and libaio-dev (Debian, Ubuntu) or "
             'libaio-devel (Fedora); without them, train with "io": {"backend": "posix"}.\n'

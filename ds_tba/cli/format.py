@@ -1,4 +1,4 @@
-"""Input and output of the commands: numbers checked as they are read, tables, results."""
+"""Input and output of the commands: numbers checked as they are read, and results."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ds_tba.errors import DsTbaError
 
-# The type that ``add_subparsers`` returns; it has no public name.
+# Types without a public name: what ``add_subparsers`` returns, and what has ``add_argument``.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+HasOptions: TypeAlias = "argparse._ActionsContainer"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -47,14 +48,6 @@ def in_units_of(unit: float) -> Callable[[str], float]:
     return parse
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Rows of cells, aligned: the first column to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        yield "  ".join(cells).rstrip()
-
-
 class Result(NamedTuple):
     """The result of a command: its exit status, the lines for people, and the object that ``--json`` prints instead."""
 
@@ -67,12 +60,6 @@ class Command(Protocol):
     """A subcommand: makes its result of the options."""
 
     def __call__(self, options: argparse.Namespace, /) -> Result: ...
-
-
-class HasOptions(Protocol):
-    """A parser, or a group of one."""
-
-    def add_argument(self, *names: str, **how: Any) -> argparse.Action: ...
 
 
 def add_json(parser: HasOptions) -> None:
@@ -89,9 +76,7 @@ def show(name: str, command: Command, options: argparse.Namespace) -> int:
     except DsTbaError as error:
         sys.stderr.write(f"ds_tba {name}: {error}\n")
         return 2
-    lines = result.lines if not _has_colours() else [painted(line) for line in result.lines]
-    if options.json:
-        lines = [json.dumps(result.found, indent=2)]
+    lines = [json.dumps(result.found, indent=2)] if options.json else result.lines
     try:
         sys.stdout.writelines(f"{line}\n" for line in lines)
         sys.stdout.flush()
@@ -102,28 +87,3 @@ def show(name: str, command: Command, options: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tells of it at exit, too
         return 2
     return result.status
-
-
-# ---- colours --------------------------------------------------------------------------------------------------------
-
-# Words that are a verdict: where a line begins with them, or in a column of a table, which two spaces end.
-_VERDICTS = re.compile(
-    r"(?P<good>^ok(?=  )|^ready$|\bfits(?=  )|^recommended)"
-    r"|(?P<fair>^--(?=  )|\btight(?=  ))"
-    r"|(?P<bad>^FAIL(?=  )|^not ready|\bdoes not fit(?=  )|^NOTHING FITS|\bIT WEARS\b)"
-)
-_CODES = {"good": 32, "fair": 33, "bad": 31}
-
-
-def _has_colours() -> bool:
-    """Return whether the standard output is a terminal whose user has not asked for none (https://no-color.org)."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def painted(line: str) -> str:
-    """Return a line with its verdicts in green, yellow or red."""
-    return _VERDICTS.sub(_paint, line)
-
-
-def _paint(found: re.Match[str]) -> str:
-    return f"\x1b[{_CODES[found.lastgroup or '']}m{found[0]}\x1b[0m"

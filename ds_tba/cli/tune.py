@@ -17,9 +17,10 @@ from operator import itemgetter
 from statistics import median
 from typing import NamedTuple, get_args
 
-from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, table
+from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show
 from ds_tba.config import CODEC_PACKAGE, AioConfig, Compression, IoConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError
+from ds_tba.stats import aligned
 
 _DESCRIPTION = """\
 Writes and reads noise with every backend that runs here, with 1, 2 and 4 lanes of each kind; where blosc2 is installed,
@@ -98,6 +99,7 @@ def tuned(
     """
     found: dict[Candidate, list[DriveRates]] = {}
     started_s = drives.now_s()
+    # In turns: a drive that slows down as it gets warm would make the last setting look slow.
     for one in cycle(candidates):
         found.setdefault(one, []).append(drives.measure(one))
         written_bytes = sum(each.written_bytes for many in found.values() for each in many)
@@ -166,7 +168,7 @@ def _tune(options: argparse.Namespace) -> Result:
     best = recommended(found, default)
     written_bytes = sum(each.written_bytes for many in (*found.values(), warming.values()) for each in many)
     lines = [
-        *table([("GB/s", "lanes", "write", "read", "both at once", "round trip", "over the defaults"),
+        *aligned([("GB/s", "lanes", "write", "read", "both at once", "round trip", "over the defaults"),
                 *_rows(found, default)]),
         f"\ntook {took_s:.0f} s and wrote {written_bytes / GIB:.1f} GiB, which counts as wear; no file is left",
         "nothing is clearly faster than the defaults; they are:" if best == default else "to paste:",

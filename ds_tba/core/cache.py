@@ -42,23 +42,23 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.fingerprint import Answer
+from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks
 from ds_tba.core.originals import keep_originals
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
     NO_INDEX,
+    CountedGone,
     CountedMemory,
     Finalized,
     HandedOut,
     Hooks,
-    Lender,
+    Keeper,
     Loading,
-    MemoryGone,
     Operation,
     Origin,
     PassedThrough,
     RecordState,
-    Reloaded,
     SavedCounted,
     SavedExcluded,
     SavedStorage,
@@ -76,20 +76,17 @@ from ds_tba.core.tensors import (
     eligibility,
     has_plain_storage,
     held_bytes,
-    hooks_of_forward,
-    is_cast_of_parameter,
     is_complete,
     is_parameter,
     is_read_by_an_extension,
     is_under_a_mode,
     next_sequence_number,
-    uncompiled_hooks,
 )
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Always, Choice, Policy, Store, Ticket
+from ds_tba.storage.base import Always, Choice, Loaded, Policy, Store, Ticket
 
 CHANGED = "saved again with other bytes"
 # Passed through: they hold no memory of the training device.
@@ -133,6 +130,9 @@ class _Taken(NamedTuple):
     ticket: Ticket | None = None
 
 
+_NOT_TAKEN = _Taken()
+
+
 class _InUse(NamedTuple):
     """A storage that leaves once the operation that saves it is over.
 
@@ -147,7 +147,7 @@ class _InUse(NamedTuple):
     stream: Any
 
 
-class TensorCache(Lender):
+class TensorCache(Keeper):
     """Moves saved tensors into a store during forward and back during backward.
 
     Args:
@@ -225,7 +225,7 @@ class TensorCache(Lender):
         continues: bool = False,
         is_recorded: bool = False,
     ) -> Iterator[None]:
-        """A forward: what autograd saves inside goes through the cache.
+        """Open a forward: what autograd saves inside goes through the cache.
 
         Args:
             policy: where it goes.
@@ -251,10 +251,10 @@ class TensorCache(Lender):
                 yield
             self._end_operations()
         finally:
-            step.phase = Phase.WAITING
+            step.phase = Phase.WAITING  # also after an error: a backward of what was saved would read nothing ahead
 
     def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
-        """Hooks for what is saved after the last forward and before its backward; None where that is not known.
+        """Return hooks for what is saved between the last forward and its backward; None where that is not known.
 
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
         """
@@ -275,7 +275,7 @@ class TensorCache(Lender):
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
-        """Forwards and backwards of several micro-batches: one micro-step; see [Note: Micro-steps]."""
+        """Make one micro-step of the forwards and backwards of several micro-batches; see [Note: Micro-steps]."""
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
             self._stats.micro_steps += 1
@@ -286,12 +286,12 @@ class TensorCache(Lender):
 
     @property
     def expects_forward(self) -> bool:
-        """Whether one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
+        """True if one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
         with self.finalizers, self.finalizers.lock:
             return self.forward.micro_step.expects_forward
 
     def end_micro_step(self) -> None:
-        """The micro-step is over, whatever is still saved: the next forward begins another.
+        """End the micro-step, whatever is still saved: the next forward begins another.
 
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
@@ -305,7 +305,7 @@ class TensorCache(Lender):
     # ---- pack ---------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedCounted | SavedView:
-        """Autograd's pack hook: the object to hold in place of ``tensor``.
+        """Return the object to hold in place of ``tensor``: autograd's pack hook.
 
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
@@ -313,10 +313,11 @@ class TensorCache(Lender):
         self._stats.packed_tensors += 1
         if self._in_use and not self._is_capturing:
             self._end_operations(self._operation())
-        why = self._eligibility_by_tensor(tensor)
-        excluded_by = self._excluded_by() if why is Eligibility.ELIGIBLE else ""
-        if why is Eligibility.ELIGIBLE and not excluded_by:
-            return self._save(tensor)
+        why, excluded_by = self._eligibility_by_tensor(tensor), ""
+        if why is Eligibility.ELIGIBLE:
+            excluded_by = "" if self._exclusion is None else self._exclusion.reason()
+            if not excluded_by:
+                return self._save(tensor)
         if why is Eligibility.PARAMETER:
             self._stats.passed_through_tensors += 1
             return PassedThrough(tensor)
@@ -336,27 +337,25 @@ class TensorCache(Lender):
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory."""
         why = self._eligibility_by_tensor(tensor)
-        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self._excluded_by() else why
+        if why is Eligibility.ELIGIBLE and self._exclusion is not None and self._exclusion.reason():
+            return Eligibility.EXCLUDED
+        return why
 
     def _eligibility_by_tensor(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor may leave device memory, whichever module saves it."""
         acts = self.stores or self.rematerialization is not None
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
-        why, accelerator = eligibility(tensor, self._device, self._min_tensor_bytes), self._accelerator
+        casts_stay, accelerator = not self.residency.is_limited, self._accelerator
+        why = eligibility(tensor, self._device, self._min_tensor_bytes, casts_stay=casts_stay)
         if why is not Eligibility.ELIGIBLE:
             return why
-        if not self.residency.is_limited and is_cast_of_parameter(tensor):  # with a budget the plan says what leaves
-            return Eligibility.CAST_OF_PARAMETER
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
         if accelerator is not None and (
             accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
         ):
             return Eligibility.OF_GRAPH
         return why
-
-    def _excluded_by(self) -> str:
-        return "" if self._exclusion is None else self._exclusion.reason()
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
@@ -367,9 +366,9 @@ class TensorCache(Lender):
         with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
             if key in forward.by_key or (first is None and not self.residency.may_wait):
-                view = self._enter(forward, tensor, key, choice, _Taken())
+                view = self._enter(forward, tensor, key, choice, _NOT_TAKEN)
         if view is None:  # something may have to be proven or waited for first
-            taken = _Taken()
+            taken = _NOT_TAKEN
             if first is not None:
                 first.settle()
                 if choice.rematerialize or forward.is_recorded:
@@ -391,13 +390,16 @@ class TensorCache(Lender):
 
         A view that a device has yet to compare keeps its bytes until then.
         """
-        record, answer, operation = forward.by_key.get(key), None, self._operation()
-        is_away = record is not None and not record.is_kept
-        # What one operation saves has the same bytes: nothing runs in between.
-        if record is not None and is_away and record.fingerprint is not None and record.operation != operation:
-            answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
-            if answer.is_done:
-                record, answer = record if answer.read() else None, None
+        record, answer = forward.by_key.get(key), None
+        if record is not None and record.operation is not None:
+            operation = self._operation()
+            # What one operation saves has the same bytes: nothing runs in between.
+            if record.fingerprint is not None and record.operation != operation:
+                answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
+                if answer.is_done:
+                    record, answer = record if answer.read() else None, None
+            if record is not None and answer is None:  # else what this operation saves next would pass for equal
+                record.operation = operation
         if record is None:
             record = self._add(forward, tensor, key, choice, taken)
         else:
@@ -407,44 +409,52 @@ class TensorCache(Lender):
         if record.views == record.lent:
             self._stats.saved.add(record.memory.save(key.nbytes))
         offloaded = not record.is_kept and answer is None
-        record.operation = operation
         record.views += 1
         record.pending += offloaded
         # Under the lock: an interrupt between the count and the view whose end takes it back would leave it for ever.
         view = SavedView(self, record, tensor, offloaded=offloaded)
         if answer is not None:
             self._doubted.append((weakref.ref(view), answer))
-        elif not offloaded:
-            record.kept_views.append(weakref.ref(view))
         return view
 
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
     ) -> SavedStorage:
-        """The record of a storage at its present version, which goes where it was chosen to go, unless it was taken."""
-        self.residency.make_room(key.nbytes)
-        record = SavedStorage(key, forward.micro_step)
-        record.is_complete, record.origin = is_complete(tensor), taken.origin
-        is_movable = False
-        if taken.ticket is not None:
-            self.residency.give(record, taken.ticket, tensor)
-        elif not self._is_over(record, tensor) and (choice.stores or self.residency.is_limited):
-            stream = None if self._accelerator is None else self._accelerator.current_stream()
-            self._in_use.append(_InUse(record, choice, self._operation(), stream))
-            if choice.stores:
-                record.move(RecordState.LEAVING)
-        elif reason := self.residency.offload(record, tensor, choice):
-            self._stats.kept_bytes[reason] += record.nbytes
-            is_movable = True
+        """Add the record of a storage at its version, which goes where it was chosen to go, unless it was taken."""
+        storage = tensor.untyped_storage()
+        record = SavedStorage(key, forward.micro_step, self.residency.count(storage, key.nbytes))
+        record.origin = taken.origin
+        if not (choice.stores or taken.ticket is not None or self.residency.is_limited):
+            self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         else:
-            record.index = record.micro_step.add(record)
-        self.residency.add(record, tensor)
-        if is_movable:
-            self.residency.add_kept(record)
+            self.residency.count_until_free(storage)
+            record.operation, record.is_complete = self._operation(), is_complete(tensor)
+            if taken.ticket is not None:
+                self.residency.give(record, taken.ticket, tensor)
+            elif self._is_over(record, tensor):
+                self._place(record, tensor, choice)
+            else:
+                stream = None if self._accelerator is None else self._accelerator.current_stream()
+                self._in_use.append(_InUse(record, choice, record.operation, stream))
+                if choice.stores:
+                    record.move(RecordState.LEAVING)
         forward.by_key[key] = record
         self._live_records += 1
         record.micro_step.saved += 1
         return record
+
+    def _place(self, record: SavedStorage, tensor: torch.Tensor | None, choice: Choice) -> None:
+        """Have a store take the bytes of a record, or keep them.
+
+        Args:
+            tensor: that holds the bytes; None if no view does any more.
+        """
+        reason = choice.reason if tensor is None else self.residency.offload(record, tensor, choice)
+        if record.is_kept:
+            self._stats.kept_bytes[reason] += record.nbytes
+            self.residency.add_kept(record)
+        else:
+            record.index = record.micro_step.add(record)
 
     def _operation(self) -> Operation:
         """Return what tells the operation that saves now from later ones."""
@@ -452,11 +462,11 @@ class TensorCache(Lender):
 
     @property
     def _is_capturing(self) -> bool:
-        """Whether a CUDA graph is being captured, which no copy and no event may come into."""
+        """True if a CUDA graph is being captured, which no copy and no event may come into."""
         return self._accelerator is not None and self._accelerator.is_capturing()
 
     def _is_over(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
-        """Whether whatever fills the storage that is being saved has filled it."""
+        """Return whether whatever fills the storage that is being saved has filled it."""
         return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
 
     def _end_operations(self, present: Operation | None = None) -> None:
@@ -481,16 +491,11 @@ class TensorCache(Lender):
             event = self._accelerator.new_event()
             event.record(one.stream)  # else the copy may begin before that stream has filled it
             self._accelerator.current_stream().wait_event(event)
-        held = next((view.held for view in record.holders), None)
-        reason = one.choice.reason if held is None else self.residency.offload(record, held, one.choice)
-        if record.state is RecordState.KEPT:
-            self._stats.kept_bytes[reason] += record.nbytes
-            self.residency.add_kept(record)
-        else:
-            record.index = record.micro_step.add(record)
+        self._place(record, next((view.held for view in record.holders), None), one.choice)
 
     def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
-        self.wait_for_room(nbytes)
+        if self.residency.may_wait:
+            self.wait_for_room(nbytes)
         with self.finalizers, self.finalizers.lock:
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
             memory = self.residency.count(holders[0].untyped_storage() if holders else None, nbytes)
@@ -498,7 +503,7 @@ class TensorCache(Lender):
             self._stats.saved.add(added_bytes)
             if reason:
                 self._stats.kept_bytes[reason] += added_bytes
-            self.finalizers.watch(user, MemoryGone(memory, is_free=False))
+            self.finalizers.watch(user, CountedGone(memory))
         return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
@@ -506,7 +511,7 @@ class TensorCache(Lender):
     def unpack(
         self, micro_step: MicroStep[SavedStorage], held: PassedThrough | SavedCounted | SavedView
     ) -> torch.Tensor:
-        """Autograd's unpack hook: the tensor for which ``held`` stands.
+        """Return the tensor for which ``held`` stands: autograd's unpack hook.
 
         Raises:
             ActivationModifiedError: it was modified in place after it was saved.
@@ -518,18 +523,19 @@ class TensorCache(Lender):
                 return self.unpack(micro_step, held)
         if self._in_use and not self._is_capturing:
             self._end_operations()
-        self._originals.forget_last()
+        reading = self._originals.begin_unpack()
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
         # First of all: backward waits for this read, and for no read ahead.
         if isinstance(held, PassedThrough):
             tensor = held.restore()
-        elif self._originals.is_for_users_function:
+        elif reading is not None and reading.is_for_users_function:
             tensor = self._hand_out(held)
         else:
             tensor = held.restore()
             if is_read_by_an_extension():
                 tensor = self._own(held, tensor)
-        self._originals.add(tensor, held)
+        if reading is not None:
+            reading.add(tensor, held)
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.residency.prefetch)
@@ -590,6 +596,7 @@ class TensorCache(Lender):
             copy = target.untyped_storage()
         with self.finalizers, self.finalizers.lock:
             self.residency.count(copy, nbytes)
+            self.residency.count_until_free(copy)
         return copy
 
     def _note_unpacked(self, view: SavedView) -> None:
@@ -624,42 +631,34 @@ class TensorCache(Lender):
 
     def _load_once(self, view: SavedView) -> torch.Tensor:
         record = view.record
-        reloaded = self._reloaded(record)
+        arrival = self._loaded(record).arrival
         with self.finalizers, self.finalizers.lock:
-            data = reloaded.arrival.join()  # every consumer waits for the copy, each in its own stream
-            unmodified(data, reloaded.version)
+            data = arrival.join()  # every consumer waits for the copy, each in its own stream
+            unmodified(data, arrival.version)  # an earlier consumer may have written into it
             if view.is_lent:
                 self.residency.add_early(record)
             self._note_unpacked(view)
             record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
         return data
 
-    def _reloaded(self, record: SavedStorage) -> Reloaded:
+    def _loaded(self, record: SavedStorage) -> Loaded:
         """Load a record, if it is not there; see [Note: Loads]."""
         try:
-            return self._load_or_wait(record)
+            while True:
+                self.wait_for_room(self.residency.loading_bytes(record))
+                with self.finalizers, self.finalizers.lock:
+                    if record.loaded is not None:
+                        return record.loaded
+                    loading = record.loading or self.residency.begin_load(record)
+                if loading.thread == threading.get_ident():
+                    return self._fetch(record, loading)
+                with loading.done:  # another thread loads it
+                    pass
         except BaseException as error:  # an interrupt between two critical sections leaves it LOADING for ever
             self.finalizers.note_exception(error)
             raise
 
-    def _load_or_wait(self, record: SavedStorage) -> Reloaded:
-        while True:
-            self.wait_for_room(self.residency.loading_bytes(record))
-            with self.finalizers, self.finalizers.lock:
-                if record.reloaded is not None:
-                    return record.reloaded
-                loading = record.loading or self._begin_load(record)
-            if loading.thread == threading.get_ident():
-                return self._fetch(record, loading)
-            with loading.done:  # another thread loads it
-                pass
-
-    def _begin_load(self, record: SavedStorage) -> Loading:
-        if record.index != NO_INDEX:
-            record.micro_step.use(record.index)
-        return self.residency.begin_load(record)
-
-    def _fetch(self, record: SavedStorage, loading: Loading) -> Reloaded:
+    def _fetch(self, record: SavedStorage, loading: Loading) -> Loaded:
         store, started_s = loading.ticket.store, time.perf_counter()
         try:
             loaded = store.get(loading.ticket, self._device)
@@ -671,10 +670,10 @@ class TensorCache(Lender):
             if store.keeps_bytes:
                 self._stats.moving_s += time.perf_counter() - started_s
             self.residency.end_load(record, loading, loaded)
-            return self.residency.add_back(record, loaded)
+        return loaded
 
     def _evict_if_unpacked(self, record: SavedStorage) -> None:
-        """A second backward loads it again instead of holding the memory until then."""
+        """Release loaded bytes that no view waits for: a second backward loads them again."""
         if record.pending == 0 and record.is_backed:
             self.residency.evict(record)
 
@@ -690,33 +689,31 @@ class TensorCache(Lender):
         record.memory.is_operand = True
         record.views += 1
         record.lent += 1
-        if not twin.is_offloaded:
-            record.kept_views.append(weakref.ref(twin))
         return twin
 
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
-        is_wanted = is_back = False
+        is_wanted = is_held = False
         try:
             with self.finalizers, self.finalizers.lock:
                 is_wanted = record.state is not RecordState.DROPPED
                 if is_wanted:  # one user more, or it might be dropped meanwhile
                     record.views, record.lent = record.views + 1, record.lent + 1
             if is_wanted:
-                self._reloaded(record)
+                self._loaded(record)
         finally:
             if is_wanted:
-                is_back = self._end_hold(record, leaves=leaves)
-        return is_back
+                is_held = self._end_hold(record, leaves=leaves)
+        return is_held
 
     def _end_hold(self, record: SavedStorage, *, leaves: bool) -> bool:
         with self.finalizers, self.finalizers.lock:
-            is_back = record.reloaded is not None
-            if record.reloaded is not None:
-                record.reloaded = record.reloaded._replace(is_only=True)
+            is_held = record.loaded is not None
+            if record.loaded is not None:
+                record.loaded = replace(record.loaded, stored=False)
             self.finalize(ViewGone(record, is_away=True, is_lent=True))
-            if is_back and leaves and record.state is RecordState.BACK:
+            if leaves and record.state is RecordState.LOADED:
                 self.residency.evict(record)
-        return is_back
+        return is_held
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
@@ -780,9 +777,10 @@ class TensorCache(Lender):
         self.wait_for_room(nbytes := held_bytes(tensor, self._device))
         with self.finalizers, self.finalizers.lock:
             self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
+            self.residency.count_until_free(tensor.untyped_storage())
 
     def end_recomputations(self) -> None:
-        """Backward is over, or has raised: what it saved again and others hold on to, a buffer say, is theirs."""
+        """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
         with self.finalizers, self.finalizers.lock:
             while self._recomputed:
                 self.residency.leave(self._recomputed.pop())
@@ -828,12 +826,12 @@ class TensorCache(Lender):
     # ---- the ends of records ------------------------------------------------------------------------------------
 
     def finalize(self, gone: Finalized) -> None:
-        if isinstance(gone, MemoryGone):
-            if gone.is_free:
-                self.residency.free(gone.memory)
-            else:
-                self._stats.saved.add(-gone.memory.unsave())
-                self.residency.leave(gone.memory)
+        if isinstance(gone, CountedMemory):
+            self.residency.free(gone)
+            return
+        if isinstance(gone, CountedGone):
+            self._stats.saved.add(-gone.memory.unsave())
+            self.residency.leave(gone.memory)
             return
         record = gone.record
         record.views -= 1
@@ -849,10 +847,10 @@ class TensorCache(Lender):
     def _forget(self, record: SavedStorage) -> None:
         self.residency.remove(record)
         record.move(RecordState.DROPPED)
-        record.reloaded = record.origin = None
+        record.loaded = record.origin = None  # a sample or a recording that holds the record would hold its bytes
         self._live_records -= 1
         if self.forward.by_key.get(record.key) is record:
-            del self.forward.by_key[record.key]
+            del self.forward.by_key[record.key]  # a later save would share bytes that are given up
         if record.ticket is not None:
             record.ticket.store.release(record.ticket)  # see [Note: Order of locks]
         record.micro_step.saved -= 1
@@ -867,4 +865,4 @@ def _is_its_bytes(tensor: torch.Tensor) -> bool:
 
 def _others_read(owner: SavedStorage | CountedMemory) -> bool:
     """Return whether bytes that backward has just got are what another tensor is made of, or another reader's, too."""
-    return owner.is_operand or (isinstance(owner, SavedStorage) and owner.reloaded is not None)
+    return owner.is_operand or (isinstance(owner, SavedStorage) and owner.loaded is not None)

@@ -83,7 +83,7 @@ class Answer(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether it can be read without waiting for the device."""
+        """True if it can be read without waiting for the device."""
         return self.done is None or bool(self.done.query())
 
     def read(self) -> bool:

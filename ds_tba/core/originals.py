@@ -72,6 +72,29 @@ class Unpacked(NamedTuple):
     holder: Holder | None
 
 
+class Reading:
+    """A read of saved tensors by Python code that is under way.
+
+    Attributes:
+        is_for_users_function: it is by one of [Note: Functions of the user].
+        tensors: those that unpack hooks have returned for it so far.
+    """
+
+    __slots__ = ("is_for_users_function", "tensors")
+
+    def __init__(self, *, is_for_users_function: bool) -> None:
+        self.is_for_users_function = is_for_users_function
+        self.tensors: list[Unpacked] = []
+
+    def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
+        """Note that an unpack hook returns a tensor.
+
+        Args:
+            holder: what autograd holds in its place; None where that is the tensor itself.
+        """
+        self.tensors.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
+
+
 class _LastRead:
     """The tensors that a Function of the user's has read last in a thread; see [Note: Memory of gradients].
 
@@ -93,15 +116,13 @@ class _OfThread(threading.local):
     """Reads and saves of tensors by Python code in this thread.
 
     Attributes:
-        tensors: those that unpack hooks have returned for the context that is being read; None while none is.
-        is_for_users_function: that context is one of [Note: Functions of the user].
+        reading: the innermost one; None while there is none.
         last: what was read last; None where that was forgotten.
         compiled: marks the storages that the compiled graph saves which has run last.
         checkpoints: how many have saved their arguments, which makes no node.
     """
 
-    tensors: list[Unpacked] | None = None
-    is_for_users_function = False
+    reading: Reading | None = None
     last: weakref.ref[_LastRead] | None = None
     compiled: object = None
     checkpoints = 0
@@ -130,17 +151,15 @@ class SavedTensors:
         Args:
             ctx: the context of one of [Note: Functions of the user]; else None.
         """
-        state = self._of_thread
-        outer = state.tensors, state.is_for_users_function
-        unpacked: list[Unpacked] = []
-        state.tensors, state.is_for_users_function = unpacked, ctx is not None
+        state, reading = self._of_thread, Reading(is_for_users_function=ctx is not None)
+        outer, state.reading = state.reading, reading
         try:
             found = unpack()
         finally:
-            state.tensors, state.is_for_users_function = outer
-        if ctx is None and not any(one.is_held for one in unpacked):
+            state.reading = outer
+        if ctx is None and not any(one.is_held for one in reading.tensors):
             return found
-        originals = with_originals(found, unpacked, ctx)
+        originals = with_originals(found, reading.tensors, ctx)
         if ctx is not None:
             self._hold(originals)
         return originals
@@ -156,11 +175,16 @@ class SavedTensors:
             self._of_thread.last = weakref.ref(last)
         last.tensors = tensors
 
-    def forget_last(self) -> None:
-        """Refer no longer to what this thread has read last; see [Note: Memory of gradients]."""
-        last = None if self._of_thread.last is None else self._of_thread.last()
+    def begin_unpack(self) -> Reading | None:
+        """Return the reading of this thread that wants a tensor; None if a node in C++ does.
+
+        What the thread has read last is referred to no longer; see [Note: Memory of gradients].
+        """
+        state = self._of_thread
+        last = None if state.last is None else state.last()
         if last is not None:
             last.tensors = ()
+        return state.reading
 
     def note_compiled(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Note the storages that a compiled graph of this thread saves now; none where another Function saves."""
@@ -174,9 +198,9 @@ class SavedTensors:
         return mark is not None and mark is self._of_thread.compiled
 
     @property
-    def is_for_users_function(self) -> bool:
-        """Whether this thread unpacks for one of [Note: Functions of the user]."""
-        return self._of_thread.is_for_users_function
+    def reading(self) -> Reading | None:
+        """The innermost reading of this thread."""
+        return self._of_thread.reading
 
     @property
     def checkpoints(self) -> int:
@@ -187,19 +211,9 @@ class SavedTensors:
         """Note that a checkpoint of this thread saves its arguments."""
         self._of_thread.checkpoints += 1
 
-    def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
-        """An unpack hook returns a tensor.
-
-        Args:
-            holder: what autograd holds in its place; None where that is the tensor itself.
-        """
-        unpacked = self._of_thread.tensors
-        if unpacked is not None:
-            unpacked.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
-
 
 def keep_originals() -> SavedTensors:
-    """The descriptor, put in its place at the first call."""
+    """Return the descriptor, put in its place at the first call."""
     present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
     if not isinstance(present, SavedTensors):
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
@@ -242,7 +256,7 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
 
 
 def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any = None) -> tuple[Any, ...]:
-    """The saved tensors of a context, with the original in place of each tensor that autograd made around one.
+    """Return the saved tensors of a context, with the originals in place of tensors that autograd made around them.
 
     Args:
         found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.

@@ -63,7 +63,7 @@ class MicroStep(Generic[Record]):
 
     @property
     def expects_forward(self) -> bool:
-        """Whether one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
+        """True if one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
         return self.is_interleaved or (self.phase is Phase.WAITING and self.saved > 0)
 
     def begin_forward(self, lead: Sequence[int] = ()) -> None:
@@ -78,12 +78,12 @@ class MicroStep(Generic[Record]):
         return len(self._records) - 1
 
     def use(self, index: int) -> None:
-        """Backward asks for a record's bytes. What forward itself unpacks says nothing about the order."""
+        """Note that backward asks for a record's bytes. What forward itself unpacks says nothing about the order."""
         if self.phase is not Phase.FORWARD:
             self._first_uses[index] = None
 
     def remove(self, index: int) -> list[int] | None:
-        """A record is gone; returns, with the last of them, the order of first uses, if every one was used."""
+        """Forget a record; return, with the last of them, the order of first uses, if every one was used."""
         self._records[index] = None  # else its bytes would live as long as the micro-step
         self._live -= 1
         is_learned = not self._live and len(self._first_uses) == len(self._records)

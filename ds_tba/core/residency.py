@@ -16,6 +16,7 @@ the lock: with a budget until there is room, without one until they are no more 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -25,9 +26,9 @@ from typing import Any
 
 import torch
 
-from ds_tba.core.saved import CountedMemory, Keeper, Loading, RecordState, Reloaded, ResidencyGuard, SavedStorage
+from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, SavedStorage
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
@@ -35,7 +36,7 @@ from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 
 logger = logging.getLogger(__name__)
 
-_GUARDS = "_ds_tba_guards"
+_numbers = itertools.count()  # of the accounts of each cache: two engines may save one storage
 
 
 class Residency:
@@ -50,6 +51,7 @@ class Residency:
 
     Attributes:
         limit_bytes: the budget; infinite without one.
+        is_limited: True if there is a budget.
         watched: all stores whose pending copies hold device memory.
     """
 
@@ -63,9 +65,11 @@ class Residency:
         released_bytes: int,
     ) -> None:
         self.limit_bytes = math.inf
+        self.is_limited = False
+        self._account = f"_ds_tba_account_{next(_numbers)}"  # attribute of each storage that is counted
         self._setting = ""  # that asks for the limit
         self._gauge = stats.resident
-        self.releases = Releases(accelerator, lambda nbytes: stats.resident.add(-nbytes))
+        self.releases = Releases(accelerator, stats.resident)
         self._released_limit_bytes = released_bytes
         self._stats = stats
         self._stores = stores
@@ -76,15 +80,10 @@ class Residency:
         self._has_warned = False
         self._largest_bytes = 0  # of the storages that left
         # What may leave, oldest first. Of a kept one an event of the stream that makes its bytes.
-        self._movable: dict[SavedStorage, Any] = {}
+        self._movable: dict[SavedStorage, Event | None] = {}
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     # ---- room ---------------------------------------------------------------------------------------------------
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is a budget."""
-        return self.limit_bytes < math.inf
 
     def limit(self, nbytes: int | None, setting: str) -> None:
         """Set the budget.
@@ -94,15 +93,16 @@ class Residency:
             setting: that asks for it, for a warning where it cannot be held; empty for no warning.
         """
         self.limit_bytes = math.inf if nbytes is None else nbytes
+        self.is_limited = self.limit_bytes < math.inf
         self._setting = setting
 
     def is_exceeded_by(self, more_bytes: float) -> bool:
-        """Whether so many bytes more do not fit now."""
+        """Return whether so many bytes more do not fit now."""
         return self._gauge.now + more_bytes > self.limit_bytes
 
     @property
     def may_wait(self) -> bool:
-        """Whether anything may have to be waited for, or moved, before more is counted."""
+        """True if anything may have to be waited for, or moved, before more is counted."""
         may_wait = self.is_limited or self.releases.nbytes > 0
         # A capture into a graph, inside of forward, would be spoilt by looking whether the device has done something.
         return may_wait and not (self._accelerator is not None and self._accelerator.is_capturing())
@@ -154,7 +154,7 @@ class Residency:
             )
 
     def _fits(self, nbytes: int, copies: Sequence[PendingCopy]) -> bool:
-        """Whether ``nbytes`` more fit the budget, once these copies are done and streams with what was let go of."""
+        """Return whether ``nbytes`` more fit the budget, once these copies are done and streams with what was freed."""
         leaving_bytes = self.releases.nbytes + sum(copy.nbytes for copy in copies)
         return not self.is_exceeded_by(nbytes - leaving_bytes)
 
@@ -168,20 +168,20 @@ class Residency:
 
     def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
         """Return the account of the memory of a storage, if it has one."""
-        guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
-        return next((one.memory for one in guards if one.is_of(self._cache)), None)
+        memory: CountedMemory | None = getattr(storage, self._account, None)
+        return memory
 
     def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> CountedMemory:
-        """Count the memory of a storage for one user (more), until it is free or no user wants it counted.
+        """Count the memory of a storage for one user (more), until no user wants it counted.
 
-        Without a storage, until no user wants it counted.
+        Args:
+            storage: that the user holds, or :meth:`count_until_free` is told of; None for memory without one.
         """
-        memory = self.memory_of(storage)
+        memory: CountedMemory | None = getattr(storage, self._account, None)
         if memory is None:
             memory = CountedMemory()
             if storage is not None:
-                guards: tuple[ResidencyGuard, ...] = getattr(storage, _GUARDS, ())
-                setattr(storage, _GUARDS, (*guards, ResidencyGuard(self._cache, memory)))
+                setattr(storage, self._account, memory)
         if nbytes > memory.nbytes:
             if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
                 self.make_room(nbytes - memory.nbytes)
@@ -190,27 +190,30 @@ class Residency:
         memory.users += 1
         return memory
 
+    def count_until_free(self, storage: torch.UntypedStorage) -> None:
+        """Count the memory of a storage no longer than until it is free: a user does not hold it."""
+        memory = self.memory_of(storage)
+        if memory is not None and not memory.is_watched:
+            memory.is_watched = True
+            self._cache.finalizers.watch(storage, memory)
+
     def leave(self, memory: CountedMemory) -> None:
-        """A user is gone; with the last one the memory is counted no longer."""
+        """Take a user away; with the last one the memory is counted no longer."""
         memory.users -= 1
         if not memory.users:
             nbytes, memory.nbytes = memory.nbytes, 0
             self._gauge.add(-nbytes)
 
     def free(self, memory: CountedMemory) -> None:
-        """The host has let go of memory; its bytes count until consumers, which may be behind, have come so far."""
+        """Note that the host has freed memory; its bytes count until consumers, which may be late, have come so far."""
         nbytes, memory.nbytes = memory.nbytes, 0
         if memory.consumers:
             self.releases.add(nbytes, memory.consumers)
         else:
             self._gauge.add(-nbytes)
 
-    def add(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """Count the memory of a storage that is saved until its last user releases it, wherever the bytes are."""
-        record.memory = self.count(tensor.untyped_storage(), record.nbytes)
-
     def add_kept(self, record: SavedStorage) -> None:
-        """The bytes of a record stay in device memory, until the budget wants the room."""
+        """Keep the bytes of a record in device memory until the budget wants the room."""
         if self.is_limited:
             self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
 
@@ -225,7 +228,7 @@ class Residency:
 
     def loading_bytes(self, record: SavedStorage) -> int:
         """Return the bytes that a load adds to what is counted."""
-        if record.ticket is None or record.reloaded is not None:
+        if record.ticket is None or record.loaded is not None:
             return 0
         return self._passing_bytes(record.ticket) + (
             0 if record.state is RecordState.AHEAD else record.ticket.new_bytes
@@ -239,7 +242,9 @@ class Residency:
         ticket = record.ticket
         if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
-        self.end_prefetch(record)
+        if record.index != NO_INDEX:
+            record.micro_step.use(record.index)
+        self.end_prefetch(record)  # or its bytes would be counted twice
         loading = Loading(
             threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes, self._passing_bytes(ticket)
         )
@@ -252,34 +257,30 @@ class Residency:
         return loading
 
     def end_load(self, record: SavedStorage, loading: Loading, loaded: Loaded | None) -> None:
-        """End the load of a record, which has failed without ``loaded``."""
+        """Hold the bytes of a record that were loaded; None if that has failed."""
         record.loading = None
         self._gauge.add(-loading.new_bytes)
         if self._accelerator is not None and loading.passing_bytes:  # the current stream reads it from there
             self.releases.add(loading.passing_bytes, (self._accelerator.current_stream(),))
-        record.move(RecordState.AWAY if loaded is None else RecordState.BACK)
+        record.move(RecordState.AWAY if loaded is None else RecordState.LOADED)
+        record.loaded = loaded  # before room is made: a device without memory for that loses no bytes
         loading.done.release()
-
-    def add_back(self, record: SavedStorage, loaded: Loaded) -> Reloaded:
-        """Hold the bytes of a record that were loaded."""
-        data, arrival = loaded.data, loaded.arrival
-        # First: a device without memory for what makes room leaves the bytes where the next load finds them.
-        record.reloaded = reloaded = Reloaded(arrival, data._version, not loaded.stored)
-        storage = data.untyped_storage()
-        memory = self.memory_of(storage)
-        if memory is None or memory is not record.memory:
-            memory = self.count(storage, record.nbytes)
+        if loaded is None:
+            return
+        storage = loaded.data.untyped_storage()
+        is_saved = self.memory_of(storage) is record.memory  # a store has held it until now
+        memory = record.memory if is_saved else self.count(storage, record.nbytes)
+        self.count_until_free(storage)
         # The same list that join() adds to: when the host releases it, it tells which streams may still use the memory.
-        memory.consumers = arrival.consumers
+        memory.consumers = loaded.arrival.consumers
         if self.is_limited:
             self._movable[record] = None
-        return reloaded
 
     def prefetch(self, record: SavedStorage) -> bool:
         """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
         ticket = record.ticket
         if record.state is not RecordState.AWAY or not record.pending or ticket is None:
-            return True
+            return True  # there, on its way, or wanted by nobody any more
         if self._accelerator is not None:
             if self.is_limited and ticket.passing_bytes:
                 return True  # it is read ahead part by part when it is wanted
@@ -296,7 +297,7 @@ class Residency:
         return True
 
     def end_prefetch(self, record: SavedStorage) -> None:
-        """A record is no longer being read ahead, if it was."""
+        """Read a record no longer ahead, if it was."""
         if record.state is RecordState.AHEAD:
             record.move(RecordState.AWAY)
             if self._accelerator is not None:
@@ -304,7 +305,7 @@ class Residency:
                 self._gauge.add(-record.nbytes)
 
     def add_early(self, record: SavedStorage) -> None:
-        """A recipe has brought a storage back, which backward wants for itself later, or not at all.
+        """Hold a storage that was loaded to make another, and that backward wants for itself later, or not at all.
 
         It stays for that, but the oldest of them leave that take more than two operands of an op.
         """
@@ -334,24 +335,30 @@ class Residency:
                 self.end_prefetch(record)
             return
         kept_at = self._movable.pop(record, None)
-        reloaded = record.reloaded
-        everywhere = Choice(self._stores, wait=True)
-        if record.state is RecordState.KEPT:
-            held = next((view.held for view in record.holders), None)
-            # A store copies after the calling thread's current stream, and the bytes may be made in another one.
-            if held is not None and self._accelerator is not None and kept_at is not None:
-                self._accelerator.current_stream().wait_event(kept_at)
-            if (held is None or self.offload(record, held, everywhere)) and self.is_limited:
-                self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
-        elif record.is_backed:
+        if record.is_backed:
             record.move(RecordState.AWAY)
-            record.reloaded = None
-        elif reloaded is not None:
-            data = reloaded.arrival.join()  # the copy out must not begin before the copy in is done
+            record.loaded = None
+        elif record.state in (RecordState.KEPT, RecordState.LOADED):
+            tensor = self._only_copy(record, kept_at)
+            stays = tensor is None or self.offload(record, tensor, Choice(self._stores, wait=True))
+            if stays and self.is_limited:
+                self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
+
+    def _only_copy(self, record: SavedStorage, kept_at: Event | None) -> torch.Tensor | None:
+        """Return the bytes of a record for a copy out on the calling thread's current stream; None if there are none.
+
+        Args:
+            kept_at: event of the stream that makes the bytes, if they were kept.
+        """
+        loaded = record.loaded
+        if loaded is not None:
+            data = loaded.arrival.join()  # the copy out must not begin before the copy in is done
             # What was changed stays: the next unpack raises.
-            is_changed = data._version != reloaded.version
-            if (is_changed or self.offload(record, data, everywhere)) and self.is_limited:
-                self._movable[record] = kept_at
+            return data if data._version == loaded.arrival.version else None
+        # A store copies after the calling thread's current stream, and the bytes may be made in another one.
+        if self._accelerator is not None and kept_at is not None:
+            self._accelerator.current_stream().wait_event(kept_at)
+        return next((view.held for view in record.holders), None)
 
     def offload(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> str:
         """Have the first store that can take the bytes of a record, which are those of a tensor's storage.
@@ -384,7 +391,7 @@ class Residency:
             record.ticket.store.release(record.ticket)
         is_kept, record.ticket = record.is_kept, ticket
         record.move(RecordState.AWAY)
-        record.reloaded = None
+        record.loaded = None
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
         if is_kept:
             record.let_go()

@@ -8,9 +8,9 @@ own graph node.
 
 [Note: Lifetimes] A graph holds views, a view its record, a record its ticket, and the ticket of what is rematerialized
 holds views of its own (lent) of other records. That is no circle: a ticket never holds a graph. The cache lists
-records, and gives them up with their last view, and with them ticket and bytes. On a storage that is counted lies a
-guard. Record and guard share the account of its memory: the one tells of the end of a user, the other of the end of the
-memory, in any order.
+records, and gives them up with their last view, and with them ticket and bytes. A storage that is counted has its
+account as an attribute, and records share it: the end of a record tells of the end of a user, the end of the storage of
+the end of the memory, in any order.
 
 [Note: Finalizers] A view may go anywhere: in any thread, and also while its own thread holds the lock, because every
 allocation inside a critical section may start the garbage collector; and a signal handler may raise there. So nothing
@@ -51,7 +51,7 @@ from ds_tba.device.accelerator import Accelerator, Stream, moment
 from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import OwnTicket, StateMachine, Store, Ticket
+from ds_tba.storage.base import Loaded, OwnTicket, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -61,7 +61,7 @@ NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
 class Keeper(ABC):
-    """The cache, as the objects below see it that it has made.
+    """The cache, as the objects below see it that it has made, and a store that makes storages from others.
 
     Attributes:
         lock: guards everything that the cache changes. It is not reentrant on purpose: a finalizer that found it free
@@ -97,6 +97,45 @@ class Keeper(ABC):
     def finalize(self, gone: Finalized) -> None:
         """Act on one deferred finalizer. Called under the lock."""
 
+    # ---- for a store that makes storages from others -----------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def stats(self) -> CacheStats:
+        """Return its counters."""
+
+    @property
+    @abstractmethod
+    def limit_bytes(self) -> float:
+        """Return the budget; infinite without one."""
+
+    @abstractmethod
+    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
+
+        Args:
+            pinned: storages that stay where they are.
+        """
+
+    @abstractmethod
+    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
+        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
+
+    @abstractmethod
+    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
+        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
+
+        Args:
+            leaves: the next store may have them.
+
+        Returns:
+            Whether they are held: else nobody wants them any more.
+        """
+
+    @abstractmethod
+    def end_early(self) -> None:
+        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
+
 
 # ---- the records ----------------------------------------------------------------------------------------------------
 
@@ -109,7 +148,7 @@ class RecordState(Enum):
     AWAY = "in a store"
     AHEAD = "in a store, and asked for ahead of backward"
     LOADING = "on their way into device memory"
-    BACK = "in device memory again"
+    LOADED = "in device memory again"
     DROPPED = "given up"
 
 
@@ -119,8 +158,8 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
     _R.LEAVING: (_R.KEPT, _R.AWAY, _R.DROPPED),
     _R.AWAY: (_R.AHEAD, _R.LOADING, _R.DROPPED),
     _R.AHEAD: (_R.AWAY, _R.DROPPED),
-    _R.LOADING: (_R.AWAY, _R.BACK),
-    _R.BACK: (_R.AWAY, _R.DROPPED),
+    _R.LOADING: (_R.AWAY, _R.LOADED),
+    _R.LOADED: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
 }
 
@@ -149,19 +188,6 @@ class StorageKey(NamedTuple):
         return cls(stamp_of(storage), lineage_of(tensor), tensor._version, nbytes, saves)
 
 
-class Reloaded(NamedTuple):
-    """The bytes of a record in device memory again.
-
-    Attributes:
-        version: of the tensor when it came.
-        is_only: no store has these bytes any more.
-    """
-
-    arrival: Arrival
-    version: int
-    is_only: bool
-
-
 class HandedOut:
     """Memory that a Function of the user's has read, for its other reads. Does not hold the memory.
 
@@ -181,13 +207,11 @@ class HandedOut:
 
     def storage(self) -> torch.UntypedStorage | None:
         """Return the memory for the calling thread's current stream; None if nobody holds it any more."""
-        storage, device = self._storage(), self._accelerator
-        if storage is not None and device is not None and self._ready is not None:
-            stream = device.current_stream()
-            stream.wait_event(self._ready)  # else it would read what the copy, in another stream, has not written yet
-            if stream not in (self._stream, *self._consumers):
-                device.share(bytes_of(storage), stream)
-                self._consumers.append(stream)
+        storage = self._storage()
+        if storage is not None and self._accelerator is not None:
+            arrival = Arrival(self._accelerator, bytes_of(storage), self._ready, self._stream)
+            arrival.consumers = self._consumers
+            arrival.join()  # else it would read what the copy, in another stream, has not written yet
         return storage
 
 
@@ -248,14 +272,14 @@ class SavedStorage(StateMachine):
             taken away, because it is read without the lock, too.
         origin: how it could be rematerialized; None where that is not known.
         loading: the load under way.
-        reloaded: the bytes, while they are back.
+        loaded: the bytes, while they are in device memory again.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
         is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
         is_refused: no store took it when it was to leave.
         fingerprint: of the bytes that left; None while they have not.
         handed_out: the memory that the last read by a Function of the user's got.
-        operation: the one that saved it last.
+        operation: the one that saved it last; None where the bytes never leave.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -266,24 +290,24 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loading",
-        "memory", "micro_step", "operation", "origin", "pending", "reloaded", "state", "ticket", "views",
+        "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loaded",
+        "loading", "memory", "micro_step", "operation", "origin", "pending", "state", "ticket", "views",
     )  # fmt: skip
 
-    def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage]) -> None:
+    def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage], memory: CountedMemory) -> None:
         self.key = key
         self.state = RecordState.KEPT
         self.ticket: Ticket | None = None
         self.origin: Origin | None = None
         self.loading: Loading | None = None
-        self.reloaded: Reloaded | None = None
+        self.loaded: Loaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
         self.is_complete = True
         self.is_refused = False
         self.fingerprint: Fingerprint | None = None
         self.handed_out: HandedOut | None = None
         self.operation: Operation | None = None
-        self.memory = CountedMemory()  # until it is counted
+        self.memory = memory
         self.micro_step = micro_step
         self.index = NO_INDEX
         self.views = self.lent = self.pending = 0
@@ -294,24 +318,24 @@ class SavedStorage(StateMachine):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the bytes have never left device memory."""
+        """True if the bytes have never left device memory."""
         return self.state in (RecordState.KEPT, RecordState.LEAVING)
 
     @property
     def load_bytes(self) -> int:
         """Return the bytes that come into memory where the storage is wanted, all that it passes through included."""
-        if self.is_kept or self.reloaded is not None or self.ticket is None:
+        if self.is_kept or self.loaded is not None or self.ticket is None:
             return 0
         return self.ticket.load_bytes
 
     @property
     def is_backed(self) -> bool:
-        """Whether the bytes are back, and can be loaded once more."""
-        return self.reloaded is not None and not self.reloaded.is_only
+        """True if the bytes are loaded, and can be loaded once more."""
+        return self.loaded is not None and self.loaded.stored
 
     @property
     def is_operand(self) -> bool:
-        """Whether a recipe makes another storage from these bytes, so that nobody else may write into them."""
+        """True if a recipe makes another storage from these bytes, so that nobody else may write into them."""
         return self.lent > 0 or self.memory.is_operand
 
     def left(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
@@ -349,7 +373,7 @@ class _Kept:
         self.held = kept(tensor)
 
     def restore(self) -> torch.Tensor:
-        """The tensor, if it was not modified since."""
+        """Return the saved tensor, if it was not modified since."""
         return self.held if self._version < 0 else unmodified(self.held, self._version)
 
     def signature(self) -> tuple[object, ...]:
@@ -426,24 +450,25 @@ class SavedView:
         self._cache = cache
         self.record = record
         self.state = ViewGone(record, offloaded, False)
-        cache.finalizers.watch(self, self.state)
+        notice = cache.finalizers.watch(self, self.state)
         if offloaded:
             self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)
         else:
             self.held = kept(tensor)
+            record.kept_views.append(notice)
 
     @property
     def is_unpacked(self) -> bool:
-        """Whether backward has had its bytes."""
+        """True if backward has had its bytes."""
         return self.state.is_unpacked
 
     @property
     def is_lent(self) -> bool:
-        """Whether it belongs to a recipe."""
+        """True if it belongs to a recipe."""
         return self.state.is_lent
 
     def holds(self, key: StorageKey) -> bool:
-        """Whether it holds the storage with this key, as it was saved."""
+        """Return whether it holds the storage with this key, as it was saved."""
         if self.held is None:
             return False
         storage = self.held.untyped_storage()
@@ -451,11 +476,11 @@ class SavedView:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether its bytes are elsewhere: in a store, or to be made again."""
+        """True if its bytes are elsewhere: in a store, or to be made again."""
         return self.held is None
 
     def restore(self) -> torch.Tensor:
-        """The saved tensor, if it was not modified since."""
+        """Return the saved tensor, if it was not modified since."""
         held = self.held  # read once: another thread may evict the record meanwhile
         if held is not None:
             self.state.is_unpacked = True
@@ -504,11 +529,13 @@ class SavedView:
         return self._cache is cache
 
     def twin(self) -> SavedView:
-        """Another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
+        """Return another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = copy.copy(self)
         other.handed = None
         other.state = ViewGone(self.record, self.state.is_away, True)
-        self._cache.finalizers.watch(other, other.state)
+        notice = self._cache.finalizers.watch(other, other.state)
+        if other.held is not None:
+            self.record.kept_views.append(notice)
         return other
 
     def let_go(self) -> None:
@@ -525,47 +552,6 @@ Held = SavedView | SavedCounted | PassedThrough
 
 
 # ---- a store that sees tensors --------------------------------------------------------------------------------------
-
-
-class Lender(Keeper):
-    """The cache, as a store sees it that makes storages from others."""
-
-    @property
-    @abstractmethod
-    def stats(self) -> CacheStats:
-        """Return its counters."""
-
-    @property
-    @abstractmethod
-    def limit_bytes(self) -> float:
-        """Return the budget; infinite without one."""
-
-    @abstractmethod
-    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
-
-        Args:
-            pinned: storages that stay where they are.
-        """
-
-    @abstractmethod
-    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
-        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
-
-    @abstractmethod
-    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
-        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
-
-        Args:
-            leaves: the next store may have them.
-
-        Returns:
-            Whether they are held: else nobody wants them any more.
-        """
-
-    @abstractmethod
-    def end_early(self) -> None:
-        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
 
 
 class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
@@ -610,9 +596,13 @@ class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
 # ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class CountedMemory:
-    """The device memory of one storage, as one cache counts it. Changed only under the cache's lock.
+    """The account of a storage's device memory in one cache. Changed only under the cache's lock.
+
+    The end of a storage that is watched leaves its account to the finalizers. With consumers the event of the release
+    must come after all that the allocator records when the memory goes. It does: the storage's object goes before the
+    memory, and nobody acts on that within the finalizer.
 
     Attributes:
         users: records and tensors that have it counted.
@@ -622,6 +612,7 @@ class CountedMemory:
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
         is_operand: a recipe makes another storage from a tensor in this memory.
+        is_watched: the end of the storage is told, since a user does not hold it.
         handed_out: the memory that the last read by a Function of the user's got of tensors without a record.
     """
 
@@ -631,41 +622,23 @@ class CountedMemory:
     saved_bytes: int = 0
     consumers: list[Stream] = field(default_factory=list)
     is_operand: bool = False
+    is_watched: bool = False
     handed_out: HandedOut | None = None
 
     def save(self, nbytes: int) -> int:
-        """One saver more; returns the bytes that this adds."""
+        """Add a saver; return the bytes that this adds."""
         added_bytes = max(nbytes - self.saved_bytes, 0)
         self.savers += 1
         self.saved_bytes += added_bytes
         return added_bytes
 
     def unsave(self) -> int:
-        """A saver is gone; returns the bytes that go with the last of them."""
+        """Take a saver away; return the bytes that go with the last of them."""
         self.savers -= 1
         if self.savers:
             return 0
         nbytes, self.saved_bytes = self.saved_bytes, 0
         return nbytes
-
-
-class ResidencyGuard:
-    """Lies on a storage, so that its end tells that counted memory is free.
-
-    A storage that two engines save has one for each of them. With consumers the event of the release must come after
-    all that the allocator records when the memory goes. It does: this goes before the memory, and nobody acts on that
-    within the finalizer.
-    """
-
-    __slots__ = ("__weakref__", "_cache", "memory")
-
-    def __init__(self, cache: Keeper, memory: CountedMemory) -> None:
-        self._cache = cache
-        self.memory = memory
-        cache.finalizers.watch(self, MemoryGone(memory, is_free=True))
-
-    def is_of(self, cache: Keeper) -> bool:
-        return self._cache is cache
 
 
 class ViewGone:
@@ -687,22 +660,19 @@ class ViewGone:
 
     @property
     def is_pending(self) -> bool:
-        """Whether it is counted among its record's pending ones."""
+        """True if it is counted among its record's pending ones."""
         return self.is_away and not (self.is_lent or self.is_unpacked)
 
 
-class MemoryGone(NamedTuple):
-    """The host has let go of this memory, which consumers may still use; or only a tensor is gone that had it counted.
-
-    The first where it ``is_free``.
-    """
+class CountedGone(NamedTuple):
+    """Tells the end of a tensor without a record that had this memory counted."""
 
     memory: CountedMemory
-    is_free: bool
 
 
-Finalized = ViewGone | MemoryGone
-"""Told by the end of an object; acted on under the cache's lock."""
+Finalized = ViewGone | CountedGone | CountedMemory
+"""Told by the end of a view, of such a tensor, or of a storage, whose memory the host has freed; acted on under the
+cache's lock."""
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------
@@ -714,7 +684,7 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """The tensor, if it is at this version.
+    """Return the tensor, if it is at this version.
 
     Raises:
         ActivationModifiedError: it is not.

@@ -1,48 +1,25 @@
 """Saved tensors: their identity, their rebuilding, their versions, and which of them are never offloaded.
 
-Knows tensors, ``torch.autograd.Function`` and PyTorch's checkpoint; does not know the cache.
+Knows tensors and ``torch.autograd.Function``; does not know the cache.
 
 [Note: Stamps] Identity is a stamp on the *untyped storage* (not an address, which the allocator reuses; TBA section
 3.3) plus the view's offset, shape, stride and dtype. PyTorch keeps the Python object of a storage alive as long as the
 storage, so an attribute on it lives and dies with the bytes.
-
-[Note: Compiled code] ``torch.compile`` traces the hooks of modules as parts of what it compiles: there ours do nothing,
-and are no reason to compile again. But Python calls the hooks of a module that is compiled in place
-(``layer.compile()``), and all hooks after a break of the graph, and the compiler is on there: it would compile each
-frame of ours for itself. So the frames that Python enters first are skipped, and what they call runs with the compiler
-off.
-
-[Note: Selective checkpoints] What a policy has a selective checkpoint save lies in a store of the checkpoint's, outside
-of the graph. Since 2.14 PyTorch hands it to the saved-tensor hooks around the checkpoint, where the call says so
-(``respect_saved_tensors_hooks``); where it says nothing it warns, later versions raise, and then it is the default
-(pytorch #191236). The call is a user's or a library's, so we say it for them, while a forward of ours runs and only
-where our hooks are the ones in scope. PyTorch has no switch for that: the function behind ``checkpoint`` is replaced
-for as long. What the call says itself stays. ``allow_cache_entry_mutation`` wants what was saved as it is *later*, so
-that it stays with the checkpoint.
 """
 
 from __future__ import annotations
 
 import itertools
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from enum import Enum
-from functools import partial
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-_STAMP = "_ds_tba_stamp"
-_LINEAGE = "_ds_tba_lineage"
+_STAMP = "_ds_tba_stamp"  # of storages and tensors
 _OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 _FUNCTION_SAVES = "_ds_tba_function_saves"
@@ -80,8 +57,7 @@ class Eligibility(Enum):
     EXCLUDED = "excluded by name"
 
 
-@dataclass(frozen=True, slots=True)
-class ViewSpec:
+class ViewSpec(NamedTuple):
     """Everything that turns the bytes of a storage back into one view of it."""
 
     dtype: torch.dtype
@@ -99,7 +75,7 @@ class ViewSpec:
         return _form(str(list(self.shape)), self.dtype)
 
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
-        """The view of ``data`` (uint8, 1-D, as long as the original storage).
+        """Return the view of ``data`` (uint8, 1-D, as long as the original storage).
 
         A true view, so that a backward that changes what it unpacked bumps the version counter of all of them.
         """
@@ -107,32 +83,28 @@ class ViewSpec:
         return whole.view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
-def stamp_of(storage: torch.UntypedStorage) -> Stamp:
-    """The stamp of a storage, issued at first sight; see [Note: Stamps]."""
-    return _stamped(storage, _STAMP)
+def stamp_of(owner: torch.UntypedStorage | torch.Tensor) -> Stamp:
+    """Return the stamp of a storage, or of a tensor's version counter, issued at first sight; see [Note: Stamps]."""
+    stamp: Stamp | None = getattr(owner, _STAMP, None)
+    if stamp is None:
+        stamp = next(_stamps)
+        setattr(owner, _STAMP, stamp)
+    return stamp
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that another is a view of; itself where it is no view."""
+    """Return the tensor that another is a view of; itself if it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def lineage_of(tensor: torch.Tensor) -> Stamp:
-    """The stamp of the version counter that a tensor shares with its base and the base's other views.
+    """Return the stamp of the version counter that a tensor shares with its base and the base's other views.
 
     Version counters belong to families of views, not to storages: the chunks of ``unsafe_chunk`` (which PyTorch's own
     LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
     counter otherwise (``detach``) count as different here, which costs a second write and is never wrong.
     """
-    return _stamped(base_of(tensor), _LINEAGE)
-
-
-def _stamped(holder: Any, attribute: str) -> Stamp:
-    stamp: Stamp | None = getattr(holder, attribute, None)
-    if stamp is None:
-        stamp = next(_stamps)
-        setattr(holder, attribute, stamp)
-    return stamp
+    return stamp_of(base_of(tensor))
 
 
 def next_sequence_number() -> int:
@@ -142,12 +114,12 @@ def next_sequence_number() -> int:
 
 
 def is_of_a_compiled_graph(context: type) -> bool:
-    """Whether the class of a context belongs to a graph that ``torch.compile`` has made."""
+    """Return whether the class of a context belongs to a graph that ``torch.compile`` has made."""
     return getattr(context, "_forward_cls", context).__module__.startswith(_COMPILED)
 
 
 def is_of_a_users_function(context: type) -> bool:
-    """Whether the class of a node or context belongs to a Function that neither PyTorch nor DeepSpeed brings."""
+    """Return whether a class of a node or context is of a Function that neither PyTorch nor DeepSpeed brings."""
     if not issubclass(context, torch.autograd.function.BackwardCFunction):
         return False
     module = getattr(context, "_forward_cls", context).__module__ + "."
@@ -155,7 +127,7 @@ def is_of_a_users_function(context: type) -> bool:
 
 
 def is_read_by_an_extension() -> bool:
-    """Whether backward runs a Function of a C++ extension in this thread, which reads what it has saved."""
+    """Return whether backward runs a Function of a C++ extension in this thread, which reads what it saved."""
     return type(torch._C._current_autograd_node()).__name__ == "CppFunction"
 
 
@@ -165,13 +137,13 @@ def note_save_by_function(storage: torch.UntypedStorage) -> None:
 
 
 def saves_by_functions(storage: torch.UntypedStorage) -> int:
-    """How often :func:`note_save_by_function` has counted this storage."""
+    """Return how often :func:`note_save_by_function` has counted this storage."""
     count: int = getattr(storage, _FUNCTION_SAVES, 0)
     return count
 
 
 def is_complete(tensor: torch.Tensor) -> bool:
-    """Whether one operation of PyTorch has made the whole storage of a tensor, and is over.
+    """Return whether one operation of PyTorch has made the whole storage of a tensor, and is over.
 
     Anything else may be a buffer that is filled after it was saved: by the operation that saves it (autograd packs the
     noise of ``rrelu`` before the kernel fills it), by a collective that has only begun, or part by part by the user.
@@ -181,7 +153,7 @@ def is_complete(tensor: torch.Tensor) -> bool:
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as uint8, 1-D, sharing its memory."""
+    """Return the whole storage of a tensor as uint8, 1-D, sharing its memory."""
     return bytes_of(tensor.untyped_storage())
 
 
@@ -237,7 +209,7 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def is_owned(tensor: torch.Tensor) -> bool:
-    """Whether :func:`mark_owned` has marked the storage of a tensor."""
+    """Return whether :func:`mark_owned` has marked the storage of a tensor."""
     return getattr(tensor.untyped_storage(), _OWNED, False)
 
 
@@ -249,37 +221,37 @@ def mark_inputs(values: Any) -> None:
 
 
 def is_input(tensor: torch.Tensor) -> bool:
-    """Whether :func:`mark_inputs` has marked the storage of a tensor."""
+    """Return whether :func:`mark_inputs` has marked the storage of a tensor."""
     return has_plain_storage(tensor) and getattr(tensor.untyped_storage(), _INPUT, False)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one (Linear saves the transpose of its weight)."""
+    """Return whether a tensor is a parameter or a view of one (Linear saves the transpose of its weight)."""
     if isinstance(tensor, torch.nn.Parameter):
         return True
     base = tensor._base
     return base is not None and isinstance(base, torch.nn.Parameter)
 
 
-def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter in another dtype, or a view of one.
+def _is_cast_of_parameter(node: Any) -> bool:
+    """Return whether the node of a tensor, or of its base, has made it of a parameter in another dtype.
 
-    Autocast makes one for each parameter, and holds it until it exits: moving it frees nothing in forward, and writes
-    as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op saves.)
+    Autocast makes one for each parameter, and holds it until it exits: offloading it frees nothing in forward, and
+    writes as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op
+    saves.)
     """
-    node = base_of(tensor).grad_fn
     if type(node).__name__ != "ToCopyBackward0":
         return False
-    variable = getattr(node.next_functions[0][0], "variable", None) if node is not None else None
-    return isinstance(variable, torch.nn.Parameter)
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), torch.nn.Parameter)
 
 
-def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: int) -> Eligibility:
-    """Whether a tensor handed to the pack hook may be offloaded.
+def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: int, *, casts_stay: bool) -> Eligibility:
+    """Return whether a tensor handed to the pack hook may be offloaded.
 
     Args:
         device: the training device, with its index; a tensor elsewhere costs none of its memory.
         min_tensor_bytes: storages smaller than this are kept.
+        casts_stay: parameters in another dtype are kept; with a budget the plan says what leaves.
     """
     if type(tensor) is not torch.Tensor:
         return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
@@ -306,11 +278,13 @@ def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: in
         return Eligibility.SMALL
     if span_bytes(tensor) < MIN_SPAN_FRACTION * nbytes:
         return Eligibility.SPARSE_VIEW
+    if casts_stay and _is_cast_of_parameter((tensor if base is None else base).grad_fn):
+        return Eligibility.CAST_OF_PARAMETER
     return Eligibility.ELIGIBLE
 
 
 def is_under_a_mode() -> bool:
-    """Whether a ``TorchDispatchMode`` would see what we do with a tensor now, and perhaps not know what to do with it.
+    """Return whether a ``TorchDispatchMode`` would see what we do with a tensor now, and may not understand it.
 
     Compiled code runs under a mode of its own, which looks at custom operators only. A mode that changes and records
     nothing, and is to see what a run without it does, says so with the attribute ``observes_only``.
@@ -322,13 +296,13 @@ def is_under_a_mode() -> bool:
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a dense view of a storage of its own kind."""
+    """Return whether a tensor is a dense view of a storage of its own kind."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
-    """Device memory that a kept tensor holds.
+    """Return the bytes of device memory that a kept tensor holds.
 
     A view of a part of a storage holds that part, as a slice of the user's data set does. A view that was computed from
     parameters holds all of the storage: nobody but autograd has the rest.
@@ -369,7 +343,7 @@ def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def form_of(tensor: torch.Tensor) -> str:
-    """Shape and dtype for people, of any tensor: nested ones may have no shape, and subclasses are not asked."""
+    """Return shape and dtype for people; nested tensors may have no shape, and subclasses are not asked."""
     with torch._C.DisableTorchFunctionSubclass():
         is_ragged = tensor.is_nested and tensor.layout is torch.strided
         return _form("nested" if is_ragged else str(list(tensor.shape)), tensor.dtype)
@@ -380,7 +354,7 @@ def _form(shape: str, dtype: torch.dtype) -> str:
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of storage between the first and the last element of a view, both included."""
+    """Return the bytes of storage between the first and the last element of a view, both included."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     last = 0
@@ -392,7 +366,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
-    """The object to hold for a tensor that stays in memory.
+    """Return the object to hold for a tensor that stays in memory.
 
     A tensor with a ``grad_fn`` may be the output of the very node that saves it: holding it would close a cycle, so a
     detached alias is held. Any other is held itself: of an alias nobody else refers to, autograd would take the memory
@@ -437,147 +411,11 @@ def with_counter_of(tensor: torch.Tensor, spec: ViewSpec, storage: torch.Untyped
     return again
 
 
-# ---- torch.compile --------------------------------------------------------------------------------------------------
-
-
-def skip_frames(functions: Iterable[Any]) -> None:
-    """Have Python run these functions, which ``torch.compile`` would compile; see [Note: Compiled code].
-
-    To be called before each forward: the compiler may be imported at any time, and is not by us.
-    """
-    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if skip_code is not None:
-        skip_code(uncompiled.__code__)
-        skip_code(is_being_compiled.__code__)
-        skip_code(SelectiveCheckpoints.__call__.__code__)
-        for function in functions:
-            skip_code(function.__code__)
-
-
-def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with the compiler off in this thread."""
-    before = set_eval_frame(None)
-    try:
-        return function(*args)
-    finally:
-        set_eval_frame(before)
-
-
-def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
-    """Saved-tensor hooks that ``torch.compile`` leaves alone."""
-    if "torch._dynamo" not in sys.modules:
-        return saved_tensors_hooks(pack, unpack)
-    return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
-
-
-# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
-SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-
-
-def innermost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """The pack and unpack functions that autograd calls at this point, if any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) if SHOWS_HOOKS else None
-
-
-def take_off(hooks: saved_tensors_hooks | None) -> None:
-    """Take these hooks, if they are the innermost, off this thread's stack."""
-    if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
-        hooks.__exit__()
-
-
-def is_being_compiled() -> bool:
-    """Whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
-    before = set_eval_frame(None)
-    set_eval_frame(before)
-    return before is not None
-
-
-# ---- selective checkpoints ------------------------------------------------------------------------------------------
-
-_RESPECT = "respect_saved_tensors_hooks"
-_CHECKPOINT = "_checkpoint_without_reentrant_generator_impl"  # since PyTorch 2.14
-_IN_SCOPE = "_current_user_saved_tensors_hooks"  # likewise
-_exchanging = threading.Lock()
-
-
-class _Ours(threading.local):
-    pack: Any = None  # the hook of ours that is on in this thread
-    seen = 0  # selective checkpoints of this thread that have handed us what they save
-
-
-class SelectiveCheckpoints:
-    """Replaces PyTorch's function behind ``checkpoint``; see [Note: Selective checkpoints]."""
-
-    def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-        self.ours = _Ours()
-        self.forwards = 0  # under way, in all threads
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):
-            forward, recomputation = contexts = options["context_fn"]()
-            options["context_fn"] = lambda: contexts
-            options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)
-            self.ours.seen += isinstance(forward, checkpointing._CachingTorchDispatchMode)
-        return self.checkpoint(*args, **options)
-
-    def _concerns_us(self, context_fn: Any) -> bool:
-        if self.ours.pack is None or context_fn in (None, checkpointing.noop_context_fn):
-            return False
-        hooks = getattr(checkpointing, _IN_SCOPE)()
-        return hooks is not None and hooks[0] is self.ours.pack
-
-
-def _replacement() -> SelectiveCheckpoints | None:
-    """Return the present replacement; None outside of forwards, and where PyTorch hands over nothing."""
-    present = getattr(checkpointing, _CHECKPOINT, None)
-    return present if isinstance(present, SelectiveCheckpoints) else None
-
-
-def selective_checkpoints_seen() -> int:
-    """How many selective checkpoints of this thread hand us what they save; counts up while a forward runs."""
-    replacement = _replacement()
-    return 0 if replacement is None else replacement.ours.seen
-
-
-@contextmanager
-def _on(hooks: saved_tensors_hooks) -> Iterator[None]:
-    try:
-        with hooks:
-            yield
-    except BaseException:
-        take_off(hooks)  # a signal handler may have raised in their own exit
-        raise
-
-
-@contextmanager
-def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
-    """These hooks, which also get what selective checkpoints save."""
-    if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
-        with _on(hooks):
-            yield
-        return
-    with _exchanging:
-        selective = _replacement() or SelectiveCheckpoints(getattr(checkpointing, _CHECKPOINT))
-        selective.forwards += 1
-        setattr(checkpointing, _CHECKPOINT, selective)
-    before, selective.ours.pack = selective.ours.pack, hooks.pack_hook
-    try:
-        with _on(hooks):
-            yield
-    finally:
-        selective.ours.pack = before
-        with _exchanging:
-            selective.forwards -= 1
-            if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile
-                setattr(checkpointing, _CHECKPOINT, selective.checkpoint)
-
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as numbers that are equal only to themselves."""
+    """Return the same bits as numbers that are equal only to themselves."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -476,7 +476,7 @@ class CudaAccelerator(DeviceAccelerator):
                 exchange(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
 
     def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
-        """Whether ``torch.compile(mode="reduce-overhead")`` has the memory in its pool (``cudagraph_trees.py``)."""
+        """Return whether ``torch.compile(mode="reduce-overhead")`` has it in its pool (``cudagraph_trees.py``)."""
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
         with suppress(AssertionError):  # of older PyTorch, in a thread that has never run such a graph
             manager = None if trees is None else trees.get_manager(self._index, create_if_none_exists=False)

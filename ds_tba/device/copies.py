@@ -18,12 +18,13 @@ stream that reads the bytes (``record_stream``); memory that nobody wants before
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
+from ds_tba.stats import Gauge
 
 
 class PendingCopy:
@@ -69,13 +70,17 @@ class Releases:
 
     The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
     when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
-    one lock. ``passed`` is told how many bytes are free.
+    one lock.
+
+    Args:
+        accelerator: of the device, where that is asynchronous.
+        resident: the level that the memory is counted in until then.
     """
 
-    def __init__(self, accelerator: Accelerator | None, passed: Callable[[int], None]) -> None:
+    def __init__(self, accelerator: Accelerator | None, resident: Gauge) -> None:
         self.nbytes = 0
         self._accelerator = accelerator
-        self._passed = passed
+        self._resident = resident
         self._pending: deque[Release] = deque()
 
     @property
@@ -86,7 +91,7 @@ class Releases:
         """Wait for these streams with memory that the host has freed, and they use."""
         accelerator = self._accelerator
         if accelerator is None or accelerator.is_capturing():  # an event of a capture says nothing of the device
-            self._passed(nbytes)
+            self._resident.add(-nbytes)
             return
         events = []
         for stream in streams:
@@ -96,11 +101,11 @@ class Releases:
         self.nbytes += nbytes
 
     def settle(self) -> None:
-        """Tell how much is free by now. Never blocks."""
+        """Count no longer what is free by now. Never blocks."""
         while self._pending and self._pending[0].is_passed():
             nbytes = self._pending.popleft().nbytes
             self.nbytes -= nbytes
-            self._passed(nbytes)
+            self._resident.add(-nbytes)
 
 
 class Arrival:
@@ -113,9 +118,10 @@ class Arrival:
     Attributes:
         event: as given.
         consumers: streams that use the memory beside its owner.
+        version: version counter of the memory once its bytes are there.
     """
 
-    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event")
+    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event", "version")
 
     def __init__(
         self, accelerator: Accelerator | None, data: torch.Tensor, event: Event | None, owner: Stream | None = None
@@ -125,6 +131,7 @@ class Arrival:
         self._owner = owner
         self.event = event
         self.consumers: list[Stream] = []
+        self.version = data._version  # the host has queued the copy by now
 
     @classmethod
     def done(cls, data: torch.Tensor) -> Arrival:
@@ -133,7 +140,7 @@ class Arrival:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has made the copy. Never blocks."""
+        """True if the device has made the copy. Never blocks."""
         return self.event is None or bool(self.event.query())
 
     def join(self) -> torch.Tensor:

@@ -20,7 +20,7 @@ _MADV_DONTNEED_LOCKED = 24  # Linux 5.18
 
 
 def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
-    """``nbytes`` of private anonymous memory, 2 MiB-aligned, in huge pages where the kernel has them, touched once.
+    """Return ``nbytes`` of private anonymous memory, 2 MiB-aligned, touched once, in huge pages if there are any.
 
     Python's default for anonymous maps is ``MAP_SHARED``, for which huge pages are often off.
 
@@ -39,7 +39,7 @@ def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
 
 
 def aligned_memory(nbytes: int, device: torch.device | str) -> torch.Tensor:
-    """``nbytes`` of a device's memory, zeroed, starting at a page: caching allocators align to 512 bytes only."""
+    """Return zeroed memory of a device that starts at a page: caching allocators align to 512 bytes only."""
     memory = torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % PAGE_BYTES
     return memory[start : start + nbytes]
@@ -89,7 +89,7 @@ def advise_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> None:
 
 
 def can_lock(nbytes: int) -> bool:
-    """Whether this process may lock ``nbytes`` of memory (``RLIMIT_MEMLOCK``, ``CAP_IPC_LOCK``), by trying it."""
+    """Try whether this process may lock so much memory (``RLIMIT_MEMLOCK``, ``CAP_IPC_LOCK``); return the answer."""
     libc = ctypes.CDLL(None)
     libc.mlock.argtypes = libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -101,19 +101,19 @@ def can_lock(nbytes: int) -> bool:
 
 
 def digest_of(data: torch.Tensor) -> int:
-    """XXH3 of a contiguous host tensor (uint8). Leaves it resizable, which a tensor that NumPy has seen is not."""
+    """Return XXH3 of a contiguous host tensor (uint8), and leave it resizable, unlike what NumPy has seen."""
     size = data.numel()
     return xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(data.data_ptr()) if size else b"")
 
 
 def host_view(data: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor (uint8), sharing its memory."""
+    """Return the bytes of a contiguous host tensor (uint8), sharing its memory."""
     array: Any = data.numpy()
     return memoryview(array)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: of a device, of the CPU's allocator, or of Python."""
+    """Return whether an error says that memory ran out: of a device, of the CPU's allocator, or of Python."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     # RuntimeErrors: of c10/core/impl/alloc_cpu.cpp the first two, of drivers and their libraries the others.

@@ -1,14 +1,13 @@
-"""What fills the device of this run? Samples its steps, and puts the answer into words for a user and for the log.
+"""What fills the device of this run? Puts the answer into words for a user and for the log.
 
-Loaded where a model is watched, and where memory ran out. Brings together who holds saved bytes (``sample.py``), what
-the model holds, and the judgement (``out_of_memory.py``); cannot see DeepSpeed's engine.
+Loaded where somebody asks, and where memory ran out. Brings together who holds saved bytes (``sample.py``), what the
+model holds, and the judgement (``out_of_memory.py``); cannot see DeepSpeed's engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import dataclass
 
 from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
@@ -20,55 +19,23 @@ from ds_tba.holders import table
 from ds_tba.stats import readable
 
 
+@dataclass(frozen=True)
 class Explainer:
-    """Looks at steps, and says what fills the device.
+    """Says what fills the device.
 
-    Args:
+    Attributes:
         config: the block.
         cache: whose saved tensors count.
         accelerator: the device.
         samples: who holds saved bytes.
+        meter: counts what the model holds; None where nobody does.
     """
 
-    def __init__(
-        self, config: OffloadConfig, cache: TensorCache, accelerator: Accelerator, samples: StepSamples
-    ) -> None:
-        self._config = config
-        self._cache = cache
-        self._accelerator = accelerator
-        self._samples = samples
-        self._model: ModelMeter | None = None  # where nobody counts what the model holds
-        self._earlier_bytes = 0  # saved before this step
-        cache.observe(samples)
-
-    def watch(self, model: ModelMeter | None) -> None:
-        """Count what a model holds from now on."""
-        self._model = model
-
-    def forward(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
-        """Return the context of a forward, from that in which tensors are saved."""
-        return self._samples.forward(saving)
-
-    def begin_backward(self, losses: object) -> str:
-        """Return what to say of losses that save more than forward did; empty where there is nothing to say."""
-        return self._samples.begin_backward(losses)
-
-    def end_backward(self) -> None:
-        """Note that a micro-step is over."""
-        self._samples.end_backward()
-
-    def end_step(self) -> None:
-        """Note that an optimizer step is over."""
-        self._samples.end_step()
-        self._earlier_bytes = self._cache.stats.resident.now
-
-    def summary(self) -> dict[str, object]:
-        """Return the fields of the report about who holds saved bytes, and when."""
-        return {
-            "holders": [asdict(one) for one in self._samples.holders],
-            "holders_step": self._samples.holders_step,
-            "timeline_path": self._samples.timeline_path,
-        }
+    config: OffloadConfig
+    cache: TensorCache
+    accelerator: Accelerator
+    samples: StepSamples
+    meter: ModelMeter | None
 
     def explain(self, where: str, error: BaseException | None = None) -> str:
         """Return what fills the device, and which key or call would help.
@@ -77,8 +44,8 @@ class Explainer:
             where: the rank and the step, for the first line.
             error: by which memory ran out, if it did.
         """
-        failure = Failure() if error is None else failure_of(error, self._samples.running, self._accelerator.device())
-        model = ModelMemory() if self._model is None else self._model.memory()
+        failure = Failure() if error is None else failure_of(error, self.samples.running, self.accelerator.device())
+        model = ModelMemory() if self.meter is None else self.meter.memory()
         found = self._diagnosis(failure, model)
         lines = [
             f"{where}{f', {failure}' if failure.phase else ''}.",
@@ -92,22 +59,22 @@ class Explainer:
         return "\n".join(lines)
 
     def _diagnosis(self, failure: Failure, model: ModelMemory) -> Diagnosis:
-        stats, is_host = self._cache.stats, self._accelerator.is_synchronized_device()
+        stats, is_host = self.cache.stats, self.accelerator.is_synchronized_device()
         return Diagnosis(
-            self._config,
-            self._samples.now(),
+            self.config,
+            self.samples.now(),
             stats.kept_bytes,
             saved_bytes=stats.resident.now,
             peak_bytes=stats.resident.peak,
-            earlier_bytes=min(self._earlier_bytes, stats.resident.now),
-            in_use_bytes=0 if is_host else self._accelerator.memory.levels().in_use_bytes,
+            earlier_bytes=min(self.samples.earlier_bytes, stats.resident.now),
+            in_use_bytes=0 if is_host else self.accelerator.memory.levels().in_use_bytes,
             is_host=is_host,
             model=model,
             failure=failure,
         )
 
     def _in_memory(self, found: Diagnosis) -> str:
-        stats, model = self._cache.stats, found.model
+        stats, model = self.cache.stats, found.model
         in_use = "" if found.is_host else f"; {readable(found.in_use_bytes)} are in use in all"
         return (
             f"In memory: saved tensors hold {readable(found.saved_bytes)} ({readable(found.peak_bytes)} at their "
@@ -116,11 +83,11 @@ class Explainer:
         )
 
     def _holders(self) -> Iterator[str]:
-        holders = self._samples.now()
+        holders = self.samples.now()
         if not holders:
             return
-        if holders is self._samples.holders:
-            yield f"saved at the end of the last forward looked at, in step {self._samples.holders_step}:"
+        if holders is self.samples.holders:
+            yield f"saved at the end of the last forward looked at, in step {self.samples.holders_step}:"
         else:
             yield "saved so far in this forward:"
         yield from table(holders)

@@ -5,15 +5,13 @@ Knows torch's modules and optimizers, and that DeepSpeed puts its optimizer arou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ds_tba.explain.out_of_memory import ModelMemory
-
-_DEPTH = 3  # of lists and mappings that are looked into
 
 
 class ModelMeter(Protocol):
@@ -30,21 +28,16 @@ class _Storages:
         self._type = device.type
         self._seen: set[int] = set()
 
-    def take(self, value: object, depth: int = _DEPTH) -> int:
+    def take(self, value: object) -> int:
         """Return the bytes of the storages in a value that were not counted yet."""
-        if isinstance(value, torch.Tensor):
-            return self._take_tensor(value)
-        if isinstance(value, Mapping):
-            value = list(value.values())
-        return sum(self.take(one, depth - 1) for one in value) if depth and isinstance(value, (list, tuple)) else 0
-
-    def _take_tensor(self, tensor: torch.Tensor) -> int:
-        if tensor.device.type != self._type or tensor.layout is not torch.strided:
-            return 0
-        storage = tensor.untyped_storage()
-        is_new = storage.data_ptr() not in self._seen
-        self._seen.add(storage.data_ptr())
-        return storage.nbytes() if is_new else 0
+        nbytes = 0
+        for one in tree_leaves(value):
+            if isinstance(one, torch.Tensor) and one.device.type == self._type and one.layout is torch.strided:
+                storage = one.untyped_storage()
+                # Tied weights and views in ZeRO's flat buffers would count once for each name.
+                nbytes += 0 if storage.data_ptr() in self._seen else storage.nbytes()
+                self._seen.add(storage.data_ptr())
+        return nbytes
 
 
 def memory_of(model: nn.Module, optimizer: object, device: torch.device) -> ModelMemory:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from traceback import walk_tb
@@ -28,10 +28,10 @@ from torch.autograd.profiler import record_function
 from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, held_bytes, is_parameter
 from ds_tba.explain.out_of_memory import Failure
-from ds_tba.explain.outside import OutsideForward
-from ds_tba.explain.timeline import StepTimeline, TimelineFile
+from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import Holder, merged
 from ds_tba.remat.where import RunningModule
+from ds_tba.report import ReportFile
 from ds_tba.stats import CacheStats, PathMeter, StoreStats
 
 # Nodes that only look at a tensor in another shape.
@@ -116,6 +116,7 @@ class StepSample:
         def look_at_unpack(held: object) -> torch.Tensor:
             if not self._is_open:
                 return unpack(held)
+            # What was saved between forward and backward, as by a loss outside, would be in no table.
             if self._is_after and self._seen:  # backward begins
                 self._found_more()
             started_s, stalled_s, made_bytes = (
@@ -178,6 +179,7 @@ class StepSample:
 
     def end(self) -> None:
         """Look no more: hooks of a graph may live on."""
+        # A record is a key here: its storage would live until the next sample.
         self._is_open = False
         self._seen.clear()
 
@@ -196,23 +198,24 @@ class StepSamples:
     Args:
         counters: those of the cache, the store and the paths of the drives.
         running: names the module that runs.
-        timelines: takes the timeline of each sampled step; None where nobody wants timelines.
+        file: has the timeline of the last sampled step; None where nobody wants timelines.
         step: number of the step that runs.
 
     Attributes:
         running: as above.
         holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
+        earlier_bytes: saved bytes in device memory as the last step ended.
     """
 
-    def __init__(self, counters: Counters, running: RunningModule, timelines: TimelineFile | None, step: int) -> None:
+    def __init__(self, counters: Counters, running: RunningModule, file: ReportFile | None, step: int) -> None:
         self.running = running
         self.holders: list[Holder] = []
         self.holders_step = 0
+        self.earlier_bytes = 0
         self._counters = counters
-        self._timelines = timelines
+        self._file = file
         self._step = step
         self._sample: StepSample | None = None
-        self._outside = OutsideForward(counters.cache)
         self._begin_step()
 
     def around(self, hooks: Hooks) -> Hooks:
@@ -230,11 +233,6 @@ class StepSamples:
         with saving, sample.forward():
             yield
         self.holders, self.holders_step = sample.found, self._step
-        self._outside.end_forward()
-
-    def begin_backward(self, losses: object) -> str:
-        """Return what to say of a loss that saves more than forward did; empty in steps that are not sampled."""
-        return "" if self._sample is None else self._outside.judge(losses)
 
     def end_backward(self) -> None:
         """Note that a micro-step is over."""
@@ -247,23 +245,28 @@ class StepSamples:
         if sample is not None:
             sample.end_phase("optimizer")
             sample.end()
-            if sample.timeline is not None and self._timelines is not None:
-                self._timelines.write(sample.timeline, self._step)
+            if sample.timeline is not None and self._file is not None:
+                self._file.write_text(sample.timeline.to_json(self._step, self._file.writer.rank))
+        self.earlier_bytes = self._counters.cache.resident.now
         self._step += 1
         self._begin_step()
 
     def _begin_step(self) -> None:
         timeline = None
         if self._step & (self._step - 1) == 0:
-            timeline = None if self._timelines is None else StepTimeline()
+            timeline = None if self._file is None else StepTimeline()
             self._sample = StepSample(self._counters, self.running, timeline)
         for meter in self._counters.paths:
             meter.tell(timeline)
 
-    @property
-    def timeline_path(self) -> str | None:
-        """Path of the timelines; None where nobody wants any."""
-        return None if self._timelines is None else self._timelines.path
+    def summary(self) -> dict[str, object]:
+        """Return the fields of the report about who holds saved bytes, and when."""
+        return {
+            "holders": [asdict(one) for one in self.holders],
+            "holders_step": self.holders_step,
+            # May be another than the config's, where an engine beside this one has that.
+            "timeline_path": None if self._file is None else str(self._file.path),
+        }
 
     def now(self) -> list[Holder]:
         """Return the holders of saved bytes: in a sampled forward as they are now, else as its end found them."""

@@ -12,8 +12,6 @@ import time
 from operator import attrgetter
 from typing import NamedTuple
 
-from ds_tba.report import ReportFile
-
 # Tracks from top to bottom; the categories of the spans.
 TRACKS = ("compute", "copy", "write", "read", "stall", "again")
 MAX_EVENTS = 20_000  # of a step with more, the rest is left out, and counted
@@ -61,7 +59,7 @@ class StepTimeline:
         else:
             self.left_out += 1
 
-    def to_json(self, *, step: int, rank: int, budget_bytes: int | None) -> str:
+    def to_json(self, step: int, rank: int) -> str:
         """Return Chrome's trace event format, which https://ui.perfetto.dev and ``chrome://tracing`` open."""
         names = [(0, "process_name", f"ds_tba, rank {rank}")]
         names += [(tid, "thread_name", track) for tid, track in enumerate(TRACKS)]
@@ -91,31 +89,8 @@ class StepTimeline:
             }
             for one in self.levels
         ]
-        other = {"step": step, "rank": rank, "budget_bytes": budget_bytes, "events_left_out": self.left_out}
+        other = {"step": step, "rank": rank, "events_left_out": self.left_out}
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}) + "\n"
 
     def _us(self, at_s: float) -> float:
         return round((self._epoch_s + at_s) * 1e6, 3)
-
-
-class TimelineFile:
-    """The file of ``report.timeline_path``, which has the last step that was sampled.
-
-    Args:
-        file: whose path that is.
-        budget_bytes: ``activation_budget_bytes``, for a line in the picture.
-    """
-
-    def __init__(self, file: ReportFile, budget_bytes: int | None) -> None:
-        self._file = file
-        self._budget_bytes = budget_bytes
-
-    @property
-    def path(self) -> str:
-        """The path that is written, which may be another than the config's; see :class:`ReportFile`."""
-        return str(self._file.path)
-
-    def write(self, timeline: StepTimeline, step: int) -> None:
-        """Write the timeline of a step over that of an earlier one."""
-        rank = self._file.writer.rank
-        self._file.write_text(timeline.to_json(step=step, rank=rank, budget_bytes=self._budget_bytes))

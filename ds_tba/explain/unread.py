@@ -1,4 +1,4 @@
-"""Is there a block that nobody reads? Asked at the exit of a script without an engine, and by ``ds_tba doctor``."""
+"""Is there a block that nobody reads? Asked at the exit of a script without an engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     is_training = script.endswith(".py") and not any(one in script for one in _LAUNCHERS)
     if not (is_accelerate or is_training) or _is_other_process(environ) or _has_engine():
         return ""
-    if hasattr(sys, "last_value") or {"-h", "--help"} & set(argv):  # it ended before it could train
+    # A script that failed has its own error to read; a line about a config below it would hide that.
+    if hasattr(sys, "last_value") or {"-h", "--help"} & set(argv):
         return ""
     variable = environ.get(VARIABLE, "")
     if variable.strip() and not _OFF.search(variable):
@@ -35,44 +36,24 @@ def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
             "offloaded: train with DeepSpeed (--deepspeed ds_config.json of the Trainer, or deepspeed.initialize), or "
             f"unset {VARIABLE}.\n"
         )
-    if not is_accelerate and _gives_block_to_fsdp(Path(script)):
-        return (
-            f'ds_tba: "activation_nvme_offload" in {script} was read by no DeepSpeed engine that trains, so no '
-            "activation was offloaded: fsdp_config has nothing to do with DeepSpeed. Give the Trainer "
-            'deepspeed={..., "activation_nvme_offload": {...}} instead.\n'
-        )
     for path in _configs(argv, environ, is_accelerate=is_accelerate):
-        if is_yaml(path) and has_block(path):
-            return f"ds_tba: {in_yaml(path)}.\n"
-        if not is_accelerate and has_block(path):
+        is_yaml = path.suffix in (".yaml", ".yml")
+        if (is_accelerate and not is_yaml) or not _has_block(path):
+            continue
+        if is_yaml:
             return (
-                f'ds_tba: "activation_nvme_offload" in {path} was read by no DeepSpeed engine that trains, so no '
-                "activation was offloaded: give the file to DeepSpeed (--deepspeed, or deepspeed.initialize).\n"
+                f'ds_tba: "activation_nvme_offload" in {path} is read by nobody: Accelerate gives only its own keys to '
+                "DeepSpeed. Put the block into a ds_config.json that deepspeed_config_file names, or set "
+                f"{VARIABLE}.\n"
             )
+        return (
+            f'ds_tba: "activation_nvme_offload" in {path} was read by no DeepSpeed engine that trains, so no '
+            "activation was offloaded: give the file to DeepSpeed (--deepspeed, or deepspeed.initialize).\n"
+        )
     return ""
 
 
-def _gives_block_to_fsdp(script: Path) -> bool:
-    """Return whether a script that has imported the Trainer has both a block and an ``fsdp_config`` in its text."""
-    if "transformers.training_args" not in sys.modules or not has_block(script):
-        return False
-    return "fsdp_config" in script.read_text(errors="replace")
-
-
-def in_yaml(path: Path) -> str:
-    """Return what is wrong with a block in a YAML file, and the repair."""
-    return (
-        f'"activation_nvme_offload" in {path} is read by nobody: Accelerate gives only its own keys to DeepSpeed. Put '
-        f"the block into a ds_config.json that deepspeed_config_file names, or set {VARIABLE}"
-    )
-
-
-def is_yaml(path: Path) -> bool:
-    """Return whether a file's name is that of YAML."""
-    return path.suffix in (".yaml", ".yml")
-
-
-def has_block(path: Path) -> bool:
+def _has_block(path: Path) -> bool:
     """Return whether a file has a key with the block's name that is not switched off, wherever it stands."""
     try:
         if not path.is_file() or path.stat().st_size > MOST_BYTES:

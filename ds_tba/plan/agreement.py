@@ -13,9 +13,10 @@ Knows torch.distributed and the planner; does not know the cache. It cannot see 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
@@ -107,38 +108,43 @@ Agreement = Alone | Ranks
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """The facts that each rank shares before a plan is made: of a :class:`Wish` all but the trace.
+
+    Attributes:
+        saved_bytes: of its trace; the rank with the most makes the plan.
+        write_limit_bytes: of one of its steps, so that its drives last.
+    """
+
+    saved_bytes: int
+    resources: Resources
+    write_limit_bytes: float
+    room_bytes: float
+    non_recomputable: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """The part of a rank in a new plan.
 
     Attributes:
-        trace, scopes: as recorded; as long as one of its steps with everything kept.
-        share: fraction of the movable bytes that may be offloaded; the same on all ranks.
+        trace, scopes: as recorded; as long as one of its steps with everything kept, with the rates of now.
+        limits: of the plan, if this rank were alone.
+        room_bytes: for activations, on its device.
         non_recomputable: paths of the blocks that it cannot recompute.
     """
 
     trace: Trace
     scopes: Scopes
-    share: float = 1.0
+    limits: Limits
+    room_bytes: float = math.inf
     non_recomputable: frozenset[str] = frozenset()
 
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The facts that each rank shares before a plan is made.
-
-    Attributes:
-        saved_bytes: of its trace; the rank with the most makes the plan.
-        room_bytes: for activations, on its device.
-        write_limit_bytes: of one of its steps, so that its drives last.
-        resources: its machine.
-        non_recomputable: see :class:`Wish`.
-    """
-
-    saved_bytes: int
-    room_bytes: float
-    write_limit_bytes: float
-    resources: Resources
-    non_recomputable: frozenset[str]
+    @property
+    def offer(self) -> Offer:
+        """Return what the other ranks need to know."""
+        trace, write_limit_bytes = self.trace, self.limits.write_limit_bytes_per_step
+        return Offer(trace.saved_bytes, trace.resources, write_limit_bytes, self.room_bytes, self.non_recomputable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,34 +159,16 @@ class NoPlan:
     is_final: bool
 
 
-class Bounds(Protocol):
-    """The limits of a rank's plans, and the rates and the memory of its machine as they are now."""
-
-    def limits(self, step_s: float) -> Limits:
-        """Return the limits of the cost of a plan for a step that takes so many seconds."""
-        ...
-
-    def resources(self) -> Resources:
-        """Return the rates of the machine."""
-        ...
-
-    def room_bytes(self) -> float:
-        """Return the device memory that is free for activations at the beginning of a step."""
-        ...
-
-
 class Planning:
     """The making of plans.
 
     Args:
         planner: chooses the placements; None where a trace is wanted, and no plan.
-        bounds: of this rank.
         agreement: the ranks; an attribute.
     """
 
-    def __init__(self, planner: Planner | None, bounds: Bounds, agreement: Agreement) -> None:
+    def __init__(self, planner: Planner | None, agreement: Agreement) -> None:
         self._planner = planner
-        self._bounds = bounds
         self.agreement = agreement
         self._warned = set[str]()  # kinds of warnings
 
@@ -199,67 +187,35 @@ class Planning:
             is_missing = self.agreement.all_reduce_max(int(wish is None))
             return NoPlan("none is wanted", is_final=not is_missing)
         found = self._agreed(self._planner, wish)
-        if isinstance(found, PlanInForce):
-            self._warn_of_budget(found)
-        elif found.is_final:
+        if isinstance(found, PlanInForce) and wish is not None:
+            self._warn_of_budget(found, is_asked=wish.limits.activation_budget_bytes is not None)
+        elif isinstance(found, NoPlan) and found.is_final:
             logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
-        else:
+        elif isinstance(found, NoPlan):
             self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
         return found
 
     def _agreed(self, planner: Planner, wish: Wish | None) -> PlanInForce | NoPlan:
         """Return the plan, or why there is none: the same for every rank."""
         where = self.agreement.where
-        answers: list[Offer | str] = self.agreement.all_gather(self._offer(wish))
-        offers = [answer for answer in answers if isinstance(answer, Offer)]
-        for number, answer in enumerate(answers):
-            if isinstance(answer, str):
-                return NoPlan(f"rank {number}{where} {answer}", is_final=False)
+        answers: list[Offer | None] = self.agreement.all_gather(None if wish is None else wish.offer)
+        offers = [answer for answer in answers if answer is not None]
+        if len(offers) < len(answers):
+            return NoPlan(f"rank {answers.index(None)}{where} has no part in one (its log says why)", is_final=False)
         leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
         found: PlanInForce | str = ""
         if leader == self.agreement.rank and wish is not None:
-            found = self._planned(planner, wish, offers)
+            found = _planned(planner, wish, offers)
         found = self.agreement.broadcast(found, leader)
         if isinstance(found, str):
             return NoPlan(f"rank {leader}{where} could not plan ({found})", is_final=True)
         return found
 
-    def _offer(self, wish: Wish | None) -> Offer | str:
-        """Return the offer of this rank, or why it has none."""
-        if wish is None:
-            return "has no trace"
-        trace = wish.trace
-        try:
-            resources, room_bytes = self._bounds.resources(), self._bounds.room_bytes()
-            write_limit_bytes = self._bounds.limits(trace.step_s).write_limit_bytes_per_step
-        except Exception as error:  # noqa: BLE001 - see [Note: Answers]
-            return f"failed ({type(error).__name__}: {error})"
-        return Offer(trace.saved_bytes, room_bytes, write_limit_bytes, resources, wish.non_recomputable)
-
-    def _planned(self, planner: Planner, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
-        """Return a plan within the limits, and within the device's memory whatever they are; or why there is none."""
-        try:
-            trace = _for_all(wish, offers)
-            room_bytes = min(offer.room_bytes for offer in offers)
-            limits = replace(
-                self._bounds.limits(trace.step_s),
-                movable_share=wish.share,
-                write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers),
-            )
-            plan = planner(trace, limits)
-            if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
-                limits = replace(limits, activation_budget_bytes=int(room_bytes))
-                plan = planner(trace, limits)
-            return PlanInForce.of(plan, trace, wish.scopes, limits)
-        except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
-            return f"{type(error).__name__}: {error}"
-
-    def _warn_of_budget(self, found: PlanInForce) -> None:
+    def _warn_of_budget(self, found: PlanInForce, *, is_asked: bool) -> None:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
         if budget_bytes is None:
             return
-        asked = self._bounds.limits(found.trace.step_s).activation_budget_bytes is not None
-        bound = "activation_budget_bytes" if asked else "the free memory of the device"
+        bound = "activation_budget_bytes" if is_asked else "the free memory of the device"
         if peak_bytes > budget_bytes:
             self._warn_once(
                 "over",
@@ -267,7 +223,7 @@ class Planning:
                 "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
                 f"micro-batches, {_recompute_advice(found)}or a faster drive would help",
             )
-        elif not asked:
+        elif not is_asked:
             self._warn_once(
                 "room",
                 f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
@@ -287,6 +243,21 @@ class Planning:
         if kind not in self._warned and self.agreement.rank == 0:
             logger.warning("%s", text)
         self._warned.add(kind)
+
+
+def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
+    """Return a plan within the limits, and within the device's memory whatever they are; or why there is none."""
+    try:
+        trace = _for_all(wish, offers)
+        room_bytes = min(offer.room_bytes for offer in offers)
+        limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
+        plan = planner(trace, limits)
+        if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
+            limits = replace(limits, activation_budget_bytes=int(room_bytes))
+            plan = planner(trace, limits)
+        return PlanInForce.of(plan, trace, wish.scopes, limits)
+    except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
+        return f"{type(error).__name__}: {error}"
 
 
 def _recompute_advice(found: PlanInForce) -> str:

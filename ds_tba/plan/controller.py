@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import IncompatibleError
 from ds_tba.plan.agreement import Planning, Wish
-from ds_tba.plan.feedback import MAX_DRIFT, RATE_CHANGE, Action, Feedback, OptimizerStep
-from ds_tba.plan.policy import ByPlan, Patience, PlanInForce
+from ds_tba.plan.feedback import RATE_CHANGE, Action, Feedback, OptimizerStep
+from ds_tba.plan.policy import ByPlan, PlanInForce
 from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Scopes, Trace
@@ -47,12 +47,14 @@ class Watched:
     """The model whose forwards run in :meth:`Controller.saving`.
 
     Attributes:
+        running: tells which of its modules runs.
         blocks: those of its modules that may run again; none where ``recompute`` is off.
         may_recompute: whether plans may choose to.
         excluded: paths of the blocks in which the config keeps tensors by name.
     """
 
     model: nn.Module
+    running: RunningModule
     blocks: Sequence[Block] = ()
     may_recompute: bool = False
     excluded: frozenset[str] = frozenset()
@@ -84,12 +86,10 @@ class Controller:
         self._policy: Policy
         self._policy = self._safe = Always(list(self._tiers.values()), wait=True, rematerialize=True)
         self._budget_bytes = machine.config.activation_budget_bytes if planning.makes_plans else None
-        self._needed_bytes = 0  # see PlanInForce.held_bytes
         self._agreement = planning.agreement
         self._clock = machine.clock
-        running = RunningModule({id(module): path for path, module in watched.model.named_modules()})
         is_synchronous = machine.rates.is_synchronous
-        self._scene = Scene(cache, machine.clock, running, self, is_synchronous)
+        self._scene = Scene(cache, machine.clock, watched.running, machine.memory, is_synchronous)
         self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute, excluded=watched.excluded)
         # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
         # gathers parameters, which takes all ranks.
@@ -97,7 +97,6 @@ class Controller:
         self._is_strict = self._agreement.size > 1 and is_sharded
         self._recording: Recording | None = None
         self._recorded: tuple[Trace, Scopes] | None = None
-        self._growth = 0.0  # fraction by which storages were larger than those of the plan in force
         self._steps = 0
         self._step: OptimizerStep | None = None  # that runs
         # The first of them is judged. A device is behind the host: of the step before the last, marks can be read
@@ -139,11 +138,11 @@ class Controller:
             yield
 
     def _passes(self, is_recorded: bool) -> AbstractContextManager[None]:
-        """Watch all blocks where a micro-step is recorded, else have those run that a plan recomputes."""
+        """Be told of passes: of all in a recorded micro-step, else of those through blocks that are recomputed."""
         if is_recorded:
-            return self._blocks.watching()
+            return self._blocks.listening()
         if isinstance(self._policy, ByPlan) and self.in_force is not None and self.in_force.watched:
-            return self._blocks.recomputing(self.in_force.watched)
+            return self._blocks.listening(self.in_force.watched)
         return nullcontext()
 
     def after_forward(self) -> saved_tensors_hooks | None:
@@ -202,15 +201,14 @@ class Controller:
             if self.in_force is None:
                 self._machine.memory.sample()
             number = 0 if self._recording is not None else self.plans
-            self._step = OptimizerStep(self._clock.mark(), number, self._cache.stats.moving_s)
+            self._step = OptimizerStep(self._clock.mark(), number)
         self._step.mismatch.micro_steps += 1
         self._policy = self._safe
         is_recorded = self._recording is not None and self._recording.begin() is not None
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
         if plan is not None and not (is_recorded and plan.recomputes):
-            patience = Patience(self._cache.stats, self._step.moving_before_s + plan.patience_s)
-            self._policy = ByPlan(plan, self._tiers, self._step.mismatch, patience)
+            self._policy = ByPlan(plan, self._tiers, self._step.mismatch)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -256,14 +254,6 @@ class Controller:
         """Count a tensor that a pass saves which runs again."""
         self._cache.count_again(tensor)
 
-    def paused(self) -> None:
-        """Look at the memory, while a recorder's clock stands still."""
-        self._machine.memory.sample()
-
-    def read_twice(self, path: str) -> None:
-        """Leave out a block of which backward reads a tensor twice: a checkpoint would have it only once."""
-        self._blocks.note_read_twice(path)
-
     # ---- decisions ----------------------------------------------------------------------------------------------
 
     @property
@@ -292,8 +282,6 @@ class Controller:
         # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
-        if step.mismatch.growth > MAX_DRIFT:
-            self._growth = max(self._growth, step.mismatch.growth)
         time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
         action = self.feedback.decide(self._steps, time_s, rates, step.mismatch)
         is_blind = action is Action.PLAN and not self.in_force.moved_share  # nothing shows what the drives can do
@@ -331,7 +319,7 @@ class Controller:
             return
         with self._answering("discarding an inconsistent trace"):
             trace, scopes = recording.recorded(self._machine.resources(), self._ended[-1].mismatch.micro_steps)
-            self._recorded, self._growth, plan = (trace, scopes), 0.0, self.in_force
+            self._recorded, plan = (trace, scopes), self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputes else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
@@ -350,7 +338,6 @@ class Controller:
             self._follow(found)
             return
         self._is_over = found.is_final  # the last one stays in force
-        self.feedback.rest(self._steps)
         if self._planning.makes_plans and self.in_force is None:
             self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
 
@@ -360,27 +347,22 @@ class Controller:
             return None
         if self._agreement.rank == 0:
             self._blocks.warn_left_out()
-        (trace, scopes), followed, larger = self._recorded, self.in_force, 1 + self._growth
-        if followed is not None and self._growth:
-            trace, scopes = followed.trace.scaled(1.0, larger), followed.scopes
+        (trace, scopes), machine, larger = self._recorded, self._machine, 1 + self.feedback.growth
         kept_s = self.feedback.kept_s * larger
-        if trace.step_s and kept_s:
-            trace = trace.scaled(kept_s / trace.step_s)
-        return Wish(trace, scopes, self.feedback.share, frozenset(self._blocks.left_out()))
+        trace = trace.scaled(kept_s / trace.step_s if trace.step_s and kept_s else 1.0, larger)
+        limits = replace(machine.limits(trace.step_s), movable_share=self.feedback.share)
+        trace = replace(trace, resources=machine.resources())
+        return Wish(trace, scopes, limits, machine.room_bytes(), frozenset(self._blocks.left_out()))
 
     def _follow(self, found: PlanInForce) -> None:
-        if self._growth:
-            self._recorded, self._growth = (found.trace, found.scopes), 0.0
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
+        self._recorded, self.in_force = (found.trace, found.scopes), found
+        held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
-        if self.in_force is None or self._budget_bytes is not None:  # what had to leave did
-            self._needed_bytes = self._cache.stats.resident.peak
-        held_bytes = found.held_bytes(self._needed_bytes)
-        self.in_force = found
         self._cache.limit_resident(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
         if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
             self._tiers[Placement.NVME].trim()
-        self.feedback.planned(found, self._machine.resources().rates, self._steps, is_new=is_new)
+        self.feedback.planned(found, self._machine.resources().rates)
         if not is_new:
             return
         self._cache.forget_order()

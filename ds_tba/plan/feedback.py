@@ -3,10 +3,13 @@
 [Note: One number] A plan's replay knows the rates of the drives and of the copies. It cannot know what offloading costs
 the kernels, the host's threads or other processes. So a plan is followed and its steps are measured. Where three of
 four take longer than ``max_step_overhead`` allows, the share falls to a quarter; where they leave room for it, it rises
-by a tenth. After each fall the next rise waits twice as long, and the next fall looks at twice as many steps: a machine
-whose steps change by themselves is left alone. With a budget, time is already the least that the
-planner finds: there a step is too long that takes longer than its plan said, and the planner offloads more than the
-share where less would not fit. All ranks rise and fall together, so that the share is one number on all of them.
+by a tenth. With a budget, time is already the least that the planner finds: there a step is too long that takes longer
+than its plan said, and the planner offloads more than the share where less would not fit. All ranks rise and fall
+together, so that the share is one number on all of them.
+
+[Note: One back-off] Each plan and each recording doubles the steps until the next, from 5 to 640, whatever asks for it;
+the share alone rises without that. So a machine whose steps change by themselves is left alone, and a fall has to be
+shown by ever more steps. Only storages that are larger than ever before are planned for at once.
 
 [Note: The kept step] What a step takes with everything kept is first read from the recording, in which our own work
 does not count. It is corrected where steps show better: no step is shorter for offloading, and where a plan offloads
@@ -17,10 +20,6 @@ these show it, and the share rises again.
 which everything was offloaded, are longer by that, and as long as plans offload as much, no step shows a shorter one.
 So there the share begins where a fall from 1 would end, and rises as long as steps leave room beside the kept step that
 is seen then.
-
-[Note: Reviews] Drives whose rates have changed ask for a new plan, larger storages than those of the plan at once.
-Saves that the plan does not know, or that it expects in vain, ask for a new recording. Each comes after 5, 10, 20, ...
-up to 640 steps as long as its cause stays.
 
 Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """
@@ -35,9 +34,8 @@ from statistics import median_low
 from ds_tba.core.compiled import compilations
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
 
-# Steps under a plan before it is judged, and the shortest and the longest wait of a back-off.
+# Steps under a plan before it is judged, and the shortest and the longest wait of the back-off.
 MIN_STEPS, MAX_STEPS = 5, 640
-COUNTED_STEPS = MAX_STEPS // 10  # the last that count
 # Fraction of the movable bytes by which the share rises, and the least that it is; the factor by which it falls.
 INCREASE = 0.1
 DECREASE = 4
@@ -63,11 +61,11 @@ class Backoff:
     """When to act again: after twice as many steps each time.
 
     Attributes:
-        wait: steps from the last time to the next.
+        wait: steps from the last time to the next; 0 before the first.
         last_run: step of the last time.
     """
 
-    wait: int = MIN_STEPS
+    wait: int = 0
     last_run: int = 0
 
     def is_due(self, step: int) -> bool:
@@ -89,18 +87,19 @@ class Feedback:
     Attributes:
         share: fraction of the movable bytes that the next plan may offload; the same on all ranks.
         kept_s: seconds of a step with everything kept.
+        growth: fraction by which storages were larger than those of the plan, at most.
         reason: why the last action was asked for.
     """
 
     def __init__(self, *, is_drive_shared: bool = False) -> None:
         self.share = 1 / DECREASE if is_drive_shared else 1.0
         self.kept_s = 0.0
+        self.growth = 0.0
         self.reason = ""
         self._plan: PlanInForce | None = None
         self._rates: tuple[float, ...] = ()
-        self._times_s: deque[float] = deque(maxlen=COUNTED_STEPS)
-        self._share_backoff, self._rates_backoff, self._record_backoff = Backoff(), Backoff(wait=0), Backoff()
-        self._resting_until = 0
+        self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
+        self._backoff = Backoff()
 
     @property
     def measured_step_s(self) -> float | None:
@@ -115,32 +114,19 @@ class Feedback:
             moving_s: seconds that offloading added to its kernels, as far as that is known.
         """
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
-        self.kept_s = max(step_s / 2, step_s - moving_s)
-        self._times_s.clear()
+        self.kept_s, self.growth = max(step_s / 2, step_s - moving_s), 0.0
 
-    def planned(self, plan: PlanInForce, rates: tuple[float, ...], step: int, *, is_new: bool) -> None:
+    def planned(self, plan: PlanInForce, rates: tuple[float, ...]) -> None:
         """Judge steps by a plan from now on.
 
         Args:
             rates: of the drives, as the plan has them.
-            step: number of the last step.
-            is_new: whether it differs from the plan before.
         """
-        if self._plan is None:  # nothing but larger storages asks for another at once
-            for backoff in (self._share_backoff, self._rates_backoff, self._record_backoff):
-                backoff.last_run = step
-        self._plan, self._rates, self.kept_s = plan, rates, plan.trace.step_s
-        if is_new:
-            self._times_s.clear()
-
-    def rest(self, step: int) -> None:
-        """Ask for nothing for a while: no plan could be made, or nothing be recorded."""
-        self._record_backoff.run(step)
-        self._resting_until = step + self._record_backoff.wait
+        self._plan, self._rates, self.kept_s, self.growth = plan, rates, plan.trace.step_s, 0.0
 
     def may_record(self, step: int) -> bool:
         """Return whether steps may be recorded where there is no plan."""
-        return step >= self._resting_until
+        return self._backoff.is_due(step)
 
     def decide(self, step: int, time_s: float, rates: tuple[float, ...], mismatch: PlanMismatch) -> Action:
         """Return the action to take after a step under the plan.
@@ -151,41 +137,44 @@ class Feedback:
             rates: of the drives as they are now.
             mismatch: with the plan.
         """
-        plan = self._plan
-        if plan is None or step < self._resting_until:
+        plan, is_due = self._plan, self._backoff.is_due(step)
+        if plan is None:
             return Action.GO_ON
         if mismatch.growth > MAX_DRIFT:
-            self.reason = f"storages are larger than those of the plan by {mismatch.growth:.0%}"
-            return Action.PLAN
+            # Where no plan could be made for as large ones, it is tried again when it is due.
+            is_larger, self.growth = mismatch.growth > self.growth, max(self.growth, mismatch.growth)
+            larger = f"storages are larger than those of the plan by {mismatch.growth:.0%}"
+            return self._ask(Action.PLAN, larger) if is_larger or is_due else Action.GO_ON
         planned_bytes = max(1, plan.trace.saved_bytes * mismatch.micro_steps)
         unlike = _unlike(plan, mismatch, mismatch.missed_bytes / planned_bytes)
         if unlike:
-            return self._after_wait(self._record_backoff, step, Action.RECORD, unlike)
+            return self._ask(Action.RECORD, unlike) if is_due else Action.GO_ON
         if mismatch.drift_bytes / planned_bytes > MAX_DRIFT:  # its time says nothing of the plan
             return Action.GO_ON
         self._times_s.append(time_s)
-        changed = self._changed(plan, rates)
-        if changed and self._rates_backoff.is_due(step):
-            return self._after_wait(self._rates_backoff, step, Action.PLAN, changed)
-        return self._judged(plan, step) if len(self._times_s) >= MIN_STEPS else Action.GO_ON
+        if len(self._times_s) < MIN_STEPS:
+            return Action.GO_ON
+        # The share first: rates that change all the time would keep it from rising.
+        found = self._judged(plan, is_due=is_due)
+        changed = self._changed(plan, rates) if is_due and found is Action.GO_ON else ""
+        return self._ask(Action.PLAN, changed) if changed else found
 
     def change(self, action: Action, step: int) -> None:
-        """Let the share rise or fall, as all ranks do together.
+        """Begin anew with another plan, for which the share rises or falls, as all ranks do together.
 
         Args:
             step: number of the last step.
         """
+        self._times_s.clear()
         if action is Action.RISE:
             self.share = min(1.0, self.share + INCREASE)
-        elif action is Action.FALL and self._plan is not None:
+            return
+        self._backoff.run(step)
+        if action is Action.FALL and self._plan is not None:
             lower = min(self.share, self._plan.moved_share) / DECREASE
             self.share = lower if lower >= INCREASE else 0.0
-            self._share_backoff.run(step)
 
-    def _after_wait(self, backoff: Backoff, step: int, action: Action, reason: str) -> Action:
-        if not backoff.is_due(step):
-            return Action.GO_ON
-        backoff.run(step)
+    def _ask(self, action: Action, reason: str) -> Action:
         self.reason = reason
         return action
 
@@ -196,12 +185,12 @@ class Feedback:
             for now, planned in zip(rates, self._rates, strict=True)
         ):
             return "the drives' rates have changed"
-        is_idle = bool(rates) and self.share > 0 and not plan.moved_share
+        is_idle = bool(rates) and self.share == 1 and not plan.moved_share
         return "nothing is moved, and the drives may be faster by now" if is_idle else ""
 
-    def _judged(self, plan: PlanInForce, step: int) -> Action:
+    def _judged(self, plan: PlanInForce, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
-        needed = min(self._share_backoff.wait, COUNTED_STEPS)
+        needed = min(self._backoff.wait, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
@@ -209,12 +198,11 @@ class Feedback:
             self.kept_s = max(median_s - plan.computed_s, median_s / 2)
         besides_s, room_s = self.kept_s + plan.computed_s, self._room_s(plan)
         if len(times_s) >= needed and self.share and plan.moved_share and times_s[quarter] - besides_s > room_s:
-            self.reason = f"steps took {median_s:.3g} s where {self.kept_s:.3g} s were measured with everything kept"
-            return Action.FALL
+            long = f"steps took {median_s:.3g} s where {self.kept_s:.3g} s were measured with everything kept"
+            return self._ask(Action.FALL, long)
         more = 1 + INCREASE / plan.moved_share if plan.moved_share else 1.0
-        if self.share < 1 and self._share_backoff.is_due(step) and more * (median_s - besides_s) <= room_s:
-            self.reason = "steps leave room to move more"
-            return Action.RISE
+        if self.share < 1 and is_due and more * (median_s - besides_s) <= room_s:
+            return self._ask(Action.RISE, "steps leave room to move more")
         return Action.GO_ON
 
     def _room_s(self, plan: PlanInForce) -> float:
@@ -246,14 +234,12 @@ class OptimizerStep:
     Attributes:
         began, ended: marks of the clock, without the time between two steps.
         plan: number of the plan in force; 0 for none.
-        moving_before_s: seconds that the host had spent on moving when the step began.
         mismatch: with the plan.
         has_compiled: whether something was compiled in it; then its times say nothing of other steps.
     """
 
     began: object
     plan: int = 0
-    moving_before_s: float = 0.0
     mismatch: PlanMismatch = field(default_factory=PlanMismatch)
     ended: object = None
     has_compiled: bool = False

@@ -115,27 +115,27 @@ class Planner(Protocol):
         ...
 
 
-Rank = tuple[bool, bool, float, float, int]
+Rank = tuple[bool, bool, float, float, float, int]
 
 
 def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
-    """Rank a prediction, the lower the better: within host memory and wear, then by what ``limits`` ask for.
+    """Rank a prediction, the lower the better: within host memory, then by what ``limits`` ask for.
 
-    Without a budget the lowest peak of those within ``max_step_overhead``, with one the least time of those that fit;
-    of equal ones the better other figure, then fewer bytes written. Where none is within, the nearest.
+    Without a budget the lowest peak of those within ``max_step_overhead`` and the limit of wear. With a budget those
+    that fit and exceed the limit of wear least, and of these the least time. Of equal ones the better other figure,
+    then fewer bytes written. Where none is within, the nearest.
     """
     step_s = round(prediction.step_s / SAME_TIME_S) * SAME_TIME_S
-    peak_bytes = prediction.peak_saved_bytes
-    refused = (
-        prediction.host_bytes > limits.host_budget_bytes or prediction.written_bytes > limits.write_limit_bytes_per_step
-    )
+    peak_bytes, written_bytes = prediction.peak_saved_bytes, prediction.written_bytes
+    is_refused = prediction.host_bytes > limits.host_budget_bytes
+    worn_bytes = max(0.0, written_bytes - limits.write_limit_bytes_per_step)
     if limits.activation_budget_bytes is None:
-        over = prediction.step_s > longest_step_s(limits, kept_step_s)
-        first, second = (step_s, peak_bytes) if over else (peak_bytes, step_s)
-    else:
-        over = peak_bytes > limits.activation_budget_bytes
-        first, second = (peak_bytes, step_s) if over else (step_s, peak_bytes)
-    return refused, over, first, second, prediction.written_bytes
+        is_over = step_s > longest_step_s(limits, kept_step_s)
+        first, second = (step_s, peak_bytes) if is_over else (peak_bytes, step_s)
+        return is_refused or worn_bytes > 0, is_over, first, second, worn_bytes, written_bytes
+    if peak_bytes > limits.activation_budget_bytes:
+        return is_refused, True, peak_bytes, worn_bytes, step_s, written_bytes
+    return is_refused, False, worn_bytes, step_s, peak_bytes, written_bytes
 
 
 def is_outside(found: Rank) -> bool:

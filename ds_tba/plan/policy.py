@@ -6,20 +6,16 @@ planned one: it counts how they differ, and ``feedback.py`` judges.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.trace import Scopes, Trace
-from ds_tba.stats import CacheStats
 from ds_tba.storage.base import AnyStore, Choice
 from ds_tba.wear import DAY_S, TERABYTE, life_days
 
 MIB = 1 << 20
-# How far ahead of its device a host is assumed to be, as a fraction of a step.
-HOST_AHEAD_FRACTION = 0.25
 # Replays of one plan differ in the writes that backward comes to cancel.
 WEAR_TOLERANCE = 1.02
 
@@ -88,31 +84,6 @@ class PlanInForce:
     def computed_s(self) -> float:
         """Return the seconds of a step in which blocks are recomputed and storages rematerialized, as predicted."""
         return self.plan.prediction.recomputed_s + self.plan.prediction.rematerialized_s
-
-    @property
-    def patience_s(self) -> float:
-        """Return the seconds of a step that the host may wait for staging: on a device as far as it is ahead."""
-        limits, trace = self.limits, self.trace
-        if limits.activation_budget_bytes is not None:
-            return math.inf
-        ahead_s = 0.0 if trace.resources.is_synchronous else HOST_AHEAD_FRACTION * trace.step_s
-        return max(ahead_s, self.plan.prediction.stall_s, limits.max_step_overhead * trace.step_s - self.computed_s)
-
-    def held_bytes(self, needed_bytes: int) -> int | None:
-        """Return the bound that saved tensors are held to: the budget, or the peak that moving was seen not to lower.
-
-        Where most may be moved, and the plan with the lowest peak moves nothing (because all are saved and taken back
-        at once), holding them to the budget would move them in vain. A plan may be wrong about that, and steps are not.
-
-        Args:
-            needed_bytes: peak of the steps so far, in which everything was moved or held to the budget.
-        """
-        budget_bytes, peak_bytes = self.limits.activation_budget_bytes, self.plan.prediction.peak_saved_bytes
-        if budget_bytes is None or peak_bytes <= budget_bytes:
-            return budget_bytes
-        moves_none = all(place in (Placement.KEEP, Placement.REMATERIALIZE) for place in self.plan.placements)
-        is_in_vain = moves_none and 2 * self.trace.movable_bytes > peak_bytes
-        return max(budget_bytes, min(math.ceil(peak_bytes), needed_bytes)) if is_in_vain else budget_bytes
 
     @property
     def wears_in_days(self) -> float | None:
@@ -199,24 +170,6 @@ class PlanMismatch:
     growth: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """The time that a step may still spend on waiting for room in staging.
-
-    Attributes:
-        stats: of the cache, with the seconds that the host has spent on offloading.
-        until_s: the number of these at which the time is over.
-    """
-
-    stats: CacheStats
-    until_s: float
-
-    @property
-    def is_left(self) -> bool:
-        """True if there is any."""
-        return self.stats.moving_s <= self.until_s
-
-
 class ByPlan:
     """Follows a plan for one micro-step.
 
@@ -227,25 +180,17 @@ class ByPlan:
         in_force: the plan.
         stores: the store of each tier.
         mismatch: of the step; this micro-step's is added to it.
-        patience: of the step.
     """
 
-    def __init__(
-        self,
-        in_force: PlanInForce,
-        stores: Mapping[Placement, AnyStore],
-        mismatch: PlanMismatch,
-        patience: Patience,
-    ) -> None:
+    def __init__(self, in_force: PlanInForce, stores: Mapping[Placement, AnyStore], mismatch: PlanMismatch) -> None:
         self.mismatch = mismatch
         self.prefetch_distance = in_force.plan.prefetch_distance
         self._plan = in_force
         self._storages = in_force.trace.storages
-        self._patience = patience
         # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
         self._stores = {place: tuple({one: stores[one] for one in (place, *stores)}.values()) for place in stores}
         self._all_stores = tuple(stores.values())
-        self._unknown = Choice(self._all_stores, False, rematerialize=True)
+        self._unknown = Choice(self._all_stores, False, "plan", rematerialize=True)
         self._kept = Choice((), False, "plan")
         self._depth = 0
         self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
@@ -314,9 +259,9 @@ class ByPlan:
         if placement is Placement.KEEP:
             return self._kept
         if placement is Placement.REMATERIALIZE:
-            return Choice(self._all_stores, self._patience.is_left, "plan", rematerialize=True)
+            return Choice(self._all_stores, True, "plan", rematerialize=True)
         stores = self._stores.get(placement)
         if stores is None:  # it was to be recomputed with a block that is not
             self.mismatch.unknown_saves += 1
             return self._unknown
-        return Choice(stores, self._patience.is_left)
+        return Choice(stores, True)

@@ -60,6 +60,15 @@ class Rates:
         """True if the device is the host."""
         return self._accelerator.is_synchronized_device()
 
+    def measure_plain(self) -> None:
+        """Measure the drives once without compression, if there is any, before :meth:`measure`.
+
+        Raises:
+            PathError: a write or a read failed.
+        """
+        if self._drives is not None:
+            self._drives.measure_plain()
+
     def measure(self) -> None:
         """Measure drives and copies; blocks for a moment.
 
@@ -68,10 +77,12 @@ class Rates:
         """
         started_s = time.monotonic()
         if self._drives is not None:
-            self._drives.measure_plain()
-            self._measure_drives(self._drives)
-            if self._drives.drop_codec():
-                self._measure_drives(self._drives)
+            cpu_s = time.process_time()
+            before_bytes = self._drives.moved_bytes()
+            self._drives.measure()
+            moved_bytes = self._drives.moved_bytes() - before_bytes
+            if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
+                self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
             with suppress(StateError):  # a path had no room to be measured
                 self._idle = self.resources().rates
         staged = host_memory(min(COPY_BYTES, self._staging_bytes), self._accelerator)
@@ -81,12 +92,9 @@ class Rates:
         now_s = time.monotonic()
         self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
 
-    def _measure_drives(self, drives: DriveProbe) -> None:
-        cpu_s, before_bytes = time.process_time(), drives.moved_bytes()
-        drives.measure()
-        moved_bytes = drives.moved_bytes() - before_bytes
-        if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
-            self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
+    def drop_codec(self) -> bool:
+        """Leave off compression with which drives are slower; return whether they are to be measured again."""
+        return self._drives is not None and self._drives.drop_codec()
 
     def fade(self) -> None:
         """Count what steps show from now on, and the rates of idle drives only where they show nothing."""

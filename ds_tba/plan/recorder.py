@@ -48,7 +48,7 @@ from ds_tba.core.saved import (
     StorageKey,
 )
 from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
-from ds_tba.device.accelerator import Clock
+from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
 from ds_tba.storage.finalizers import DeferredFinalizers
@@ -217,7 +217,7 @@ class MicroStepRecord:
 
 
 def _leaves(view: SavedView) -> bool:
-    """Whether the bytes of a view have left device memory, or will once the operation that saves them is over."""
+    """Return whether the bytes of a view have left device memory, or will once the operation that saves them ends."""
     return view.is_offloaded or view.record.state is RecordState.LEAVING
 
 
@@ -232,7 +232,7 @@ def _before(times: list[float], moment: int | None) -> float:
 class Recorded:
     """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
-    __slots__ = ("__weakref__", "backward", "held", "index", "scope")
+    __slots__ = ("__weakref__", "held", "index", "scope")
 
     def __init__(
         self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
@@ -240,7 +240,6 @@ class Recorded:
         self.held = held
         self.index = index
         self.scope = scope
-        self.backward: int | None = None  # autograd's number of that which has read it last
         record.ends.watch(self, (_End.FREED, index))
 
 
@@ -261,16 +260,6 @@ class SavingCache(Protocol):
         ...
 
 
-class RecorderListener(Protocol):
-    """Told what a recorder comes by."""
-
-    def paused(self) -> None:
-        """Note that a tensor was saved or used, while the trace's clock stands still."""
-
-    def read_twice(self, path: str) -> None:
-        """Note that backward has read a saved tensor of the block at this path a second time."""
-
-
 @dataclass(frozen=True, slots=True)
 class Scene:
     """The surroundings of a recording.
@@ -279,7 +268,7 @@ class Scene:
         saver: the cache.
         clock: of the training device.
         running: tells which module runs.
-        listener: is told what a recorder comes by.
+        memory: is sampled while the trace's clock stands still.
         is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
             copy is done, which says nothing about when forward releases the tensor.
     """
@@ -287,7 +276,7 @@ class Scene:
     saver: SavingCache
     clock: Clock
     running: RunningModule
-    listener: RecorderListener | None = None
+    memory: MemoryMeter | None = None
     is_synchronous: bool = True
 
 
@@ -340,8 +329,7 @@ class Recorder:
     def pack(self, tensor: torch.Tensor) -> Recorded:
         with self._pause():
             held = self._hooks[0](tensor)
-            if self._scene.listener is not None:
-                self._scene.listener.paused()
+            self._sample_memory()
             scope = self.record.scopes[-1]
             return Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
 
@@ -353,12 +341,7 @@ class Recorder:
             tensor = self._hooks[1](recorded.held)
             now = len(record.pauses)
             record.uses.append((now, recorded.scope))
-            if self._scene.listener is not None:
-                self._scene.listener.paused()
-                backward = torch._C._current_graph_task_id()
-                if recorded.backward == backward and recorded.index != _NOTHING and recorded.scope % 2:
-                    self._scene.listener.read_twice(record.scopes[recorded.scope].module)
-                recorded.backward = backward
+            self._sample_memory()
             if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
                 record.storages[recorded.index].unpacked = now
                 if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
@@ -370,6 +353,10 @@ class Recorder:
         self.record.ends.act_if_free()
         if self.record.ended is None:
             self.record.ended = self._clock.mark()
+
+    def _sample_memory(self) -> None:
+        if self._scene.memory is not None:
+            self._scene.memory.sample()
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -408,7 +395,7 @@ class Recorder:
         elif isinstance(held, SavedCounted):
             index = self._index_of_small(held, scope)
         else:
-            index = self._index_of(held.record.key, self._scene.saver.eligibility_of(tensor) is Eligibility.ELIGIBLE)
+            index = self._index_of(held.record.key, True)  # else there were no view of it
             scope.members[index] = None
             origin = held.record.origin
             if origin is not None and self.record.storages[index].origin is None:

@@ -261,11 +261,10 @@ class _Replay:
             if written_s - write_s > now_s:
                 self._writes.free_s = max(now_s, self._writes.free_s - write_s)
                 self._written_bytes -= padded
-            self._arrived_s[storage] = now_s if self._resources.is_synchronous else now_s + took_s
+            self._arrived_s[storage] = now_s + took_s
             self._back_s[storage] = now_s
-        elif self._resources.is_synchronous:
-            self._arrived_s[storage] += took_s if self._place[storage] == _HOST else 0.0
-            self._back_s[storage] = max(now_s, self._arrived_s[storage])
+        elif self._resources.is_synchronous:  # the host copies it
+            self._arrived_s[storage] = self._back_s[storage] = max(now_s, self._arrived_s[storage]) + took_s
         return max(now_s, self._arrived_s[storage])
 
     def _bring(self, storage: int, now_s: float) -> None:

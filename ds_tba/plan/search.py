@@ -16,7 +16,6 @@ groups may lose.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,8 +35,6 @@ MIN_GROUPS_PER_FORWARD = 100
 MOVES_RESOLUTION = 1 / 64
 # This fraction of the limits is given away for groups.
 MARGIN = 0.02
-# Halvings of the range of what a budget needs to be written, where the limit of wear is too low for it.
-WEAR_TRIES = 3
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
 SAME_STEP_FRACTION = 0.02
 
@@ -54,37 +51,15 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     """
     timeline = Timeline.of(trace)
     found = _Search(timeline, limits).found()
-    if limits.movable_share < 1 and _is_over_budget(found, limits):
+    budget_bytes = limits.activation_budget_bytes
+    if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
         limits = replace(limits, movable_share=1.0)
         found = _Search(timeline, limits).found()
-    if limits.write_limit_bytes_per_step < math.inf and _is_over_budget(found, limits):
-        limits, found = _with_wear(timeline, limits)
     # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
     as_far = replay(timeline, found.assignment)
     if rank(as_far.cost, limits, timeline.step_s) <= rank(found.cost, limits, timeline.step_s):
         found = as_far
     return plan_of("adaptive", found)
-
-
-def _is_over_budget(found: Outcome, limits: Limits) -> bool:
-    budget_bytes = limits.activation_budget_bytes
-    return budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes
-
-
-def _with_wear(timeline: Timeline, limits: Limits) -> tuple[Limits, Outcome]:
-    """Return what writes little more than a budget takes, with the limit of wear that it needs."""
-    few_bytes, most = limits.write_limit_bytes_per_step, replace(limits, write_limit_bytes_per_step=math.inf)
-    found = _Search(timeline, most).found()
-    for _ in range(WEAR_TRIES):
-        if _is_over_budget(found, limits):
-            break  # as little as no limit of wear at all could mend
-        less = replace(limits, write_limit_bytes_per_step=(few_bytes + found.cost.written_bytes) / 2)
-        tried = _Search(timeline, less).found()
-        if is_outside(rank(tried.cost, less, timeline.step_s)):
-            few_bytes = less.write_limit_bytes_per_step
-        else:
-            found, most = tried, less
-    return most, found
 
 
 def plan_of(planner: str, outcome: Outcome) -> Plan:
@@ -223,9 +198,13 @@ class _Search:
         if self._nbytes[hosted].sum() > self._host_bytes:  # else nothing need wait for the drive, or wear it
             hosted = _fitting(rest, self._nbytes, self._host_bytes)
         where[hosted] = _HOST
+        # Free ones first, and last what the drives are to be spared, if the budget can do without.
+        rank_of = np.where(is_free | (where == _HOST), 0, 1)
+        if self._has_budget:
+            worn = order[self._to_nvme[order] & (where[order] == _KEEP)]
+            where[worn], rank_of[worn] = _NVME, 2
         order = order[where[order] != _KEEP]
-        is_free |= where == _HOST
-        return where, np.concatenate([order[is_free[order]], order[~is_free[order]]]), int(is_free[order].sum())
+        return where, order[np.argsort(rank_of[order], kind="stable")], int((rank_of[order] == 0).sum())
 
     def _trimmed(self, best: Outcome) -> Outcome:
         """Return the same peak with as little offloaded as it takes."""

@@ -14,10 +14,9 @@ one, too (a stage of a pipeline).
 - Where nothing repeats, a lone member of a ``ModuleList`` counts: ALBERT calls one layer many times.
 
 [Note: In the place of forward] While the model's forward runs, ours stands in the place of the ``forward`` of each
-block that a plan recomputes; outside of that the model is the user's, to copy, inspect or change. In between, a copy
-runs itself, be it deep, shallow or pickled, and whoever wraps ours keeps it: from then on it stays where it is, and
-passes through outside of forwards. Where a micro-step is recorded, hooks on the blocks tell of the passes, as long as
-its forward runs.
+block that a plan recomputes, and of all blocks where a micro-step is recorded; outside of that the model is the user's,
+to copy, inspect or change. In between, a copy runs itself, be it deep, shallow or pickled, and whoever wraps ours keeps
+it: from then on it stays where it is, and passes through outside of forwards.
 
 [Note: Compiled models] Code that ``torch.compile`` compiles runs without us: a model compiled as a whole tells of no
 pass, and its code is the same with us and without. Blocks that were compiled one by one before they were found
@@ -34,7 +33,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from types import CodeType, MethodType
 
@@ -42,14 +41,14 @@ import torch
 from torch import nn
 
 from ds_tba.config import BLOCK
-from ds_tba.core.saved import Hooks
-from ds_tba.core.tensors import (
+from ds_tba.core.hooks import (
     SHOWS_HOOKS,
     innermost_hooks,
     is_being_compiled,
     selective_checkpoints_seen,
     skip_frames,
 )
+from ds_tba.core.saved import Hooks
 from ds_tba.errors import ConfigError
 from ds_tba.recompute.passes import Arguments, Block, ForwardMethod, PassListener, RecomputedPass, replaced_forward
 
@@ -79,10 +78,6 @@ _REPLACED = (
     "its parameters are replaced for the call (torch.func.functional_call), and a second run would find its own: have "
     "the model call it as a module"
 )
-_READ_TWICE = (
-    "a custom Function in it reads ctx.saved_tensors twice in one backward, for which a checkpoint has them only once: "
-    "have it read them once"
-)
 _EXCLUDED = (
     '"only" or "except" keeps tensors that are saved in it, which recomputing would free: have them keep none of it to '
     "have plans choose"
@@ -106,7 +101,7 @@ class Blocks:
 
     Args:
         blocks: from :func:`find_blocks`.
-        listener: is told of each pass inside :meth:`watching` and :meth:`recomputing`.
+        listener: is told of each pass inside :meth:`listening`.
         may_recompute: whether a pass may be recomputed.
         excluded: paths of the blocks in which the config keeps tensors by name.
     """
@@ -130,44 +125,34 @@ class Blocks:
         if not SHOWS_HOOKS:
             self._why = dict.fromkeys((one.path for one in self.all), OLD_PYTORCH)
         self._told: set[str] = set()
-        self._watchers = [_Watcher(self, block) for block in self.all]
         self._forwards = [_Forward(self, block) for block in self.all]
         self._lock = threading.Lock()
         self._forwards_under_way = 0  # in all threads
         self._attached = ExitStack()
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Open the forward of one micro-step, in which hooks tell the listener of each pass that this thread makes."""
-        return self._listening([watcher.in_place() for watcher in self._watchers])
+    @contextmanager
+    def listening(self, paths: Collection[str] | None = None) -> Iterator[None]:
+        """Open the forward of one micro-step, in which the listener is told of passes that this thread makes.
 
-    def recomputing(self, paths: Collection[str] | None = None) -> AbstractContextManager[None]:
-        """Open the forward of one micro-step, in which the listener may have passes through blocks recomputed.
-
-        Enter it inside the saved-tensor hooks that the passes are to save through: where others are the innermost,
-        nothing is recomputed.
+        It may have them recomputed. Enter this inside the saved-tensor hooks that the passes are to save through: where
+        others are the innermost, nothing is recomputed.
 
         Args:
             paths: of the blocks; None for all.
         """
-        wanted = [one for one in self._forwards if paths is None or one.block.path in paths]
-        return self._listening([forward.in_place() for forward in wanted])
-
-    @contextmanager
-    def _listening(self, attachments: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
         skip_frames(_FRAMES)
         with self._lock:
             self._forwards_under_way += 1
             if self._forwards_under_way == 1:
-                for one in attachments:
-                    self._attached.enter_context(one)
+                for one in self._forwards:
+                    if paths is None or one.block.path in paths:
+                        self._attached.enter_context(one.in_place())
         thread = self._thread
-        before, begun = thread.session, len(thread.begun)  # of a forward around this one
+        before = thread.session  # of a forward around this one
         thread.session, self._is_watched = (innermost_hooks(),), True
         try:
             yield
         finally:
-            while len(thread.begun) > begun:  # an interrupt ends a pass without its hook
-                self.end(thread.begun[-1][0])
             thread.session = before
             with self._lock:
                 self._forwards_under_way -= 1
@@ -192,10 +177,6 @@ class Blocks:
         elif self._why.get(block.path) == _SAVES_NOTHING:
             del self._why[block.path]
 
-    def note_read_twice(self, path: str) -> None:
-        """Note that one backward has read twice what a pass through the block has saved."""
-        self._why.setdefault(path, _READ_TWICE)
-
     def warn_left_out(self) -> None:
         """Log one line for each new reason."""
         of_reason: defaultdict[str, list[str]] = defaultdict(list)
@@ -213,10 +194,11 @@ class Blocks:
         Args:
             forward: the block's own.
         """
-        if not self.is_told:
+        in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+        if self._thread.session is None or not torch.is_grad_enabled() or in_backward:
             return forward(*args, **kwargs)
-        arguments = Arguments(args, kwargs)
-        saved_bytes = self.begin(block, arguments)
+        arguments, selective = Arguments(args, kwargs), selective_checkpoints_seen()
+        saved_bytes = self._begin(block, arguments)
         try:
             if saved_bytes is not None and not all(isinstance(one, nn.Parameter) for one in block.module.parameters()):
                 self._why.setdefault(block.path, _REPLACED)
@@ -225,15 +207,11 @@ class Blocks:
             recomputed = RecomputedPass(block, forward, arguments, self._compared, self._listener)
             return recomputed.run(args, kwargs, saved_bytes)
         finally:
-            self.end(block)
+            if selective_checkpoints_seen() > selective:
+                self._why.setdefault(block.path, _SELECTIVE)
+            self._listener.leave(block)
 
-    @property
-    def is_told(self) -> bool:
-        """True if the listener is to be told of a pass that this thread begins."""
-        in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
-        return self._thread.session is not None and torch.is_grad_enabled() and not in_backward
-
-    def begin(self, block: Block, arguments: Arguments) -> int | None:
+    def _begin(self, block: Block, arguments: Arguments) -> int | None:
         """Begin a pass; return the bytes that the listener would have recomputed."""
         self._seen.add(block.path)
         if (innermost_hooks(),) != self._thread.session:
@@ -242,57 +220,12 @@ class Blocks:
             self._why.setdefault(block.path, _TRANSFORMED)
         elif any("cache" in type(one).__name__.lower() for one in arguments.others):
             self._why.setdefault(block.path, _CACHE)
-        found = self._listener.enter(block, tuple(arguments.tensors))
-        self._thread.begun.append((block, selective_checkpoints_seen()))
-        return found
-
-    def end(self, block: Block) -> None:
-        """End the pass through a block that this thread has begun last; no other block's."""
-        if not self._thread.begun or self._thread.begun[-1][0] is not block:
-            return
-        _, selective = self._thread.begun.pop()
-        if selective_checkpoints_seen() > selective:
-            self._why.setdefault(block.path, _SELECTIVE)
-        self._listener.leave(block)
+        return self._listener.enter(block, tuple(arguments.tensors))
 
 
 class _Thread(threading.local):  # forwards of several threads may alternate, each in a session of its own
     def __init__(self) -> None:
         self.session: tuple[Hooks | None] | None = None  # the saved-tensor hooks outside of all passes
-        self.begun: list[tuple[Block, int]] = []  # passes under way, and the selective checkpoints before each
-
-
-class _Watcher:
-    """The hooks that tell of the passes through one block. Those of a copy of the module do nothing."""
-
-    def __init__(self, blocks: Blocks | None = None, block: Block | None = None) -> None:
-        self._blocks = blocks
-        self._block = block
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        if self._block is not None:
-            module = self._block.module
-            with (
-                module.register_forward_pre_hook(self.before, with_kwargs=True),
-                module.register_forward_hook(self.after, prepend=True, always_call=True),
-            ):
-                yield
-
-    def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if self._blocks is None or self._block is None or torch.compiler.is_compiling() or is_being_compiled():
-            return
-        if module is self._block.module and self._blocks.is_told:
-            self._blocks.begin(self._block, Arguments(args, kwargs))
-
-    def after(self, module: nn.Module, *_: object) -> None:
-        if self._blocks is None or self._block is None or torch.compiler.is_compiling() or is_being_compiled():
-            return
-        if module is self._block.module:
-            self._blocks.end(self._block)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _Watcher, ()  # in a deep copy, and in a pickle
 
 
 class _Forward:
@@ -358,14 +291,16 @@ def _module_called() -> nn.Module | None:
     return frame.f_locals.get("self") if frame.f_code in _CALLERS else None
 
 
-# Frames that ``torch.compile`` is to leave alone: see :func:`ds_tba.core.tensors.skip_frames`.
-_FRAMES = (_Forward.__call__, _Watcher.before, _Watcher.after)
+# Frames that ``torch.compile`` is to leave alone: see :func:`ds_tba.core.hooks.skip_frames`.
+_FRAMES = (_Forward.__call__,)
 
 # ---- the layers of a model ------------------------------------------------------------------------------------------
 
 
 def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
-    """Return the repeated layers of a model.
+    """Return the repeated layers of a model, in its order; see [Note: Repeated layers].
+
+    A module that stands in several places has its first path.
 
     Args:
         paths: their paths, or None to find them; a path to a ``ModuleList`` stands for its members.
@@ -373,25 +308,15 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
     Raises:
         ConfigError: a path is not that of a module, or lies inside another.
     """
-    layers = repeated_layers(model) if paths is None else named_layers(model, paths)
+    if paths is not None:
+        layers = _named(model, paths)
+    else:
+        layers = dict(_search(model, "", set(), _CONTAINERS, 2)) or dict(_search(model, "", set(), _UNCALLED, 1))
     return [Block(index, path, module) for index, (path, module) in enumerate(layers.items())]
 
 
-def repeated_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated layers of a model by path, in the order of the model; see [Note: Repeated layers].
-
-    A module that stands in several places has its first path. Empty where nothing is found.
-    """
-    return dict(_search(model, "", set(), _CONTAINERS, 2)) or dict(_search(model, "", set(), _UNCALLED, 1))
-
-
-def named_layers(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules at ``paths``, each once. A ``ModuleList`` or ``ModuleDict``, which is never called, stands for
-    its members.
-
-    Raises:
-        ConfigError: a path is not that of a module, or one module holds another.
-    """
+def _named(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the modules at these paths, each once."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, nn.Module] = {}
     for path in paths:
@@ -450,6 +375,7 @@ def _shapes(module: nn.Module) -> set[tuple[str, torch.Size]]:
 
 
 def _called(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module, or its members where nobody calls the container itself."""
     if not isinstance(module, _UNCALLED):
         yield path, module
         return

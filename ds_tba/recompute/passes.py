@@ -1,4 +1,4 @@
-"""How a pass through a block runs so that backward makes again what autograd would have saved in it.
+"""Runs a pass through a block so that backward recomputes what autograd would have saved in it.
 
 It runs under ``torch.utils.checkpoint`` (``use_reentrant=False``), which restores PyTorch's random numbers and
 autocast, and raises where the forward saves other tensors when it runs again. This file adds what a checkpoint leaves
@@ -16,13 +16,13 @@ from inside), the own parameters are not there, and only then the hooks run too.
 ZeRO-3 that is the memory of a gathered parameter, which its owner believes free and may use again; it would also keep
 all parameters of a block in memory at once. So parameters never get to the checkpoint: autograd holds them as it does
 without one. And parameters that backward has gathered when it asks for the first saved tensor, inside a module of the
-block, must not be let go by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use them.
+block, must not be freed by the forward that runs again (:func:`_gathered_stay`), because backward goes on to use them.
 
 [Note: To the end] A checkpoint stops running a forward again once it has all saved tensors; the modules that run at
-that moment end with an exception, and hooks after forward (with which ZeRO-3 lets go of parameters) are not called. So
+that moment end with an exception, and hooks after forward (with which ZeRO-3 frees parameters) are not called. So
 where a module inside has such hooks, the forward runs to its end. That costs the operations after the last saved
 tensor: in a block that ends in a linear layer without dropout, that layer. This holds for our checkpoint alone: one
-that the user has inside the block stops as it does without us, and under ZeRO-3 it must, or its modules would let go of
+that the user has inside the block stops as it does without us, and under ZeRO-3 it must, or its modules would free
 parameters that backward is using.
 """
 
@@ -41,8 +41,9 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
+from ds_tba.core.hooks import innermost_hooks, uncompiled_hooks
 from ds_tba.core.originals import keep_originals
-from ds_tba.core.tensors import has_plain_storage, innermost_hooks, integers_of, uncompiled_hooks
+from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
@@ -96,7 +97,7 @@ class PassListener(Protocol):
     """Told of passes, in the thread in which they run."""
 
     def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
-        """A pass begins, after the module's pre-forward hooks.
+        """Note that a pass begins, after the module's pre-forward hooks.
 
         Args:
             inputs: each tensor among the arguments once, positional ones first, also those in tuples, lists and
@@ -108,13 +109,13 @@ class PassListener(Protocol):
         """
 
     def leave(self, block: Block) -> None:
-        """The pass ends, also with an exception."""
+        """Note that the pass ends, also with an exception."""
 
     def recompute(self, saved_bytes: int) -> None:
-        """Backward begins to run a pass's forward again; it saves what :meth:`enter` returned."""
+        """Note that backward begins to run a pass's forward again; it saves what :meth:`enter` returned."""
 
     def save_again(self, tensor: torch.Tensor) -> None:
-        """A forward that runs again saves a tensor."""
+        """Note that a forward that runs again saves a tensor."""
 
 
 class Arguments:
@@ -265,7 +266,9 @@ class RecomputedPass:
 
         def unpack(held: object) -> torch.Tensor:
             if isinstance(held, torch.Tensor):
-                originals.add(held)
+                reading = originals.reading
+                if reading is not None:
+                    reading.add(held)
                 return held
             try:
                 return checkpoint_unpack(held)
@@ -343,7 +346,7 @@ def replaced_forward(module: nn.Module, forward: ForwardMethod) -> Iterator[None
 
 @contextmanager
 def _gathered_stay(module: nn.Module) -> Iterator[None]:
-    """Keep parameters that backward has gathered from being let go by the forward that runs again.
+    """Keep parameters that backward has gathered from being freed by the forward that runs again.
 
     ZeRO-3 keeps at a parameter the numbers of the modules that use it, and frees its memory after the last. We are one
     more user, and leave the set as it was.

@@ -1,10 +1,10 @@
-"""How is a storage rematerialized? The ops to run, what on, and with which kernels; and whether that was proven.
+"""Recipes: the ops that rematerialize a storage, their operands and kernels; and sites, which say if that was proven.
 
 Knows rules and the objects that autograd holds; cannot see the graph, nor where storages go.
 
 [Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
-flush denormals: the last bits may follow from that. So what was made by so many threads, with oneDNN or without, and
-with ``torch.set_flush_denormal`` or without, is rematerialized likewise.
+flush denormals: the last bits may follow from that. So a recipe runs with as many threads as forward had, and with
+oneDNN and ``torch.set_flush_denormal`` as they were.
 
 [Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
 last bits of an element may depend on where it lies in memory. Steps get their operands in the strides of forward, and
@@ -37,17 +37,17 @@ PERIOD = 64
 
 @dataclass(slots=True, eq=False)
 class Site:
-    """An op in the graph whose output can be made again; see [Note: Proof].
+    """An op in the graph whose output can be rematerialized; see [Note: Proof].
 
     Attributes:
         op: the last of its recipe's.
-        key: tells it apart from the others.
-        reason: why it is not used; empty where nothing speaks against it.
-        visits: how often a tensor was saved here.
-        next_visit: that is compared again.
-        equal_in: the last step in which it was compared, and equal; None before the first.
-        unseen_since: the first step since then in which a tensor was left out and not compared; None without any.
-        measured_s: that making the output took, when that was compared last.
+        key: identity of the site.
+        reason: cause for which it is not used; empty without one.
+        visits: number of tensors saved here.
+        next_visit: number of the next visit that is compared.
+        equal_in: last step in which a comparison was equal; None before the first.
+        unseen_since: first step since then in which a tensor was neither saved nor compared; None without any.
+        measured_s: seconds that the recipe took in its last comparison.
     """
 
     op: str
@@ -61,12 +61,12 @@ class Site:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a comparison was equal, and nothing has spoken against the site since."""
+        """True if a comparison was equal, and none has differed since."""
         return self.equal_in is not None and not self.reason
 
     @property
     def is_due(self) -> bool:
-        """Whether this visit is to be compared; see [Note: Proof, again]."""
+        """True if this visit is to be compared; see [Note: Proof, again]."""
         return not self.is_proven or self.visits >= self.next_visit
 
     @property
@@ -75,7 +75,7 @@ class Site:
         return self.measured_s if self.is_proven else None
 
     def compared(self) -> None:
-        """This visit is compared."""
+        """Note that this visit is compared, and choose the next one that is."""
         interval = min(PERIOD, self.visits)
         self.next_visit = self.visits + interval - self.key % max(1, interval // 2)
 
@@ -88,12 +88,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Makeable:
-    """How a storage could be rematerialized.
+    """A way to rematerialize a storage.
 
     Attributes:
-        site: the op that makes it.
-        depth: how many storages lie behind each other that can be made one from the other.
-        sources: the storages that it is made of.
+        site: op that makes it.
+        depth: length of the chain of storages that can be made one from the other.
+        sources: storages that it is made of.
     """
 
     site: Site
@@ -133,7 +133,7 @@ class Kernels(NamedTuple):
 
 @contextmanager
 def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
-    """No graph, no autocast (which has acted in forward), no modes of the user; the same kernels."""
+    """Run without graph, autocast (which has acted in forward) and the user's modes, with these kernels."""
     with ExitStack() as state:
         state.enter_context(torch.no_grad())
         state.enter_context(torch._C.DisableTorchFunction())
@@ -150,14 +150,14 @@ def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
 
 
 class Recipe(NamedTuple):
-    """How the storage of a saved tensor is made again.
+    """The ops that rematerialize the storage of a saved tensor.
 
     Attributes:
-        site: whose output it is.
-        steps: each behind those it needs; the last gives the storage itself.
-        spec: how the storage was laid out.
-        kernels: that made it.
-        depth: how many storages lie behind each other that can be made one from the other, with this one.
+        site: op whose output it is.
+        steps: ops, each behind those it needs; the last gives the storage itself.
+        spec: layout of the storage.
+        kernels: settings of forward.
+        depth: length of the chain of storages that can be made one from the other, with this one.
     """
 
     site: Site
@@ -168,17 +168,17 @@ class Recipe(NamedTuple):
 
     @property
     def scratch_bytes(self) -> int:
-        """Intermediate bytes held while it runs, at most."""
+        """Return the most intermediate bytes that are held while it runs."""
         return sum(step.nbytes for step in self.steps[:-1])
 
     @property
     def work_bytes(self) -> int:
-        """At most, of all that is in memory at once while the storage is made and compared."""
+        """Return the most bytes that are in memory at once while the storage is made and compared."""
         return 2 * self.steps[-1].nbytes + self.scratch_bytes + sum(_work_bytes(one) for one in set(self.records()))
 
     @property
     def sources(self) -> tuple[StorageKey, ...]:
-        """The saved storages that it is made of."""
+        """Return the saved storages that it is made of."""
         return tuple(dict.fromkeys(record.key for record in self.records()))
 
     def held(self) -> Iterator[Held]:
@@ -186,7 +186,7 @@ class Recipe(NamedTuple):
         return iter({id(one): one for step in self.steps for one in step.operands if isinstance(one, Held)}.values())
 
     def records(self) -> Iterator[SavedStorage]:
-        """The saved storages that it is made of, as often as they are held."""
+        """Return the saved storages that it is made of, as often as they are held."""
         return (held.record for held in self.held() if isinstance(held, SavedView))
 
     def bound(self, cache: Keeper) -> Recipe:
@@ -194,7 +194,7 @@ class Recipe(NamedTuple):
         return self._with({id(one): cache.lend(one) for one in self.held() if isinstance(one, SavedView)})
 
     def copied(self, cache: Keeper) -> Recipe:
-        """The same with copies of its own of parameters and buffers, as they are now."""
+        """Return the same with copies of its own of parameters and buffers, as they are now."""
         copies: dict[int, Held] = {}
         for one in self.held():
             if is_of_a_module(one):
@@ -210,12 +210,12 @@ class Recipe(NamedTuple):
     def make(
         self, restore: Callable[[Saved], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
     ) -> torch.Tensor:
-        """The output of the op, laid out as in forward.
+        """Return the output of the op, laid out as in forward.
 
         Args:
-            restore: gives the tensor that is held; asked for those of one step at a time.
-            clock: None where nothing is timed.
-            marks: where marks of the clock around each step are added, without what ``restore`` takes.
+            restore: returns the tensor that is held; called for those of one step at a time.
+            clock: takes the times; None for none.
+            marks: list to which the clock's marks around each step are added, without the time of ``restore``.
 
         Raises:
             NoRecipeError: it cannot be the same bits.
@@ -258,11 +258,11 @@ class Comparison(NamedTuple):
     """A comparison under way, or done.
 
     Attributes:
-        flags: whether any bit differs, and whether the elements do; in host memory, once ``done``.
-        done: event; None where it is done.
-        marks: of the clock, around each step of the making.
-        step: of training, in which the tensor was saved.
-        visit: of the site.
+        flags: two booleans in host memory, once ``done``: any bit differs, and the elements are not all equal.
+        done: event of the device; None if it is over.
+        marks: marks of the clock around each step of the recipe.
+        step: step of training in which the tensor was saved.
+        visit: number of the site's visit.
         module: path of the module in which the tensor was saved; empty where the site was not proven before.
     """
 
@@ -276,10 +276,10 @@ class Comparison(NamedTuple):
 
     @property
     def is_done(self) -> bool:
-        """Whether it can be read without waiting for the device."""
+        """True if it can be read without waiting for the device."""
         return self.done is None or bool(self.done.query())
 
 
 def is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:
-    """Whether it is a parameter or buffer, whose owner may change it at any time."""
+    """Return whether it is a parameter or buffer, whose owner may change it at any time."""
     return isinstance(held, PassedThrough) and (is_parameter(held.held) or is_owned(held.held))

@@ -1,10 +1,10 @@
-"""The ops whose outputs can be made again from what autograd saves anyway, a line for each.
+"""The ops whose outputs can be rematerialized from what autograd saves anyway, a line for each.
 
 Knows PyTorch's graph nodes (``torch/csrc/autograd/generated``; their saved attributes follow from
 ``tools/autograd/derivatives.yaml``); does not know the cache.
 
 [Note: Rules] A rule is found by the name of the node that made a tensor. The ``n``-th operand is the node's ``n``-th
-input: the node may hold it as an attribute, another node may have saved it, or it can be made again by a rule itself.
+input: the node may hold it as an attribute, another node may have saved it, or a rule can rematerialize it.
 Numbers that a node does not hold (of ``x + 1``, say) are not known, so that there is no rule for such an op.
 """
 
@@ -26,7 +26,7 @@ class Output(NamedTuple):
     """An output of a node, as it was in forward.
 
     Attributes:
-        number: of the output among the node's outputs.
+        number: place among the node's outputs.
     """
 
     shape: torch.Size
@@ -38,9 +38,9 @@ class Operand(NamedTuple):
     """An operand of an op.
 
     Attributes:
-        attribute: under which the node may hold it; empty where it holds none.
-        edge: number of the node's input; None where that is not differentiable.
-        is_optional: the op can do without it.
+        attribute: name under which the node may hold it; empty if it holds none.
+        edge: number of the node's input; None if that is not differentiable.
+        is_optional: True if the op can do without it.
     """
 
     attribute: str
@@ -50,17 +50,17 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the output of one op is made again.
+    """A way to rematerialize the output of one op.
 
     Attributes:
-        op: its name in the config and in reports.
-        make: the output, from the operands, the constants and the :class:`Output`.
+        op: name in the config and in reports.
+        make: returns the output, from the operands, the constants and the :class:`Output`.
         constants: attributes of the node.
         result: attribute under which the node may hold its own output.
-        is_view: the output shares its operand's memory, so that it is a step between others only.
-        listed: attribute under which the node holds a list of operands more.
-        needs_epsilon: the last constant is the ``eps`` of a norm; see ``search.py``.
-        is_copy: the graph does not tell the strides of its output.
+        is_view: True if the output shares its operand's memory, so that it is a step between others only.
+        listed: attribute under which the node holds a list of more operands.
+        needs_epsilon: True if the last constant is the ``eps`` of a norm; see ``search.py``.
+        is_copy: True if the graph does not tell the strides of the output.
     """
 
     op: str
@@ -74,13 +74,13 @@ class Rule:
     is_copy: bool = False
 
     def is_rounded_once(self, constants: tuple[Any, ...]) -> bool:
-        """Whether each element has the same bits wherever it lies in memory: no more than one operation rounds it."""
+        """Return whether each element has the same bits wherever it lies in memory: one operation rounds it at most."""
         has_factor = self.op in ("add", "sub") and constants != (1,)  # which some loops fuse, and others do not
         return self.is_view or (self.op in _ROUNDED_ONCE and not has_factor)
 
 
 class NoRecipeError(Exception):
-    """A tensor cannot be made again; the text is the reason, in the report's words."""
+    """A tensor cannot be rematerialized; the text is the reason, in the report's words."""
 
 
 class Saved(Protocol):
@@ -113,7 +113,7 @@ class Step(NamedTuple):
         return 0 if self.rule.is_view else self.output.shape.numel() * self.output.dtype.itemsize
 
     def run(self, operands: list[torch.Tensor | None]) -> torch.Tensor:
-        """The output.
+        """Return the output.
 
         Raises:
             NoRecipeError: it has another shape or dtype than in forward, as that of an op in place may have.
@@ -124,7 +124,7 @@ class Step(NamedTuple):
         return made
 
     def signature(self) -> tuple[Any, ...]:
-        """Equal for equal work: the op, its constants, and of all tensors dtype, shape and stride."""
+        """Return what is equal for equal work: the op, its constants, and of all tensors dtype, shape and stride."""
         return (self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
 
 
@@ -142,7 +142,7 @@ _ROUNDED_ONCE = frozenset(
 
 
 def _rule(op: str, operands: str, make: Callable[..., Any], constants: str = "", result: str = "") -> Rule:
-    """A rule; ``-`` stands for an operand that the node does not hold."""
+    """Return a rule; ``-`` stands for an operand that the node does not hold."""
     found = tuple(Operand("" if name == "-" else name, edge) for edge, name in enumerate(operands.split()))
     return Rule(op, found, lambda *values: make(*values[:-1]), tuple(constants.split()), result)
 
@@ -287,7 +287,7 @@ OPS = frozenset(rule.op for rule in RULES.values() if not rule.is_view and rule.
 
 
 def is_passing(node: Any) -> bool:
-    """Whether the output of a node is its input."""
+    """Return whether the output of a node is its input."""
     return type(node).__name__ in PASSING and type(node)._forward_cls.__module__.startswith("deepspeed.")
 
 
@@ -295,7 +295,7 @@ _SIGNED = 1 << 63
 
 
 def constant(value: Any) -> Any:
-    """A constant of a node, as it holds it. Negative dimensions come as unsigned numbers of 64 bits."""
+    """Return a constant of a node. Negative dimensions come as unsigned numbers of 64 bits."""
     if isinstance(value, tuple):
         return tuple(_signed(one) for one in value)
     return _signed(value)
@@ -307,6 +307,6 @@ def _signed(value: Any) -> Any:
 
 
 def is_supported() -> bool:
-    """Whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
+    """Return whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
     saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
     return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")

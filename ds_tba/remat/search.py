@@ -1,4 +1,4 @@
-"""What is a saved tensor made of? The steps of its recipe, found in the graph.
+"""Finds the steps of a recipe in the graph: what a saved tensor is made of.
 
 Knows graph nodes, rules, and the objects that autograd holds; cannot see what was proven.
 
@@ -47,9 +47,9 @@ class Searched:
     """The part of a graph that may be entered.
 
     Attributes:
-        cache: whose saved views are operands.
-        rules: by the names of nodes.
-        first_node: the number of the first node of the forward that runs.
+        cache: owner of the saved views that are operands.
+        rules: rules by the names of nodes.
+        first_node: number of the first node of the forward that runs.
     """
 
     cache: Keeper
@@ -57,7 +57,7 @@ class Searched:
     first_node: float
 
     def has(self, node: Any) -> bool:
-        """Whether a node was made in the forward that runs."""
+        """Return whether a node was made in the forward that runs."""
         return bool(node._sequence_nr() >= self.first_node)
 
 
@@ -65,7 +65,7 @@ class Search:
     """The steps of one recipe, as they are found.
 
     Attributes:
-        steps: each behind those it needs.
+        steps: ops, each behind those it needs.
     """
 
     def __init__(self, searched: Searched) -> None:
@@ -76,7 +76,7 @@ class Search:
         self._is_copied: list[bool] = []  # of each step: whether its strides may be others than in forward
 
     def add(self, node: Any, rule: Rule, number: int) -> int:
-        """The number of the step that makes the output of a node; the same for the same output."""
+        """Return the number of the step that makes the output of a node; the same for the same output."""
         known = self._found.get((id(node), number))
         if known is not None:
             return known[1]
@@ -114,7 +114,7 @@ class Search:
         return self._output(made_by, number)
 
     def _output(self, node: Any, number: int) -> int | Held | torch.Tensor:
-        """The output of a node, for another one that has it as input."""
+        """Return the output of a node, for another one that has it as input."""
         if type(node).__name__ == "AccumulateGrad":
             is_parameter = isinstance(node.variable, torch.nn.Parameter)
             raise NoRecipeError("a parameter" if is_parameter else "an input of the model")
@@ -167,7 +167,7 @@ class Search:
             raise NoRecipeError("an operand that is not dense")
         if is_parameter(tensor) or is_owned(tensor):
             if not tensor.numel() or not tensor.is_contiguous() or not isinstance(held, PassedThrough):
-                raise NoRecipeError("a parameter or buffer of a module")  # ZeRO-3 may have let go of it
+                raise NoRecipeError("a parameter or buffer of a module")  # ZeRO-3 may have freed it
         elif isinstance(held, PassedThrough) and tensor.dim():
             raise NoRecipeError("an operand that is not on the device")
         if is_input(tensor):
@@ -176,7 +176,7 @@ class Search:
 
 
 def _of_node(node: Any, name: str) -> Any:
-    """An attribute of a node, of which each PyTorch has its own: 2.14 holds no epsilon of a group norm any more."""
+    """Return an attribute of a node. Each PyTorch has its own: 2.14 holds no epsilon of a group norm any more."""
     try:
         return getattr(node, name)
     except AttributeError:
@@ -184,7 +184,7 @@ def _of_node(node: Any, name: str) -> Any:
 
 
 def made_by(tensor: torch.Tensor) -> tuple[Any, int]:
-    """The node that made a tensor, and the number of the tensor among its outputs."""
+    """Return the node that made a tensor, and the number of the tensor among its outputs."""
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None and is_passing(node):
         node, number = node.next_functions[0]
@@ -192,7 +192,7 @@ def made_by(tensor: torch.Tensor) -> tuple[Any, int]:
 
 
 def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
-    """A tensor was saved: what recipes may want to know of it later; see [Note: Operands]."""
+    """Note at its node that a tensor was saved, for recipes that need it as an operand; see [Note: Operands]."""
     node: Any = tensor.grad_fn
     # One that was changed in place may have had other values when the next op took it.
     if isinstance(held, SavedView) and node is not None and not tensor._version:
@@ -204,12 +204,12 @@ def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether a tensor without hooks is one that PyTorch has made of a number, which is nobody else's."""
+    """Return whether a tensor without hooks is one that PyTorch has made of a number, which is nobody else's."""
     return not tensor.dim() and not tensor._version and tensor.device.type == "cpu"
 
 
 def _epsilon_in_frames() -> tuple[Any] | None:
-    """The ``eps`` of PyTorch's function of a norm, in a tuple, if one saves its statistics at this moment."""
+    """Return the ``eps`` of PyTorch's function of a norm, in a tuple, if one saves its statistics at this moment."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("ds_tba.", "contextlib")):
         frame = frame.f_back

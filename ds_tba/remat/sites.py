@@ -1,10 +1,10 @@
-"""Which ops' outputs may be rematerialized? Sites, and their proof, bit for bit, before they are used.
+"""Sites: the ops whose outputs may be rematerialized, and their proof, bit for bit, before they are used.
 
 Knows recipes and an accelerator; cannot see plans, nor where storages go.
 
-[Note: Words] A *site* is an op in the graph whose output can be made again, told from others by its work (ops, numbers,
-dtypes, shapes, strides), the module that runs, the lines of it, and how often that has come in a forward. A *recipe*
-says how: the ops to run, and what on.
+[Note: Words] A *site* is an op in the graph whose output can be rematerialized, told from others by its work (ops,
+numbers, dtypes, shapes, strides), the module that runs, the lines of it, and how often that has come in a forward. A
+*recipe* has the ops to run, and their operands.
 
 [Note: Proof] When an output is saved at a site that is not proven, it is made from its operands, while forward has
 both, and every bit is compared. Only where none differs is the tensor not saved, in that very forward. If one differs,
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Bytes of the steps between relative to the result's.
 MAX_BETWEEN_FACTOR = 4
-# Recipes whose operands are made again themselves, one behind the other.
+# Recipes whose operands are rematerialized themselves, one behind the other.
 MAX_DEPTH = 4
 # Copies of parameters take no larger part of the result's bytes, each.
 MAX_COPIED_PART = 1 / 16
@@ -56,12 +56,13 @@ class Sites:
     """All sites of a run; see [Note: Proof].
 
     Args:
-        cache: whose saved views are operands.
+        cache: owner of the saved views that are operands.
         accelerator: the training device.
-        exclude: ops that are not made again.
+        exclude: ops that are not rematerialized.
+        running: tells which module runs, for errors.
 
     Attributes:
-        step: the number of the step that runs, from 1 on.
+        step: number of the step that runs, from 1 on.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Sites:
     ) -> None:
         self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
         self.step = 1
-        self._running = running or RunningModule({})
+        self._running = running or RunningModule()
         self.accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronized_device()
         self._answers = PinnedAnswers(accelerator, 2, torch.bool)
@@ -92,7 +93,7 @@ class Sites:
         self.step += 1
 
     def begin_forward(self) -> None:
-        """A forward begins: nodes of earlier ones are not entered, and sites are told from its first op on."""
+        """Begin a forward: enter no nodes of earlier ones, and count sites from its first op on."""
         self._searched = replace(self._searched, rules=self.rules, first_node=next_sequence_number())
         self._thread = self._thread or threading.current_thread()
         # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
@@ -101,10 +102,10 @@ class Sites:
         if len(self._sites) >= MAX_SITES:  # of lengths that do not come again, say
             self._sites = {key: one for key, one in self._sites.items() if one.unseen_since is not None}
 
-    # ---- what can be made again ---------------------------------------------------------------------------------
+    # ---- what can be rematerialized ---------------------------------------------------------------------------------
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
-        """How the storage of a tensor that is being saved could be made again; None where it cannot."""
+        """Return a recipe for the storage of a tensor that is being saved; None without one."""
         made = base_of(tensor)
         if type(made.grad_fn).__name__ not in self._names:
             return None
@@ -159,7 +160,7 @@ class Sites:
         return recipe._replace(site=self.site_of(recipe), depth=depth)
 
     def site_of(self, recipe: Recipe) -> Site:
-        """The site with such a recipe that comes next in this forward."""
+        """Return the site with such a recipe that comes next in this forward."""
         signature = (*(step.signature() for step in recipe.steps), recipe.spec.stride, recipe.kernels)
         place = hash(signature), position_in_code()
         self._numbers[place] += 1
@@ -212,7 +213,7 @@ class Sites:
         return Comparison(recipe, flags, moment(self.accelerator), marks, self.step, site.visits, module)
 
     def read(self, comparison: Comparison) -> bool:
-        """Whether no bit differed. Waits for the device.
+        """Return whether no bit differed. Waits for the device.
 
         Raises:
             RematerializationError: one did, at a site where tensors were left out since none had.
@@ -234,14 +235,14 @@ class Sites:
         return False
 
     def left_out(self, recipe: Recipe) -> None:
-        """A storage is not saved, and was not compared, or is not known to be equal yet."""
+        """Note that a storage is not saved, and was not compared, or is not known to be equal yet."""
         if recipe.site.unseen_since is None:
             recipe.site.unseen_since = self.step
 
     # ---- in backward --------------------------------------------------------------------------------------------
 
     def make(self, recipe: Recipe) -> torch.Tensor:
-        """Make a storage again (uint8, 1-D).
+        """Rematerialize a storage (uint8, 1-D).
 
         Raises:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
@@ -260,7 +261,7 @@ class Sites:
         return made
 
     def _restore(self, held: Saved) -> torch.Tensor:
-        """An operand, for the current stream; another may have allocated it."""
+        """Return an operand, for the current stream; another may have allocated it."""
         operand = held.restore()
         if not self._is_synchronous and operand.device == self.accelerator.device():
             self.accelerator.share(operand, self.accelerator.current_stream())
@@ -317,7 +318,7 @@ def _remedy(recipe: Recipe) -> str:
 def open_sites(
     config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule | None = None
 ) -> Sites | None:
-    """The sites of a run; None where the config or PyTorch leaves nothing to rematerialize.
+    """Return the sites of a run; None if the config or PyTorch leaves nothing to rematerialize.
 
     Raises:
         ConfigError: as :func:`excluded_ops`.
@@ -333,7 +334,7 @@ def open_sites(
 
 
 def excluded_ops(config: OffloadConfig) -> frozenset[str]:
-    """The ops that are not made again.
+    """Return the ops that are not rematerialized.
 
     Raises:
         ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.

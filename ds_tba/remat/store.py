@@ -8,8 +8,9 @@ and nobody waits for it: until then the ticket holds the bytes as a pending copy
 others at most. What comes while there are more is saved, and compared another time. Bytes that turn out to differ go to
 the next store, as those of a failed write do, or stay where none takes them.
 
-[Note: Graphs that stay] What a graph that outlives backward still needs, and no operand is wanted for anything else, is
-made once and held, where that takes less than its operands do.
+[Note: Graphs that stay] A graph may outlive backward: a statistic that a script keeps until the next step, say. A
+storage that it still needs, and whose operands nobody else wants, is rematerialized once and held, where that takes
+less than its operands do.
 """
 
 from __future__ import annotations
@@ -18,37 +19,23 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
-from ds_tba.core.saved import Lender, Reloaded, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
+from ds_tba.core.saved import Keeper, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, RematerializationError, StateError
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe
 from ds_tba.remat.search import note
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.base import Loaded, Refusal, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 # Bytes of storages that are held until a device has answered their comparison; one may be larger.
 MAX_UNREAD_BYTES = 256 << 20
-
-
-class Prover(Protocol):
-    """Finds recipes, and proves that they give the same bytes: ``sites.py``."""
-
-    @property
-    def accelerator(self) -> Accelerator: ...
-
-    def begin_forward(self) -> None: ...
-    def recipe(self, tensor: torch.Tensor) -> Recipe | None: ...
-    def compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None: ...
-    def read(self, comparison: Comparison) -> bool: ...
-    def left_out(self, recipe: Recipe) -> None: ...
-    def make(self, recipe: Recipe) -> torch.Tensor: ...
 
 
 class RecipeTicket(Ticket):
@@ -62,7 +49,7 @@ class RecipeTicket(Ticket):
 
     __slots__ = ("held", "recipe", "record")
 
-    def __init__(self, nbytes: int, store: RematStore, recipe: Recipe, held: Reloaded | None) -> None:
+    def __init__(self, nbytes: int, store: RematStore, recipe: Recipe, held: Arrival | None) -> None:
         super().__init__(nbytes, store)
         self.recipe: Recipe | None = recipe
         self.held = held
@@ -82,7 +69,7 @@ class PendingComparison(PendingCopy):
     """A comparison that the device may not have answered. Holds the bytes that wait for the answer, if any do.
 
     Attributes:
-        ticket: whose bytes wait; None where the site was proven before.
+        ticket: storage whose bytes wait; None if the site was proven before.
     """
 
     __slots__ = ("_store", "comparison", "ticket")
@@ -102,13 +89,13 @@ class RematStore(TensorStore[RecipeTicket]):
     """The store.
 
     Args:
-        cache: whose saved views are operands, and whose stores are next.
-        sites: what may be rematerialized.
+        cache: owner of the saved views that are operands, and of the stores that are next.
+        sites: find recipes, and prove that they give the same bytes.
     """
 
     keeps_bytes = False
 
-    def __init__(self, cache: Lender, sites: Prover) -> None:
+    def __init__(self, cache: Keeper, sites: Sites) -> None:
         self.sites = sites
         self._cache = cache
         self._accelerator = sites.accelerator
@@ -165,7 +152,7 @@ class RematStore(TensorStore[RecipeTicket]):
         return ticket
 
     def _may_prove(self, tensor: torch.Tensor, recipe: Recipe) -> bool:
-        """Whether there is room for it now, and it is likely to be worth that."""
+        """Return whether there is room for a comparison now, and it is likely to be worth that."""
         site, nbytes = recipe.site, tensor.untyped_storage().nbytes()
         if 2 * recipe.work_bytes > self._cache.limit_bytes:
             return False
@@ -205,8 +192,7 @@ class RematStore(TensorStore[RecipeTicket]):
         """Take a storage, whose bytes are held where a comparison is not answered yet."""
         nbytes, held = recipe.steps[-1].nbytes, None
         if source is not None:
-            arrival = self._arrival(storage_bytes(source))
-            held = Reloaded(arrival, arrival.join()._version, is_only=True)
+            held = self._arrival(storage_bytes(source))
         ticket = RecipeTicket(nbytes, self, recipe, held)
         if held is None:
             self._add(ticket)
@@ -281,8 +267,8 @@ class RematStore(TensorStore[RecipeTicket]):
         with self._deferred, self._deferred.lock:
             held, recipe = ticket.held, ticket.recipe
         if held is not None:
-            unmodified(held.arrival.join(), held.version)
-            return Loaded(held.arrival, stored=True)
+            unmodified(held.join(), held.version)
+            return Loaded(held, stored=True)
         if recipe is None:
             raise StateError("a storage was to be made after it was given up; this is a bug in ds_tba")
         return Loaded(self._make(recipe), stored=True)
@@ -330,13 +316,13 @@ def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:
     """Yield the storages with bytes of their own that a storage is made of, however often it takes them."""
     for one in recipe.records():
         inner = one.ticket.recipe if isinstance(one.ticket, RecipeTicket) and one.ticket.held is None else None
-        yield from (one,) if inner is None or one.reloaded is not None else _leaves(inner)
+        yield from (one,) if inner is None or one.loaded is not None else _leaves(inner)
 
 
 def _takes_more(ticket: RecipeTicket) -> bool:
-    """Whether what only recipes hold for a storage takes more than its bytes would, beside what is there already."""
+    """Return whether a storage's operands that only recipes hold take more than its own bytes would."""
     recipe, record = ticket.recipe, ticket.record
     if recipe is None or record is None:
         return False
     only_lent = {one for one in _leaves(recipe) if one.views == one.lent and not one.load_bytes}
-    return sum(one.nbytes for one in only_lent) > (ticket.nbytes if record.reloaded is None else 0)
+    return sum(one.nbytes for one in only_lent) > (ticket.nbytes if record.loaded is None else 0)

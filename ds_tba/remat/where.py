@@ -1,4 +1,4 @@
-"""Where in the program is this? The module that runs, and the calls inside it, read from the stack of the thread.
+"""Tells the module that runs, and the calls inside it, from the stack of the thread; and chooses tensors by module.
 
 Knows modules and frames; cannot see tensors. No module has a hook for that: code that ``torch.compile`` has compiled
 would be compiled again. Modules inside of such code are called by nobody: it runs as the module that was compiled.
@@ -23,7 +23,7 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 
 
 def position_in_code() -> int:
-    """A hash of where the caller's thread is: the innermost module that runs, and the calls inside it; 0 outside."""
+    """Return a hash of the innermost module that the caller's thread runs, and of the calls inside it; 0 outside."""
     path: list[Any] = []
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _CALL:
@@ -34,14 +34,10 @@ def position_in_code() -> int:
 
 
 class RunningModule:
-    """Tells which module of a model runs. It reads the call stack: no module has a hook for that.
+    """Tells which module of a model runs. It reads the call stack: no module has a hook for that."""
 
-    Args:
-        paths: for each module (by ``id``) its path in the model.
-    """
-
-    def __init__(self, paths: dict[int, str]) -> None:
-        self._paths = dict(paths)
+    def __init__(self) -> None:
+        self._paths: dict[int, str] = {}  # by id of the module
 
     def watch(self, model: nn.Module) -> None:
         """Know the modules of a model from now on."""

@@ -99,7 +99,7 @@ class Loaded:
 
     @property
     def data(self) -> torch.Tensor:
-        """The storage (uint8, 1-D, on the device), for the calling thread's current stream."""
+        """Return the storage (uint8, 1-D, on the device), for the calling thread's current stream."""
         return self.arrival.join()
 
 
@@ -131,7 +131,7 @@ class Store(ABC, Generic[OwnTicket]):
 
     @abstractmethod
     def get(self, ticket: OwnTicket, device: torch.device) -> Loaded:
-        """The bytes of a ticket on the device: handed over from memory if a write is unfinished, else read.
+        """Bring the bytes of a ticket to the device: from memory if a write is unfinished, else read.
 
         Raises:
             ActivationLostError: they could not be read back.
@@ -162,7 +162,7 @@ class Store(ABC, Generic[OwnTicket]):
 
     @abstractmethod
     def copies_out(self) -> Sequence[PendingCopy]:
-        """The copies out of device memory that are under way, oldest first. Never blocks, and acts on finalizers."""
+        """List the copies out of device memory under way, oldest first. Never blocks, and acts on finalizers."""
 
     def trim(self) -> None:
         """Give pages of memory back to the system, while nothing goes to this store."""

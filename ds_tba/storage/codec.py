@@ -5,60 +5,27 @@ and writes what it came to, padded to the alignment; a block that does not becom
 is. Checksums cover what is on the drive, and how long a block is there is known to its part only, so that a torn or
 stale block is found as without a codec. Extents are as long as the bytes, whatever comes of them.
 
-A codec sees host memory. One that compresses on a device, before the copy to the host, could stand behind
-:class:`Codec` with a ring that stages on the device; there is none.
+A codec sees host memory; there is none that compresses on a device, before the copy to the host.
 """
 
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ds_tba.config import CODEC_PACKAGE
-from ds_tba.device.memory import host_view, is_out_of_memory
+from ds_tba.device.memory import host_view
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.path import Block
-from ds_tba.storage.staging import Span, StagingRing
+from ds_tba.storage.spans import Span
+from ds_tba.storage.staging import StagingRing
 
 LEAST_GAIN = 1 / 8  # of a block's bytes; with less, the time of reading it back is not worth it
-
-
-class Codec(ABC):
-    """Compresses without loss. Any lane may call it at any time.
-
-    Attributes:
-        name: as in ``io.compression``.
-    """
-
-    name: str
-
-    @abstractmethod
-    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
-        """Compress ``data`` (uint8, 1-D, host memory) into the first bytes of ``into``.
-
-        Args:
-            item_bytes: length of an element; a wrong one costs compression only.
-
-        Returns:
-            The length of what it came to; 0 where that does not fit.
-
-        Raises:
-            TransferError: it failed.
-        """
-
-    @abstractmethod
-    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
-        """Fill ``into`` with the bytes of which ``packed`` was made.
-
-        Raises:
-            TransferError: ``packed`` was not made of so many bytes.
-        """
 
 
 class _Filtered(NamedTuple):
@@ -72,8 +39,15 @@ class _Filtered(NamedTuple):
 _BLOSC = {"lz4": _Filtered("LZ4", "BITSHUFFLE", 5), "zstd": _Filtered("ZSTD", "SHUFFLE", 1)}
 
 
-class BloscCodec(Codec):
-    """blosc2, in the calling thread.
+class Codec:
+    """Compresses without loss, by blosc2 in the calling thread. Any lane may call it at any time.
+
+    blosc2 raises a RuntimeError where it has no memory for a context or, given bytes that are whole, for compressing
+    them; it does not tell which. So each is taken for memory that ran out, and tried again. A ValueError says that
+    bytes could not be decompressed, for whatever reason.
+
+    Attributes:
+        name: as in ``io.compression``.
 
     Raises:
         BackendUnavailableError: the package is missing.
@@ -100,6 +74,18 @@ class BloscCodec(Codec):
         }
 
     def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
+        """Compress ``data`` (uint8, 1-D, host memory) into the first bytes of ``into``.
+
+        Args:
+            item_bytes: length of an element; a wrong one costs compression only.
+
+        Returns:
+            The length of what it came to; 0 where that does not fit.
+
+        Raises:
+            TransferError: it failed.
+            MemoryError: for want of memory.
+        """
         try:
             packed = self._blosc2.compress2(host_view(data), typesize=item_bytes, **self._parameters)
         except (RuntimeError, ValueError) as error:
@@ -110,6 +96,12 @@ class BloscCodec(Codec):
         return len(packed)
 
     def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
+        """Fill ``into`` with the bytes of which ``packed`` was made.
+
+        Raises:
+            TransferError: ``packed`` was not made of so many bytes.
+            MemoryError: there is none for a context.
+        """
         view = host_view(packed)
         try:
             nbytes, packed_bytes, _ = self._blosc2.get_cbuffer_sizes(view)
@@ -122,9 +114,8 @@ class BloscCodec(Codec):
             raise self._failure("decompress", packed.numel(), f"they tell of {packed_bytes}, made of {nbytes}")
 
     def _failure(self, verb: str, nbytes: int, why: Exception | str) -> Exception:
-        if isinstance(why, Exception) and is_out_of_memory(why):
-            return MemoryError(str(why))
-        return TransferError(f"{self.name} cannot {verb} {nbytes} bytes ({why})")
+        text = f"{self.name} cannot {verb} {nbytes} bytes ({why})"
+        return MemoryError(text) if isinstance(why, RuntimeError) else TransferError(text)
 
 
 class BlockIo:

@@ -72,9 +72,6 @@ class DeferredFinalizers(Generic[Item]):
         self._watched: set[Notice[Item]] = set()  # a weak reference that is gone itself tells nobody
         self._broken_by = ""  # the type of the exception; see [Note: Broken]
 
-    def __enter__(self) -> None:
-        self.act_if_free()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -101,14 +98,15 @@ class DeferredFinalizers(Generic[Item]):
         if not (self._broken_by or is_ours or _is_refusal(error)):
             self._broken_by = type(error).__name__  # not itself: it holds frames, and all tensors in them
 
-    def watch(self, watched: object, item: Item) -> None:
+    def watch(self, watched: object, item: Item) -> Notice[Item]:
         """Leave ``item`` when an object, which is equal to itself only, is gone, whoever lets go of it, wherever.
 
-        It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`).
+        It is acted on by whoever takes the lock next, or asks to (:meth:`act_if_free`). The notice is a weak reference.
         """
         notice = Notice(watched, self._tell)
         notice.item = item
         self._watched.add(notice)
+        return notice
 
     def leave(self, item: Item) -> None:
         """Leave an item, and act on all of them if the lock is free. Never blocks."""
@@ -129,6 +127,8 @@ class DeferredFinalizers(Generic[Item]):
                     raise
                 finally:
                     self.lock.release()
+
+    __enter__ = act_if_free
 
     def act(self) -> None:
         """Act on every item; call it under the lock, which whoever takes an item has."""

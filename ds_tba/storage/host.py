@@ -33,7 +33,8 @@ from ds_tba.errors import StateError
 from ds_tba.stats import Gauge, StoreStats
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.staging import CLOSED, CopySafeAllocator, Span
+from ds_tba.storage.spans import CopySafeAllocator, Span
+from ds_tba.storage.staging import CLOSED
 
 MIN_SEGMENT_BYTES = 1 << 20
 # A segment has room for so many storages as it was taken for, and a new one is at least that part of all.
@@ -218,7 +219,7 @@ class HostStore(Store[HostTicket]):
             return self._copies.under_way
 
     def end_step(self) -> None:
-        """A whole step is over, and has shown what else it needs: the machine may be asked anew what it can spare."""
+        """Ask the machine anew what it can spare: a whole step is over, and has shown what else it needs."""
         with self._deferred, self._deferred.lock:
             if self._spare is not None:  # now: who measures steps may have the peak reset before the next
                 self._spare.sample()
@@ -283,7 +284,7 @@ class HostStore(Store[HostTicket]):
             self._accelerator.give_pinned_back()
 
     def _grown(self, nbytes: int, spare: SpareMemory) -> tuple[Segment, Span] | None:
-        """Room in one more segment, if the machine can spare that; if not, it is asked again in the next step."""
+        """Take one more segment, if the machine can spare that; if not, it is asked again in the next step."""
         if self._closed or not self._may_grow:
             return None
         least_bytes = max(nbytes, MIN_SEGMENT_BYTES)

@@ -52,7 +52,7 @@ class Integrity:
         self._on_device = on_device
 
     def digest(self, data: torch.Tensor) -> tuple[int, ...]:
-        """A 64-bit checksum of every sample of ``data`` (uint8, 1-D, where staging is).
+        """Return a 64-bit checksum of every sample of ``data`` (uint8, 1-D, where staging is).
 
         Blocks until the copies to the host are done, if staging is device memory. They are queued on the calling
         thread's current stream, which must not be the one of the training thread: see ``StagingRing.lane_stream``.
@@ -64,7 +64,7 @@ class Integrity:
         return tuple(xxhash.xxh3_64_intdigest(view[start:end]) for start, end in samples)
 
     def compare(self, data: torch.Tensor, expected: tuple[int, ...]) -> Mismatch | None:
-        """The first sample of ``data`` that differs from the digest taken at write, or None."""
+        """Return the first sample of ``data`` that differs from the digest taken at write, or None."""
         samples = self._samples(data.numel())
         for (start, end), found, wanted in zip(samples, self.digest(data), expected, strict=True):
             if found != wanted:
@@ -84,7 +84,7 @@ class Integrity:
 
 
 def _copies_on_host(data: torch.Tensor, samples: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-    """Each sample of device memory, in host memory.
+    """Yield each sample of device memory, in host memory.
 
     The samples are gathered on the device first, so that one copy brings them all instead of one synchronizing copy
     for each. Gathering takes device and host memory of ``GATHER_BYTES`` and at most one sample more.

@@ -3,10 +3,21 @@
 [Note: The way of a part] ``put`` cuts a storage into parts. For each it reserves an extent and a staging slot, copies
 the device bytes into the slot and queues a write. A write lane writes the part and frees the slot. ``prefetch``
 allocates device memory for the storage and queues reads into new slots, from where a read lane queues the copy to the
-device; bytes that are still to be written are copied at once, or stay in memory where a slot can be a tensor's.
+device; bytes that are still to be written are copied at once. On the CPU bytes ahead of need stay in staging.
 ``get`` hands over bytes that are still in staging (cancelling a write that has not begun), waits for reads under way,
 and queues others that overtake those which nobody waits for. ``release`` only defers, because finalizers call it; see
 ``ds_tba/storage/finalizers.py``.
+
+[Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
+takes no more tensors. A failed read is tried once more and then raises: those bytes are gone. A lane survives whatever
+a transfer raises, or backward would wait for ever; the part carries the error.
+
+[Note: Again] Memory may also run out between the lines of a lane. Then its task is called again (``path.py``, [Note:
+Lanes do not die]), with what it knows in a :class:`_Work`. A transfer is made again: the same bytes between the same
+places. What ends it under the lock can be done twice, up to the change of the part's state; a slot that is to be
+freed after that may stay with its part, until that is used again or given up. Spans are taken from parts before
+they are freed: an exception between the two loses room until the end, where a second try could give it to two
+tickets. After ``MOST_TRIES`` the bytes of a write stay where they are, and those of a read are lost by name.
 
 Cannot see which storages are worth moving, nor in which order backward wants them.
 """
@@ -16,34 +27,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ds_tba.device.accelerator import new_thread
 from ds_tba.device.copies import Arrival, PendingCopy
-from ds_tba.errors import ActivationLostError, StateError
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.device.memory import is_out_of_memory
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
+from ds_tba.stats import Kind, Transfer
+from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.base import Loaded, Refusal, Store
 from ds_tba.storage.codec import BlockIo, Codec
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.path import (
+from ds_tba.storage.path import LANE_CHECK_S, URGENT, Block, SwapPath, Task
+from ds_tba.storage.space import (
     AT_HAND,
     BEFORE_WRITTEN,
+    COPY_POLL_S,
     GIVEN_UP,
-    LANE_CHECK_S,
-    URGENT,
     Part,
     PartState,
-    SwapPath,
+    SwapSpace,
     SwapTicket,
     spans_of,
 )
-from ds_tba.storage.space import COPY_POLL_S, SLOW_WAIT_S, SwapSpace
-from ds_tba.storage.staging import CLOSED, StagingRing, tensor_over
+from ds_tba.storage.staging import CLOSED, StagingRing
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.storage.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +63,265 @@ RESTING_LIMIT_S = 1.0  # for writes and reads under way whose bytes nobody wants
 COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
 PART_FRACTION_OF_STAGING = 0.25
 _GIVEN_UP = "bytes were asked for after they were given up; this is a bug in ds_tba"
+MOST_TRIES = 3  # of a transfer by a lane in which something fails that is not the drive
+LAST_TRY = 50  # of what ends it
 _S = PartState
+
+
+# ---- the work of the lanes ----
+
+
+class _Work:
+    """A transfer by a lane, from one try to the next.
+
+    Attributes:
+        is_done: whether the transfer has ended, well or not.
+        is_written: whether the file has the bytes.
+        failure: the drive's, for which its path takes no more tensors.
+        error: the reason why the bytes must not be used.
+        host: the bytes in host memory.
+    """
+
+    __slots__ = ("error", "failure", "host", "is_done", "is_written", "part", "ticket", "transfer", "tries")
+
+    def __init__(self, ticket: SwapTicket, part: Part) -> None:
+        self.ticket = ticket
+        self.part = part
+        self.tries = 0
+        self.transfer: Transfer | None = None  # under way, for the meter
+        self.is_done = self.is_written = False
+        self.failure: Exception | None = None
+        self.error: StorageError | None = None
+        self.host: torch.Tensor | None = None
+
+
+class Transfers:
+    """Writes and reads of parts, as tasks for the lanes of their paths.
+
+    Args:
+        io: moves the bytes, and tells by their checksums whether they are the right ones.
+    """
+
+    def __init__(self, space: SwapSpace, io: BlockIo) -> None:
+        self._space = space
+        self._ring = space.ring
+        self._stats = space.stats
+        self._io = io
+
+    def write(self, ticket: SwapTicket, part: Part) -> Task:
+        """Return the task that writes a queued part."""
+        return partial(self._write, _Work(ticket, part))
+
+    def read(self, ticket: SwapTicket, part: Part) -> Task:
+        """Return a task that reads a part which waits for that."""
+        return partial(self._read, _Work(ticket, part))
+
+    # ---- writes -------------------------------------------------------------------------------------------------
+
+    def _write(self, work: _Work, handle: IoHandle) -> None:
+        """Write a queued part, unless its write was cancelled; keep its bytes in memory if they cannot be written."""
+        part, space = work.part, self._space
+        work.tries += 1
+        if work.tries > LAST_TRY:
+            self._give_up_work(work)
+            return
+        with space.deferred, space.lock:
+            if part.state is _S.QUEUED:
+                part.move(_S.WRITING)
+            elif part.state not in (_S.WRITING, _S.ABANDONED):
+                return  # cancelled, or ended by a try before; nobody else writes this part
+            has_failed = part.path.failure is not None  # then each write would fail anew, after the kernel's own tries
+        if not work.is_done and work.tries <= MOST_TRIES:
+            with self._ring.lane_stream():
+                self._write_staged(work, handle, has_failed=has_failed)
+            work.is_done = True
+        self._end_write(work)
+
+    def _write_staged(self, work: _Work, handle: IoHandle, *, has_failed: bool) -> None:
+        part = work.part
+        try:
+            for copy in part.copies:
+                copy.wait()  # else other bytes would be written
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
+            work.error = ActivationLostError(f"an activation could not leave the device: {error}")
+            return
+        staged = self._ring.view(part.held_slot)
+        if not has_failed:
+            self._write_out(work, staged, handle)
+        if not work.is_written:
+            with suppress(MemoryError, RuntimeError):
+                work.host = self._ring.rescue(staged, part.nbytes)
+
+    def _write_out(self, work: _Work, staged: torch.Tensor, handle: IoHandle) -> None:
+        """Write the staged bytes; see [Note: Degrading]."""
+        part = work.part
+        if work.transfer is None:
+            with self._space.deferred, self._space.lock:  # here, because the copy before was not the drive's time
+                work.transfer = part.path.meter.start(Kind.WRITE, part.extent.nbytes)
+        try:
+            part.blocks = self._io.write(handle, staged, part.extent.offset, work.ticket.item_bytes)
+            work.is_written = True
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # it says nothing of the drive: see [Note: Again]
+            work.failure = error
+        with self._space.deferred, self._space.lock:
+            self._stop_transfer(work, moved=work.is_written)
+
+    def _stop_transfer(self, work: _Work, *, moved: bool) -> None:
+        transfer, work.transfer = work.transfer, None
+        if transfer is not None:
+            work.part.path.meter.stop(transfer, moved=moved, drive_bytes=work.part.stored_bytes)
+
+    def _end_write(self, work: _Work) -> None:
+        """Say what became of a write: the bytes are in the file, in memory, or lost. See [Note: Again]."""
+        part, space = work.part, self._space
+        with space.deferred, space.lock:
+            self._stop_transfer(work, moved=work.is_written)
+            if part.state not in (_S.WRITING, _S.ABANDONED):
+                return
+            space.end_write(part)
+            if work.error is not None:
+                space.read_ahead.end(part)
+                part.error = work.error
+                if not space.end_work(part, _S.LOST) and work.ticket.is_taken:
+                    self._stats.cancelled_bytes += part.nbytes
+            elif work.is_written:
+                stays = space.read_ahead.end_write(part)
+                space.end_work(part, _S.LOADED if stays else _S.STORED)
+                if not stays or part.arrival is not None:
+                    space.free_slot(part)
+                self._stats.written_bytes += part.stored_bytes
+                part.path.tensor_bytes += part.extent.nbytes
+                part.path.stored_bytes += part.stored_bytes
+            else:
+                self._keep(work)
+            space.settle_copies()
+
+    def _keep(self, work: _Work) -> None:
+        """Keep the bytes of a failed write in memory: in the slot, where there is no other."""
+        part, space = work.part, self._space
+        space.read_ahead.end(part)
+        is_first = not any(one.state is _S.RESCUED for one in work.ticket.parts)
+        part.host = work.host
+        if work.failure is not None:
+            part.path.fail(work.failure)
+        if space.end_work(part, _S.RESCUED) and is_first:
+            self._stats.rescued_storages += 1
+        if work.host is not None:
+            space.free_slot(part)
+        self._stats.rescued_bytes += part.nbytes
+        Refusal.PATH_FAILED.count(self._stats, part.nbytes)
+
+    def _give_up_work(self, work: _Work) -> None:
+        """End what a bug keeps from ending, so that nobody waits for it."""
+        part, space = work.part, self._space
+        logger.error("a lane cannot end its work with a part '%s'; this is a bug in ds_tba", part.state.value)
+        with space.deferred, space.lock:
+            if part.state is not _S.RELEASED:
+                part.error = ActivationLostError("a lane could not end its work; this is a bug in ds_tba")
+                part.state = _S.LOST
+            space.end_write(part)
+
+    # ---- reads --------------------------------------------------------------------------------------------------
+
+    def _read(self, work: _Work, handle: IoHandle) -> None:
+        """Read a part into its slot, unless its read was cancelled or done by an urgent request."""
+        part, space = work.part, self._space
+        work.tries += 1
+        with space.deferred, space.lock:
+            if part.state is _S.READ_QUEUED:
+                part.reader = work
+                part.move(_S.READING)
+            elif part.reader is not work or part.state not in (_S.READING, _S.ABANDONED):
+                return  # another task reads it, or has: two would read into one slot, of which the first ends the use
+            if work.transfer is None and not work.is_done:
+                work.transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
+        if work.tries > LAST_TRY:
+            self._give_up_work(work)
+            return
+        if not work.is_done and work.tries <= MOST_TRIES:
+            with self._ring.lane_stream():
+                self._read_staged(work, handle)
+        self._end_read(work)
+
+    def _read_staged(self, work: _Work, handle: IoHandle) -> None:
+        part = work.part
+        target = part.host if part.host is not None else self._ring.view(part.held_slot)
+        work.error = self._read_checked(part, target, handle)
+        work.is_done = True
+        with self._space.deferred, self._space.lock:  # before the copy onto the device, which is not the drive's time
+            self._stop_transfer(work, moved=work.error is None)
+        place = work.ticket.place_of(part)
+        # Memory beside staging is left to whoever waits for it, who frees it when the copy is done.
+        if work.error is None and place is not None and part.host is None and part.state is not _S.ABANDONED:
+            with suppress(RuntimeError, MemoryError):  # else backward copies it when it wants it
+                part.arrival = self._space.copy_in(part, place)
+
+    def _end_read(self, work: _Work) -> None:
+        """Say what became of a read: the bytes are in memory, or lost. See [Note: Again]."""
+        part, space = work.part, self._space
+        if not work.is_done and work.error is None:
+            work.error = ActivationLostError(
+                f"{part.place}: the activation was not read back: memory ran out in {MOST_TRIES} tries (the log "
+                "has each). Look for what takes the memory of this machine, and resume from the last checkpoint."
+            )
+        with space.deferred, space.lock:
+            self._stop_transfer(work, moved=False)
+            if part.reader is not work or part.state not in (_S.READING, _S.ABANDONED):
+                return
+            part.error = work.error
+            if work.error is not None:
+                space.read_ahead.end(part)
+            space.end_work(part, _S.LOADED if work.error is None else _S.LOST)
+            if work.error is not None or part.arrival is not None:
+                part.host = None
+                space.free_slot(part)
+            self._stats.read_bytes += part.stored_bytes if work.error is None else 0
+            part.reader = None
+            space.settle_copies()
+
+    def _read_checked(self, part: Part, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
+        """Read a part's bytes into ``target``; return the error for which they must not be used, if there is one."""
+        for block in part.blocks:
+            error = self._read_block(part, block, target, handle)
+            if error is not None:
+                return error
+        return None
+
+    def _read_block(self, part: Part, block: Block, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
+        """Read a block, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of it."""
+        where = part.place
+        try:
+            try:
+                problem = self._io.read(handle, block, target)
+                why = problem and "bytes read back are not the bytes written"
+            except TransferError as error:
+                why = str(error)
+            if not why:
+                return None
+            logger.warning("%s: %s; trying once more", where, why)
+            problem = self._io.read(handle, block, target, again=True)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise  # as above
+            lost = ActivationLostError(
+                f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
+                "resume from the last checkpoint."
+            )
+            lost.__cause__ = error
+            return lost
+        if not problem:
+            return None
+        return ActivationCorruptionError(
+            f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: check "
+            "the drive (dmesg, smartctl), and resume from the last checkpoint."
+        )
+
+
+# ---- the store ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +388,7 @@ class NvmeStore(Store[SwapTicket]):
             for start, nbytes in spans:
                 refusal = self._put_part(ticket, data[start : start + nbytes], start, wait)
                 if refusal is not None:
-                    self.release(ticket)
+                    self.release(ticket)  # or the parts before would take room that nobody gives back
                     return refusal
         except BaseException:
             self.release(ticket)
@@ -129,7 +398,7 @@ class NvmeStore(Store[SwapTicket]):
     def _lacks_room(self, nbytes: int) -> Refusal | None:
         """Refuse a storage that would have to wait for staging, before its first parts are copied for nothing."""
         slots = self.ring.slots
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.settle_copies()
             if self.space.closed or slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
                 return None
@@ -141,14 +410,14 @@ class NvmeStore(Store[SwapTicket]):
     def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
         space, part = self.space, None
         try:
-            with space.deferred, space.deferred.lock:
+            with space.deferred, space.lock:
                 reserved = space.reserve(data.numel(), wait)
                 if isinstance(reserved, Refusal):
                     reserved.count(self.stats, ticket.nbytes, is_last=self._is_last)
                     return reserved
                 slot, path, extent = reserved
                 part = Part(start, data.numel(), path, extent, slot)
-                ticket.parts.append(part)
+                ticket.parts.append(part)  # first: from here on releasing the ticket frees slot and extent
                 space.writes.add(part)
                 space.copying.add(part)
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
@@ -174,7 +443,7 @@ class NvmeStore(Store[SwapTicket]):
 
     def prefetch(self, ticket: SwapTicket) -> bool:
         space = self.space
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             if space.closed or not self._left(ticket.parts):
                 return True  # in memory or on its way already, or nothing to do
             is_new = ticket.destination is None
@@ -200,7 +469,7 @@ class NvmeStore(Store[SwapTicket]):
         space, has_begun = self.space, False
         for part in self._left(parts):
             if part.state in BEFORE_WRITTEN:
-                has_room = space.bring_early(ticket, part)
+                has_room = space.hold_unwritten(ticket, part)
             else:
                 has_room = space.begin_read_ahead(part)
                 if has_room:
@@ -212,9 +481,9 @@ class NvmeStore(Store[SwapTicket]):
 
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         space, beside = self.space, list[Arrival]()
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             space.settle_copies()  # backward needs the memory of what forward has finished copying
-            while ticket.is_loading:
+            while ticket.is_loading:  # by another thread: each would free the slots of the parts that it hands over
                 space.changed.wait(LANE_CHECK_S)
             if ticket.is_given_up:
                 raise StateError(_GIVEN_UP)
@@ -236,10 +505,6 @@ class NvmeStore(Store[SwapTicket]):
         Args:
             beside: gets copies from memory beside staging, which goes when they are done.
         """
-        if self.ring.zero_copy and len(ticket.parts) == 1:
-            (part,) = ticket.parts
-            self._wait_until_at_hand(ticket, part)
-            return self._lend(part, device)
         if ticket.destination is None:
             ticket.destination = self.ring.copies.room(ticket.nbytes, device)
         for index, part in enumerate(ticket.parts):
@@ -258,20 +523,6 @@ class NvmeStore(Store[SwapTicket]):
             part.arrival = None
         ticket.destination = None
         return Loaded(arrival, stored=all(part.state is not _S.RELEASED for part in ticket.parts))
-
-    def _lend(self, part: Part, device: torch.device) -> Loaded:
-        """Hand over the bytes of a storage of one part on the CPU, as the tensor's own memory where it can be."""
-        is_ours = part.state in (_S.QUEUED, _S.LOADED)  # nobody else uses the memory
-        if part.host is not None and is_ours:
-            arrival = Arrival.done(tensor_over(part.host, part.nbytes))
-        elif part.host is None and is_ours and self.ring.may_lend(part.held_slot):
-            data, loan = self.ring.lend(part.held_slot, part.nbytes, self.space.deferred.watch)
-            loan.slot, part.slot = part.slot, None  # at once: two owners would give it back twice
-            arrival = Arrival.done(data)
-        else:
-            arrival = self.space.copy_in(part, self.ring.copies.room(part.nbytes, device))
-        self._hand_over(part)
-        return Loaded(arrival, stored=part.state is not _S.RELEASED)
 
     def _hand_over(self, part: Part) -> None:
         """Change what the hand-over of a part that is at hand changes about it."""
@@ -295,7 +546,6 @@ class NvmeStore(Store[SwapTicket]):
         space, started = self.space, time.perf_counter()
         if space.read_ahead.end(part):  # from here on it is ours, and cannot be given up
             self.stats.forwarded_bytes += part.nbytes
-        warned = False
         if space.closed and part.state in (_S.STORED, _S.READ_QUEUED):
             raise StateError(CLOSED)
         if part.state is _S.STORED:
@@ -304,16 +554,7 @@ class NvmeStore(Store[SwapTicket]):
             part.path.reads.put(self._transfers.read(ticket, part), URGENT)
         while part.state not in AT_HAND | GIVEN_UP and not space.closed:
             space.changed.wait(LANE_CHECK_S)
-            is_slow = time.perf_counter() - started > SLOW_WAIT_S
-            if not part.path.reads.revive() and is_slow:
-                raise ActivationLostError(
-                    f"{part.path.file.directory}, offset {part.extent.offset}: the activation cannot be read back, "
-                    "because the threads that read died and cannot be started again: look for what takes the memory of "
-                    "this machine, and resume from the last checkpoint."
-                )
-            if is_slow and not warned:
-                warned = True
-                logger.warning("backward has waited %.0f s for a read at %s", SLOW_WAIT_S, part.path.file.directory)
+            space.slow_waits.note("backward", [part], started)
         if part.state in GIVEN_UP:
             raise StateError(_GIVEN_UP)
         has_nothing = part.host is None and part.arrival is None and part.error is None
@@ -333,15 +574,15 @@ class NvmeStore(Store[SwapTicket]):
         self.space.deferred.refuse_broken()
 
     def settle(self) -> None:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.settle_copies()
 
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             return self.space.cancel(ticket)
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.settle_copies()
             return self.ring.copies.under_way
 
@@ -369,11 +610,11 @@ class NvmeStore(Store[SwapTicket]):
 
     def rest(self) -> bool:
         space = self.space
-        with space.deferred, space.deferred.lock:
+        with space.deferred, space.lock:
             if space.closed or space.resting:
                 return space.resting
             deadline_s = time.monotonic() + RESTING_LIMIT_S
-            while not (space.is_idle or self.ring.is_lent) and time.monotonic() < deadline_s:
+            while not space.is_idle and time.monotonic() < deadline_s:
                 space.changed.wait(COPY_POLL_S)  # lanes may be at work on what was given up
                 space.deferred.act()
             space.resting = space.is_idle
@@ -391,7 +632,7 @@ class NvmeStore(Store[SwapTicket]):
         with self.space.deferred, self.space.lock:
             for path in self.paths:
                 path.rest()
-            self.ring.rest()
+            self.ring.close()
 
     def wake(self) -> None:
         with self.space.deferred, self.space.lock:
@@ -414,7 +655,7 @@ class NvmeStore(Store[SwapTicket]):
             self.close()
 
     def close(self) -> None:
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             self.space.closed = True
             self.space.changed.notify_all()
             deadline_s = time.monotonic() + COPYING_LIMIT_S
@@ -425,7 +666,7 @@ class NvmeStore(Store[SwapTicket]):
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
             return
-        with self.space.deferred, self.space.deferred.lock:
+        with self.space.deferred, self.space.lock:
             try:
                 # Copies that are under way read and write the memory that closing the ring frees.
                 self.ring.copies.finish()
@@ -434,15 +675,12 @@ class NvmeStore(Store[SwapTicket]):
                 for path in self.paths:
                     path.file.close()
             self.ring.close()
-        if self.ring.is_lent:  # its memory goes with the last tensor, and nobody else takes the lock any more
-            follow = partial(self.space.deferred.follow, lambda: self.ring.is_lent)
-            new_thread(self.ring.accelerator, follow, "ds_tba-loans").start()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         groups = [group for path in self.paths for group in (path.writes, path.reads)]
-        for group in groups:
+        for group in groups:  # all of them first: they end at the same time
             group.stop()
-        ended = [group.end(lambda: deadline_s - time.monotonic()) for group in groups]
+        ended = [group.end(deadline_s) for group in groups]
         return all(ended)

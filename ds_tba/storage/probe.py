@@ -26,7 +26,7 @@ from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.codec import BlockIo
 from ds_tba.storage.path import LANE_CHECK_S, Block, LaneGroup, SwapPath
 from ds_tba.storage.space import SwapSpace
-from ds_tba.storage.staging import Span
+from ds_tba.storage.spans import Span
 
 REGION_BYTES = 32 << 20  # of each path
 PHASE_BYTES = 2 * REGION_BYTES  # of each kind, path and phase; less where the region is smaller
@@ -66,8 +66,6 @@ def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = t
     while probe.left:
         with suppress(queue.Empty):
             probe.ended.get(timeout=LANE_CHECK_S)
-        for lane in lanes:
-            lane.group.revive()
     if probe.failure is not None:
         path, error = probe.failure
         raise PathError(
@@ -228,7 +226,7 @@ class _Lane:
 
     @property
     def group(self) -> LaneGroup:
-        """The lanes to which it belongs."""
+        """Return the lanes to which it belongs."""
         return self.path.writes if self.kind is Kind.WRITE else self.path.reads
 
     def run(self, handle: IoHandle) -> None:

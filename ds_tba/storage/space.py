@@ -1,33 +1,177 @@
-"""Where is there room for a part of a storage, and who holds it: staging slots, extents, and what was read ahead.
+"""The parts of storages, and where there is room for them: staging slots, extents, and what was read ahead.
 
-Everything here changes under one lock. Does not know how bytes move: ``transfers.py`` and ``nvme.py`` have that.
+A storage is always a list of parts, each of at most a part of staging, so that it fits whatever its size, spreads over
+all paths, and its copies, writes and reads overlap with each other. Everything here changes under one lock. Does not
+know how bytes move: ``nvme.py`` has that.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from enum import Enum
+from typing import ClassVar
+
+import torch
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
-from ds_tba.device.copies import Arrival, Destination
+from ds_tba.device.accelerator import Event
+from ds_tba.device.copies import Arrival, Destination, PendingCopy
+from ds_tba.errors import StateError, StorageError
 from ds_tba.stats import StoreStats
-from ds_tba.storage.base import Refusal
+from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.path import BEFORE_WRITTEN, GIVEN_UP, LANE_CHECK_S, Part, PartState, SwapPath, SwapTicket
-from ds_tba.storage.staging import Loan, Span, StagingRing
+from ds_tba.storage.path import LANE_CHECK_S, Block, SwapPath
+from ds_tba.storage.spans import Span
+from ds_tba.storage.staging import StagingRing
 
-SLOW_WAIT_S = 30.0
+logger = logging.getLogger(__name__)
+
+SLOW_WAIT_S = 30.0  # for a drive, before that is told
+SLOW_AGAIN_S = 60.0  # from one such warning to the next
 COPY_POLL_S = 0.001
+
+
+class PartState(Enum):
+    """The place of a part's bytes, and the user of its memory."""
+
+    QUEUED = "in staging, write not started"
+    WRITING = "in staging, write under way"
+    STORED = "in the swap file"
+    READ_QUEUED = "in the swap file, read not started"
+    READING = "read under way"
+    LOADED = "in staging or on the device, and in the swap file"
+    RESCUED = "in host memory or staging, because a write failed"
+    LOST = "nowhere"
+    ABANDONED = "given up while a lane uses its memory"
+    RELEASED = "given up"
+
+
 _S = PartState
+BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
+AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})
+GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
+
+
+class Part(StateMachine):
+    """One part of a storage. Changed by its store only, under the store's lock.
+
+    [Note: Who frees a slot] A lane writes from the slot, or reads into it, without the lock; the states WRITING and
+    READING say so, and meanwhile nobody else frees it, or the drive would move the bytes of another ticket. A release
+    in these states only abandons the part, and the lane frees it at the end. Whether prefetching has come to a part
+    is known to ``ReadAhead`` alone.
+
+    Attributes:
+        start: offset of its bytes in the storage.
+        blocks: the places in the file of what is stored, once it is written.
+        copies: copies into the slot; with ``uses``, events of copies out of it: the slot is free after both.
+        reader: the task that reads it, while READING: there may be several for one part.
+        arrival: the copy into its place on the device, which may be under way.
+        host: memory outside of staging: of a read for which there was no slot, or of a failed write.
+        error: the reason why its bytes are LOST.
+    """
+
+    __slots__ = (
+        "arrival", "blocks", "copies", "error", "extent", "host", "nbytes", "path", "reader", "slot", "start",
+        "state", "uses",
+    )  # fmt: skip
+
+    noun = "a part of a storage"
+    moves: ClassVar[Mapping[PartState, tuple[PartState, ...]]] = {
+        _S.QUEUED: (_S.WRITING, _S.RELEASED),
+        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
+        _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
+        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
+        _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
+        _S.LOADED: (_S.STORED, _S.RELEASED),
+        _S.RESCUED: (_S.RELEASED,),
+        _S.LOST: (_S.RELEASED,),
+        _S.ABANDONED: (_S.RELEASED,),
+        _S.RELEASED: (),
+    }
+
+    def __init__(self, start: int, nbytes: int, path: SwapPath, extent: Span, slot: Span) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.path = path
+        self.extent = extent
+        self.slot: Span | None = slot
+        self.state = PartState.QUEUED
+        self.blocks: tuple[Block, ...] = ()
+        self.copies: list[PendingCopy] = []
+        self.uses: list[Event | None] = []
+        self.reader: object = None
+        self.arrival: Arrival | None = None
+        self.host: torch.Tensor | None = None
+        self.error: StorageError | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes that the drive has of it."""
+        return sum(block.stored_bytes for block in self.blocks)
+
+    @property
+    def held_slot(self) -> Span:
+        """Return the staging slot; raise a StateError where there is none."""
+        if self.slot is None:
+            raise StateError(f"a part '{self.state.value}' has no staging slot; this is a bug in ds_tba")
+        return self.slot
+
+    @property
+    def place(self) -> str:
+        """Return the place of its bytes, for an error."""
+        return f"{self.path.file.directory}, offset {self.extent.offset}, {self.extent.nbytes} bytes"
+
+
+class SwapTicket(Ticket):
+    """One storage, as its parts.
+
+    Attributes:
+        parts: the parts, in the order of their bytes.
+        destination: device memory for the whole storage, from when it is wanted until it is handed over.
+        is_loading: a thread is handing it over.
+        item_bytes: length of an element.
+        is_taken: all of its parts found room, so that it counts as offloaded.
+    """
+
+    __slots__ = ("destination", "device", "is_loading", "is_taken", "item_bytes", "parts")
+
+    def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device, item_bytes: int) -> None:
+        super().__init__(nbytes, store)
+        self.device = device
+        self.item_bytes = item_bytes
+        self.parts: list[Part] = []
+        self.destination: Destination | None = None
+        self.is_loading = self.is_taken = False
+
+    def place_of(self, part: Part) -> Destination | None:
+        """Return the place of a part in the destination, where there is one."""
+        destination = self.destination
+        return None if destination is None else destination.part(part.start, part.nbytes)
+
+    @property
+    def is_given_up(self) -> bool:
+        """True if nobody may ask for its bytes any more."""
+        return any(part.state in GIVEN_UP and part.arrival is None for part in self.parts)
+
+
+def spans_of(nbytes: int, part_bytes: int) -> Sequence[tuple[int, int]]:
+    """Return the start and the length of each part of ``nbytes``."""
+    return [(start, min(part_bytes, nbytes - start)) for start in range(0, nbytes, part_bytes)]
+
+
+# ---- room ----
 
 
 class ReadAhead:
     """The parts that prefetching has come to, and the bytes that they take: nobody else knows this of a part.
 
-    Most are read ahead. *Early* ones were still to be written when prefetching came: their bytes stay in memory when
-    the write ends, and from then on count as read ahead, although they never left.
+    Most are read ahead. *Unwritten* ones were still to be written when prefetching came: their bytes stay in memory
+    when the write ends, and from then on count as read ahead, although they never left.
 
     Args:
         capacity_bytes: bytes of staging, which bound all of it. Bytes that were read ahead on an asynchronous device
@@ -37,59 +181,88 @@ class ReadAhead:
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self.prefetched_bytes = 0
-        self.early_bytes = 0
-        self._prefetched: dict[Part, bool] = {}  # in the order in which they were asked for: was it early?
-        self._early: set[Part] = set()
+        self.unwritten_bytes = 0
+        # In the order in which they were asked for, and whether the bytes never left memory.
+        self._prefetched: dict[Part, bool] = {}
+        self._unwritten: set[Part] = set()
 
     def __contains__(self, part: Part) -> bool:
-        return part in self._prefetched or part in self._early
+        return part in self._prefetched or part in self._unwritten
 
     def has_room(self, nbytes: int, *, beside_writes: bool) -> bool:
         """Return whether ``nbytes`` more may be read; the first always may; beside writes, less."""
         ahead_bytes = self.prefetched_bytes + nbytes
         bound_bytes = self._capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if beside_writes else 1)
-        fits = ahead_bytes <= bound_bytes and ahead_bytes + self.early_bytes <= self._capacity_bytes
+        fits = ahead_bytes <= bound_bytes and ahead_bytes + self.unwritten_bytes <= self._capacity_bytes
         return fits or not self.prefetched_bytes
 
-    def add(self, part: Part, *, was_early: bool = False) -> None:
+    def add(self, part: Part, *, never_left: bool = False) -> None:
         """Count a part as read ahead from here on."""
         self.prefetched_bytes += part.extent.nbytes
-        self._prefetched[part] = was_early
+        self._prefetched[part] = never_left
 
-    def add_early(self, part: Part) -> bool:
+    def add_unwritten(self, part: Part) -> bool:
         """Add a part that is still to be written; False where the bound has no room.
 
         It has a slot, and so the share that is left to writes does not matter. If it did, bytes that are being written
         when backward begins would hold up the reads behind them.
         """
         nbytes = part.extent.nbytes
-        if self.prefetched_bytes + self.early_bytes + nbytes > self._capacity_bytes:
+        if self.prefetched_bytes + self.unwritten_bytes + nbytes > self._capacity_bytes:
             return False
-        self.early_bytes += nbytes
-        self._early.add(part)
+        self.unwritten_bytes += nbytes
+        self._unwritten.add(part)
         return True
 
     def end_write(self, part: Part) -> bool:
-        """The write of a part has ended; return whether its bytes stay in memory, because prefetching came first."""
-        if part in self._early:
+        """Note the end of a write; return whether the bytes stay in memory, because prefetching came first."""
+        if part in self._unwritten:
             self.end(part)
-            self.add(part, was_early=True)
+            self.add(part, never_left=True)
         return part in self._prefetched
 
     def end(self, part: Part) -> bool:
-        """The part is not ahead any more, if it was; return whether its bytes never left memory."""
-        if part in self._early:
-            self._early.remove(part)
-            self.early_bytes -= part.extent.nbytes
+        """Count a part as ahead no more, if it was; return whether its bytes never left memory."""
+        if part in self._unwritten:
+            self._unwritten.remove(part)
+            self.unwritten_bytes -= part.extent.nbytes
             return False
-        was_early = self._prefetched.pop(part, None)
-        if was_early is not None:
+        never_left = self._prefetched.pop(part, None)
+        if never_left is not None:
             self.prefetched_bytes -= part.extent.nbytes
-        return bool(was_early)
+        return bool(never_left)
 
     def newest_first(self) -> list[Part]:
         """Return the parts that are read ahead; backward needs the newest last."""
         return list(reversed(self._prefetched))
+
+
+class SlowWaits:
+    """Tells of a drive that keeps forward or backward waiting: else a drive that hangs would look like a slow model."""
+
+    def __init__(self) -> None:
+        self._quiet_until_s = -math.inf
+
+    def note(self, who: str, parts: Iterable[Part], started_s: float) -> None:
+        """Log a warning where a wait for the drives of these parts takes long, and no other was logged of late.
+
+        Args:
+            started_s: by ``time.perf_counter()``.
+        """
+        now_s = time.perf_counter()
+        if now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
+            return
+        directories = {str(part.path.file.directory) for part in parts}
+        if not directories:
+            return
+        self._quiet_until_s = now_s + SLOW_AGAIN_S
+        logger.warning(
+            "%s has waited %.0f s for the drive of %s, and waits on. Look whether it reports errors (dmesg, smartctl); "
+            "if it does not answer again, end the run and name another directory in nvme_path",
+            who,
+            now_s - started_s,
+            ", ".join(sorted(directories)),
+        )
 
 
 class SwapSpace:
@@ -102,6 +275,7 @@ class SwapSpace:
         changed: notified whenever a part moves on, or a slot or write ends.
         writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them.
         copying: the parts whose bytes are being copied into staging by a put.
+        slow_waits: tells of drives that do not answer.
         resting: whether it is between :meth:`NvmeStore.rest` and :meth:`NvmeStore.wake`.
     """
 
@@ -111,10 +285,11 @@ class SwapSpace:
         self.ring = ring
         self.lock = threading.Lock()  # not reentrant on purpose: see finalizers.py
         self.changed = threading.Condition(self.lock)
-        self.deferred: DeferredFinalizers[SwapTicket | Loan] = DeferredFinalizers(self.lock, self._finalize)
+        self.deferred: DeferredFinalizers[SwapTicket] = DeferredFinalizers(self.lock, self._finalize)
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
         self.copying: set[Part] = set()
+        self.slow_waits = SlowWaits()
         self.closed = self.resting = False
 
     @property
@@ -122,19 +297,12 @@ class SwapSpace:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()
         is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
-        return is_unused and not (
-            self.writes_under_way or self.copying or self.ring.is_lent or self.ring.copies.under_way
-        )
+        return is_unused and not (self.writes_under_way or self.copying or self.ring.copies.under_way)
 
     @property
     def writes_under_way(self) -> int:
-        """The number of writes that are under way or to come."""
+        """Return the number of writes that are under way or to come."""
         return len(self.writes)
-
-    def revive_lanes(self) -> bool:
-        """Start lanes that have died again, as whoever waits for one does; False where one cannot be started."""
-        are_alive = [group.revive() for path in self.paths for group in (path.writes, path.reads)]
-        return all(are_alive)
 
     # ---- taking -------------------------------------------------------------------------------------------------
 
@@ -142,11 +310,12 @@ class SwapSpace:
         """Take a slot, a path and an extent on it for ``nbytes``."""
         if self.closed or self.resting:
             return Refusal.CLOSED
-        self.settle_copies()
+        self.settle_copies()  # or slots whose copies are done would pass for taken
         slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return Refusal.CLOSED if self.closed or self.resting else Refusal.STAGING_FULL
         working = [path for path in self.paths if path.failure is None]
+        # The path that would be done first: with equal shares the slowest would end every step alone.
         for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
             extent = path.reserve(nbytes)
             if extent is not None:
@@ -160,10 +329,10 @@ class SwapSpace:
         On the CPU bytes that are ahead stay in staging, and memory is taken when backward wants them.
         """
         copies = self.ring.copies
-        if ticket.destination is None and not self.ring.zero_copy:
+        if ticket.destination is None and not self.ring.is_synchronous:
             with suppress(RuntimeError, MemoryError):
                 ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
-        return ticket.destination is not None or self.ring.zero_copy
+        return ticket.destination is not None or self.ring.is_synchronous
 
     def begin_read_ahead(self, part: Part) -> bool:
         """Take a slot to read a stored part ahead; False where the bound or staging has no room for it."""
@@ -199,12 +368,12 @@ class SwapSpace:
             part.host = self.ring.overflow(nbytes)
         part.move(_S.READ_QUEUED)
 
-    def bring_early(self, ticket: SwapTicket, part: Part) -> bool:
+    def hold_unwritten(self, ticket: SwapTicket, part: Part) -> bool:
         """Keep at hand what is still to be written, in its slot or by a copy on the device; False without room.
 
         The slot of a copy is free with the end of its write, for what backward wants next.
         """
-        if not self.read_ahead.add_early(part):
+        if not self.read_ahead.add_unwritten(part):
             return False
         place = ticket.place_of(part)
         if place is not None:
@@ -236,12 +405,12 @@ class SwapSpace:
         slot = None
         while slot is None and not (self.closed or self.resting):
             # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
+            # Without ``wait`` a slow drive keeps nobody from training: what finds no room stays on the device.
             if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
-                if not self.revive_lanes() and time.perf_counter() - started > SLOW_WAIT_S:
-                    break  # nobody writes any more: it stays in memory
             elif not (wait and self._give_up_read_ahead()):
                 break
+            self.slow_waits.note("forward", self.writes or self.read_ahead.newest_first(), started)
             self.deferred.act()
             self.settle_copies()
             if not (self.closed or self.resting):  # the lanes have ended since
@@ -254,14 +423,13 @@ class SwapSpace:
         parts = self.read_ahead.newest_first()
         if parts and not any(self.cancel_read_ahead(part) for part in parts):
             self.changed.wait(LANE_CHECK_S)
-            self.revive_lanes()
         return bool(parts)
 
     # ---- giving back --------------------------------------------------------------------------------------------
 
     def cancel_read_ahead(self, part: Part) -> bool:
         """Give up bytes that are ahead, or are about to be; False where there is nothing to give up now."""
-        if part not in self.read_ahead or part.state is _S.READING:
+        if part not in self.read_ahead or part.state is _S.READING:  # the drive writes into its slot
             return False
         self.read_ahead.end(part)
         self._drop_arrival(part)
@@ -287,12 +455,13 @@ class SwapSpace:
         return True
 
     def end_write(self, part: Part) -> None:
-        """The write of a part has ended, or will not be. May be said twice."""
+        """Note that the write of a part has ended, or will not be. May be called twice."""
         self.writes.discard(part)
         self.changed.notify_all()
 
     def free_slot(self, part: Part) -> None:
         """Give back the slot of a part, if it has one, once no copy uses it."""
+        # Taken before it is freed: an exception between the two loses room, the other order would give it to two parts.
         slot, part.slot = part.slot, None
         if slot is None:
             return
@@ -308,7 +477,7 @@ class SwapSpace:
         self.ring.slots.settle()
 
     def end_work(self, part: Part, state: PartState) -> bool:
-        """The lane that used a part's memory has ended; False where the part was given up meanwhile."""
+        """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
         self.changed.notify_all()
         if part.state is _S.ABANDONED:
             self._drop_arrival(part)
@@ -332,13 +501,8 @@ class SwapSpace:
         if arrival is not None:
             self.ring.copies.drop(arrival)
 
-    def _finalize(self, released: SwapTicket | Loan) -> None:
-        """Act on a released ticket, or on a lent slot whose tensor is gone."""
-        if isinstance(released, Loan):
-            if released.slot is not None:  # else a signal handler raised before it was lent
-                self.ring.end_loan(released.slot)
-            self.changed.notify_all()
-            return
+    def _finalize(self, released: SwapTicket) -> None:
+        """Act on a released ticket."""
         for part in released.parts:
             if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
                 self.read_ahead.end(part)

@@ -175,7 +175,7 @@ class SwapFile:
         return self._open_and_unlink(flags)
 
     def _open_and_unlink(self, flags: int) -> int:
-        """Without O_TMPFILE on this file system: a name for a moment, opened once because a link may replace it."""
+        """Open a file with a name for a moment, without O_TMPFILE; only once, because a link may replace it."""
         name = self.directory / f".ds_tba-{secrets.token_hex(16)}"
         try:
             return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)

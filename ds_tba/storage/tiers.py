@@ -18,7 +18,7 @@ from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.base import AnyStore, Refusal
-from ds_tba.storage.codec import BloscCodec, Codec
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapPath
@@ -103,7 +103,7 @@ class Tiers:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of storages that the stores have taken so far."""
+        """Return the bytes of storages that the stores have taken so far."""
         return sum(store.stats.offloaded_bytes for store in (self.nvme, self.host) if store is not None)
 
     def written_bytes(self) -> list[int]:
@@ -197,7 +197,7 @@ class Tiers:
         return parts
 
     def details(self) -> list[str]:
-        """More of the same, for who wants to know exactly."""
+        """Return more of the same, for who wants to know exactly."""
         config = self._config
         parts = [
             f"saved storages of {config.min_tensor_bytes} bytes and more are moved",
@@ -211,7 +211,7 @@ class Tiers:
 
     @property
     def host_in_words(self) -> str:
-        """Host memory and its bound, where there is such a tier."""
+        """Return words for host memory and its bound."""
         spare = ", as far as the machine has it to spare" if self._config.host_budget_bytes is None else ""
         return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank{spare}"
 
@@ -234,7 +234,7 @@ class Tiers:
                 closing.callback(store.close)
 
     def _places(self) -> list[str]:
-        """Each directory with its file system, drive and rating: an empty mount point would be on the wrong one."""
+        """Name each directory with its file system, drive and rating: an empty mount point is on the wrong one."""
         rated = self._config.ssd.rated_endurance_tbw
         return [
             f"{directory.path} ({' on '.join(filter(None, (directory.file_system, drive.device)))}, "
@@ -316,7 +316,7 @@ def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[floa
 
 
 def _measured(paths: Sequence[SwapPath]) -> list[str]:
-    """The rates of all paths together for the start-up line, where they were measured."""
+    """Return the rates of all paths together for the start-up line, where they were measured."""
     rows = [path.bandwidth() for path in paths]
     if not all(path.probe_bytes for path in paths):
         return []
@@ -337,7 +337,7 @@ def _open_codec(config: OffloadConfig, selection: Selection) -> Codec | None:
             f'{selection.backend.name} moves no bytes here ({selection.reason}): set "io": {{"backend": "posix"}}, or '
             "leave io.compression out."
         )
-    return BloscCodec(config.io.compression)
+    return Codec(config.io.compression)
 
 
 def _check_direct(file: SwapFile, selection: Selection) -> None:

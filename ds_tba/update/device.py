@@ -64,13 +64,11 @@ class DeviceStats:
     """Counts of the device, summed over all steps.
 
     Attributes:
-        elements: elements of its chunks.
         uploaded_bytes: bytes copied to the device, for chunks and by :meth:`DevicePipeline.upload`.
         written_back_bytes: bytes copied to the host.
         busy_s: seconds from the first submit of a step until the host saw its last write-back, without waiting.
     """
 
-    elements: int = 0
     uploaded_bytes: int = 0
     written_back_bytes: int = 0
     busy_s: float = 0.0
@@ -125,7 +123,6 @@ class DevicePipeline:
         self.stats = DeviceStats()
         self._accelerator = accelerator
         self._device = device
-        self._chunk_elements = chunk_elements
         array_bytes = BYTES_PER_ELEMENT * chunk_elements
         self._slots = max(1, buffer_bytes // (ARRAYS_PER_CHUNK * array_bytes))
         self._array_bytes = array_bytes
@@ -196,11 +193,10 @@ class DevicePipeline:
         may hold anything. Other jobs still run: call :meth:`drain`, which ends all writing.
 
         Raises:
-            StateError: there is no room, or the tensors of the job do not fit together.
+            StateError: there is no room.
         """
         if not self.has_room():
             raise StateError("no slot of the device is free: submit a chunk only where has_room() says so")
-        self._check(job)
         if self._first_submit_s is None:
             self._first_submit_s = time.perf_counter()
         slot = self._free.pop()
@@ -250,19 +246,6 @@ class DevicePipeline:
     def _allocate(self) -> torch.Tensor:
         return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)
 
-    def _check(self, job: Job) -> None:
-        elements = job.master.numel()
-        tensors = [job.master, job.exp_avg, job.exp_avg_sq, job.gradient]
-        tensors += [] if job.target is None else [job.target]
-        fits = all(tensor.shape == (elements,) and tensor.is_contiguous() for tensor in tensors)
-        if not fits or elements > self._chunk_elements:
-            raise StateError(
-                f"a chunk of the shapes {[list(tensor.shape) for tensor in tensors]}: tensors are contiguous and of "
-                f"one length, at most {self._chunk_elements}; cut the sub-group into chunks of that length"
-            )
-        if any(tensor.dtype != torch.float32 for tensor in tensors[:4]):
-            raise StateError(f"a chunk of {[tensor.dtype for tensor in tensors[:4]]}: all but the parameters are fp32")
-
     def _queue(self, job: Job, arrays: list[torch.Tensor]) -> Event | None:
         """Queue a job in a slot, and return the event of its write-back."""
         accelerator, stats = self._accelerator, self.stats
@@ -286,9 +269,7 @@ class DevicePipeline:
             for on_host, on_device in state + ([(job.gradient, gradient)] if job.factor != 1.0 else []):
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
                 stats.written_back_bytes += on_host.nbytes
-            written_back = moment(accelerator)
-        stats.elements += job.master.numel()
-        return written_back
+            return moment(accelerator)
 
     def _upload_bytes(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._accelerator.copy(source.view(torch.uint8), target.view(torch.uint8))

@@ -41,12 +41,7 @@ class UpdateReport:
         host_s: seconds of ``update_s`` in the host's own chunks.
         drain_s: seconds of ``update_s`` waiting for the device at the end.
         device_busy_s: seconds from the first chunk that went to the device until the last one was seen written back.
-        device_idle_s: the rest of ``update_s``.
-        host_adam_per_s: elements per second of the host in its own chunks, with unscaling and cast; 0.0: none yet.
-        device_adam_per_s: elements per second of the device, with both copies; 0.0: none yet.
         uploaded_bytes, written_back_bytes: bytes copied to the device and from it, in updates.
-        upload_bytes_per_s, write_back_bytes_per_s: these bytes by ``device_busy_s``.
-        predicted_s: seconds of the updates at the rates of both sides, had neither waited for the other.
         pinned_bytes: bytes of pinned host memory: master and moments (in place), and buffers.
         fallbacks: number of times that something was left to the host or to DeepSpeed, by reason.
     """
@@ -63,14 +58,8 @@ class UpdateReport:
     host_s: float = 0.0
     drain_s: float = 0.0
     device_busy_s: float = 0.0
-    device_idle_s: float = 0.0
-    host_adam_per_s: float = 0.0
-    device_adam_per_s: float = 0.0
     uploaded_bytes: int = 0
     written_back_bytes: int = 0
-    upload_bytes_per_s: float = 0.0
-    write_back_bytes_per_s: float = 0.0
-    predicted_s: float = 0.0
     pinned_bytes: int = 0
     fallbacks: dict[str, int] = field(default_factory=Counter)
 
@@ -93,10 +82,11 @@ class UpdateReport:
         )
 
 
+@dataclass(eq=False)
 class Updater:
     """Runs the updates of one optimizer, and counts them.
 
-    Args:
+    Attributes:
         config: the block; its ``device_share`` is 0 where the device's bits are not CPUAdam's.
         accelerator: the training device.
         host, pipeline: the two sides.
@@ -107,39 +97,27 @@ class Updater:
         file: file for the report.
     """
 
-    def __init__(
-        self,
-        config: UpdateConfig,
-        accelerator: Accelerator,
-        host: HostUpdate,
-        pipeline: DevicePipeline,
-        powers: Powers,
-        registry: Registry | None = None,
-        *,
-        target_on_device: bool = True,
-        counts: UpdateReport | None = None,
-        file: ReportFile | None = None,
-    ) -> None:
-        self.config = config
-        self.accelerator = accelerator
-        self.host = host
-        self.pipeline = pipeline
-        self.powers = powers
-        self.registry = registry
-        self.target_on_device = target_on_device
-        self.counts = UpdateReport() if counts is None else counts
-        self._file = file
+    config: UpdateConfig
+    accelerator: Accelerator
+    host: HostUpdate
+    pipeline: DevicePipeline
+    powers: Powers
+    registry: Registry | None = None
+    target_on_device: bool = True
+    counts: UpdateReport = field(default_factory=UpdateReport)
+    file: ReportFile | None = None
 
     def update(self, sub_groups: Sequence[SubGroup]) -> None:
         """Update all sub-groups, in their order; return when every byte is in its place."""
         self.pin([array for one in sub_groups for array in one.arrays])
+        # Pinned before the chunks are divided: a sub-group that is not pinned is the host's for the whole step.
         _Update(self, sub_groups).run()
         every = self.config.report.every_steps
         is_due = every > 0 and self.counts.steps % every == 0
         if is_due and self.counts.rank == 0:
             logger.info("%s", self.report().line())
-        if self._file is not None:
-            self._file.refresh(self._fields, now=is_due)
+        if self.file is not None:
+            self.file.refresh(self._fields, now=is_due)
 
     def leave(self, reason: str, words: str) -> None:
         """Count an update that is left to DeepSpeed."""
@@ -151,6 +129,7 @@ class Updater:
         registry = self.registry
         if registry is None or self.config.device_share == 0:
             return
+        # Pins of arrays that a checkpoint has replaced would count against the limit, and hold their memory.
         registry.keep(arrays)
         began_s, before_bytes = time.perf_counter(), registry.pinned_bytes
         for array in reversed(arrays):
@@ -179,22 +158,13 @@ class Updater:
     def report(self) -> UpdateReport:
         """Return the counts so far, with the figures that follow from them."""
         counts, stats = self.counts, self.pipeline.stats
-        busy_s = stats.busy_s or float("inf")
-        host_per_s = (counts.elements - counts.device_elements) / counts.host_s if counts.host_s else 0.0
-        both_per_s = host_per_s + stats.elements / busy_s
         in_place_bytes = self.registry.pinned_bytes if self.registry is not None else 0
         return replace(
             counts,
             device_share=counts.device_elements / max(counts.elements, 1),
             device_busy_s=stats.busy_s,
-            device_idle_s=max(0.0, counts.update_s - stats.busy_s),
-            host_adam_per_s=host_per_s,
-            device_adam_per_s=stats.elements / busy_s,
             uploaded_bytes=stats.uploaded_bytes,
             written_back_bytes=stats.written_back_bytes,
-            upload_bytes_per_s=stats.uploaded_bytes / busy_s,
-            write_back_bytes_per_s=stats.written_back_bytes / busy_s,
-            predicted_s=counts.elements / both_per_s if both_per_s else 0.0,
             pinned_bytes=in_place_bytes + self.host.pinned_bytes,
             fallbacks=dict(counts.fallbacks),
         )
@@ -204,8 +174,8 @@ class Updater:
         if self.registry is not None:
             self.registry.close()
         self.counts.state = "finished"
-        if self._file is not None:
-            self._file.write(self._fields())
+        if self.file is not None:
+            self.file.write(self._fields())
         if self.counts.rank == 0 and self.counts.steps:
             logger.info("%s", self.report().line())
 

@@ -28,9 +28,9 @@ from torch.optim import optimizer as torch_optimizer
 from ds_tba.config import UPDATE_BLOCK
 from ds_tba.device.memory import advise_huge_pages
 from ds_tba.errors import IncompatibleError
+from ds_tba.update import HALF_UPDATED, refuse_half_updated
 from ds_tba.update.formula import Hyper
 from ds_tba.update.host import SubGroup
-from ds_tba.update.interrupted import HALF_UPDATED, refuse_half_updated
 from ds_tba.update.updater import Updater
 
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
@@ -236,6 +236,7 @@ class Zero3Update:
     ) -> None:
         self._guard.stock["load_state_dict"](state_dict_list, load_optimizer_states, *rest, **more)
         self._updater.unpin_others(self.arrays())
+        # Without them the moments are still those of the interrupted step.
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)
             if self._is_removed:
@@ -245,6 +246,7 @@ class Zero3Update:
 
     def _unscale(self, sub_group_id: int, total_norm: object) -> None:
         if sub_group_id == 0:
+            # Before the first change: an interrupt that comes between the two would leave a mixed model unmarked.
             setattr(self._zero, HALF_UPDATED, True)
             self._is_in_loop = True
             self._factors = []

@@ -161,18 +161,15 @@ def test_an_abandoned_lock_ends_the_building_before_it_waits(
 
 
 @pytest.mark.parametrize("status", [0, 7])
-def test_the_time_is_told_while_a_compiler_says_nothing(
+def test_a_build_that_fails_is_told_with_its_last_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    program = f"import sys, time; print('[1/3] c++', flush=True); time.sleep(2.5); print('over'); sys.exit({status})"
-    monkeypatch.setattr("ds_tba.cli.doctor._BUILD", program)
-    monkeypatch.setattr("ds_tba.cli.doctor.TELL_EVERY_S", 1.0)
+    monkeypatch.setattr("ds_tba.cli.doctor._BUILD", f"import sys; print('over'); sys.exit({status})")
     monkeypatch.setattr(aio, "is_built", lambda: False)
     monkeypatch.setattr(aio, "build_locks", list)
     assert build_aio() == status
     out = capsys.readouterr().out
-    told = [line for line in out.splitlines() if line.startswith("building DeepSpeed's aio op")]
-    assert len(told) >= 3 and sum(": file 1 of 3" in line for line in told) >= 2 and told[-1].endswith(" s")
+    assert out.startswith("building DeepSpeed's aio op (once; minutes on few cores)\n")
     assert ("did not build" in out and "over" in out) == (status != 0)
 
 
@@ -220,64 +217,6 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("ds_tba 0.")
-
-
-# ---- blocks that nobody reads ---------------------------------------------------------------------------------------
-
-GOOD = {"activation_nvme_offload": {"placement": "keep"}}
-
-
-@pytest.mark.parametrize(
-    ("name", "config", "line"),
-    [
-        ("ds.json", GOOD, 'ok    {path} has an enabled "activation_nvme_offload"'),
-        ("ds.json", {"bf16": {}}, '--    {path} has no enabled "activation_nvme_offload"'),
-        (
-            "ds.json",
-            {"ds_tba": {"nvme_path": "/x"}},
-            'FAIL  {path}: ds_config.json has a key "ds_tba", which nobody reads',
-        ),
-        ("ds.json", {"activation_nvme_ofload": {}}, 'FAIL  {path}: ds_config.json has a key "activation_nvme_ofload"'),
-        (
-            "ds.json",
-            {"zero_optimization": GOOD},
-            'FAIL  {path}: "activation_nvme_offload" is inside "zero_optimization"',
-        ),
-        ("fsdp.json", {"fsdp_config": GOOD}, 'FAIL  {path}: "activation_nvme_offload" is inside "fsdp_config"'),
-        (
-            "x.yaml",
-            {"deepspeed_config": GOOD},
-            'FAIL  "activation_nvme_offload" in {path} is read by nobody: Accelerate',
-        ),
-        ("x.yaml", {"deepspeed_config": {}}, "ok    {path} has no block of ours"),
-    ],
-)
-def test_the_doctor_finds_blocks_that_nobody_reads(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, config: dict[str, Any], line: str
-) -> None:
-    path = tmp_path / name
-    path.write_text(json.dumps(config))
-    assert main(["doctor", "--config", str(path)]) == line.startswith("FAIL")
-    assert line.format(path=path) in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("is_shared", [True, False])
-def test_the_doctor_tells_of_a_drive_that_zero_uses_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, is_shared: bool
-) -> None:
-    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path) if is_shared else "/proc"}}
-    config = {"zero_optimization": zero, "activation_nvme_offload": {"nvme_path": str(tmp_path)}}
-    (tmp_path / "ds.json").write_text(json.dumps(config))
-    assert main(["doctor", "--config", f"{tmp_path}/ds.json"]) == 0
-    assert ("a second drive pays" in capsys.readouterr().out) is is_shared
-
-
-def test_the_doctor_looks_for_deepspeed_in_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(GOOD))
-    for text, line in (("import deepspeed", "names DeepSpeed"), ("import torch", "does not name DeepSpeed: without")):
-        (tmp_path / "train.py").write_text(text)
-        assert main(["doctor", "--config", f"{tmp_path}/ds.json", f"{tmp_path}/train.py"]) == 0
-        assert f"train.py {line}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [("doctor",), ("env",), ("tune", "--nvme_path", "/x"), ("plan", "x.py:f")])

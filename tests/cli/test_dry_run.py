@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 from support.estimate_models import ALL
+from support.placed import fixed
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.cli.plan.dry_run import Passes, PeakMeter, dry_run
 from ds_tba.cli.plan.model import Subject, loss_of
-from ds_tba.cli.plan.rows import fixed, made_again
+from ds_tba.cli.plan.rows import made_again
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import ModelError
+from ds_tba.errors import ConfigError, ModelError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources, Trace
@@ -82,12 +83,12 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     """The model really run, with values, its saved tensors kept."""
     model, forward = ready(make, device, dtype)
     cache = TensorCache([], device, MIN_BYTES)
-    paths = {id(module): path for path, module in model.named_modules()}
-    running = RunningModule(paths)
+    running = RunningModule()
+    running.watch(model)
     recorder = Recorder(Scene(cache, NoClock(), running))
     with (
         cache.saving(around=recorder.around),
-        Blocks(find_blocks(model, None), Passes(recorder, ChosenModules(running, {}))).watching(),
+        Blocks(find_blocks(model, None), Passes(recorder, ChosenModules(running, {}))).listening(),
     ):
         output = forward()
     loss_of(output).backward()
@@ -230,7 +231,7 @@ def test_what_the_config_keeps_by_name_is_not_moved_and_its_blocks_are_not_recom
     stays = [one for one in kept.storages if not one.is_movable and one.nbytes >= MIN_BYTES and ".0.mlp" in one.module]
     assert all_of_it.movable_bytes - kept.movable_bytes == sum(one.nbytes for one in stays) > 0
     assert [one.is_recomputable for one in kept.blocks] == [False, *(True for _ in kept.blocks[1:])]
-    with pytest.raises(ModelError, match=r"'\*.mpl', which matches no module of the model; did you mean .*mlp"):
+    with pytest.raises(ConfigError, match=r"'\*.mpl', which matches no module of the model; did you mean .*mlp"):
         estimated(make, "meta", only=["*.mpl"])
 
 

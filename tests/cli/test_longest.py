@@ -30,7 +30,6 @@ from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import BlockTrace, PathRates, StorageTrace, Trace
-from ds_tba.storage.staging import StagingRing
 
 MIN_BYTES = 4096
 WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -109,9 +108,8 @@ def peak_of(subject: Subject, offloader: ActivationOffloader | None) -> int:
 
 
 def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(
-    recipe: Callable[[int, int], Subject], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: Callable[[int, int], Subject], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(StagingRing, "may_lend", lambda *_: False)
     found = {one.row.name: one.sequence for one in longest_of(setup_for(recipe, ROOM_BYTES), 128)}
     for name, (is_checkpointed, is_offloaded) in SETTINGS.items():
         for part, fits in ((0.9, True), (1.1, False)):

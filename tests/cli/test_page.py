@@ -1,9 +1,8 @@
-"""``ds_tba report --html``: what the page says, what it must not load, and what it leaves out."""
+"""``ds_tba report``: the page of ``--html``, what it must not load, and the tables of the terminal."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,19 +11,11 @@ from typing import Any
 import pytest
 
 from ds_tba.cli import main
-from ds_tba.cli.page import DETAILED, MAX_PAGE_BYTES, MAX_ROWS, REMEDIES, Found, read_timeline, render, view
-from ds_tba.errors import ReportError
+from ds_tba.cli.page import DETAILED, render
 from ds_tba.report import OffloadReport
-from ds_tba.storage.base import Refusal
 
 GIB = 1 << 30
 HOSTILE = '</title></style><script>alert(1)</script><img src=x onerror="alert(1)">&\'"\ud800\u202e http://example.com/'
-TRACKS = ["forward", "backward", "optimizer", "copies", "writes", "reads", "stalls", "made again"]
-TITLES = [
-    "What to change", "Saved bytes over one step", "When things happen in one step", "What holds saved bytes",
-    "Rates of the drives", "The plan, promised and found", "Life of the drives",
-    "What stays in device memory, and why",
-]  # fmt: skip
 
 
 def report(**changed: Any) -> dict[str, Any]:
@@ -58,39 +49,20 @@ def report(**changed: Any) -> dict[str, Any]:
     return {**found.to_dict(), "holders": [holder], "timeline_path": "/elsewhere/step.json", **changed}
 
 
-def timeline(events: int = 200) -> dict[str, Any]:
-    """A step of a second, in Chrome's format: one span of each kind of compute, and ``events`` of the others."""
-    found: list[dict[str, Any]] = [{"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}}]
-    names = {"copy": "copy out", "write": "write", "read": "read", "stall": "wait for a read", "again": "make again"}
-
-    def span(name: str, cat: str, at: float, dur: float, nbytes: int = 0) -> None:
-        times = {"ts": 1.7e15 + at * 1e6, "dur": dur * 1e6}
-        found.append({"name": name, "cat": cat, "ph": "X", "pid": 0, "tid": 0, "args": {"bytes": nbytes}, **times})
-
-    for name, at, dur in (("forward", 0.0, 0.4), ("backward", 0.4, 0.5), ("optimizer", 0.9, 0.1)):
-        span(name, "compute", at, dur)
-    for number in range(events):
-        at = number / events
-        span(*list({name: cat for cat, name in names.items()}.items())[number % 5], at, 0.7 / events, 1 << 20)
-        without = int(8 * GIB * math.sin(math.pi * at))
-        args = {"resident": min(without, GIB), "without": without}
-        found.append({"ph": "C", "name": "saved bytes", "ts": 1.7e15 + at * 1e6, "pid": 0, "args": args})
-    return {"traceEvents": found, "otherData": {"step": 16, "rank": 0, "budget_bytes": 3 * GIB}}
-
-
-def page(directory: Path, *reports: dict[str, Any], step: Any = None) -> str:
-    """The page about these; ``step`` is the timeline beside them."""
-    (directory / "step.json").write_text(json.dumps(timeline() if step is None else step))
-    paths = [directory / f"report{number}.json" for number in range(len(reports))]
-    for path, found in zip(paths, reports, strict=True):
-        path.write_text(json.dumps(found))
-    return render(paths)
+def page(directory: Path, *reports: dict[str, Any]) -> str:
+    """The page about these, as read from files."""
+    found = {}
+    for number, one in enumerate(reports):
+        path = directory / f"report{number}.json"
+        path.write_text(json.dumps(one))
+        found[str(path)] = OffloadReport.read_json(path)
+    return render(found)
 
 
 class Elements(HTMLParser):
     """Tags, attributes and texts of a page; each tag is closed where it must be."""
 
-    VOID = ("meta", "wbr")
+    VOID = ("meta",)
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -128,49 +100,34 @@ def check_that_nothing_is_loaded(text: str) -> None:
     (style,) = re.findall("<style>(.*?)</style>", text, re.DOTALL)
     assert "url(" not in style and "@import" not in style and "http" not in style
     policy = next(value for _, name, value in found.attributes if name == "content" and "default-src" in value)
-    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def section(text: str, title: str) -> str:
-    assert text.count(f"<h3>{title}</h3>") == 1
-    return text.partition(f"<h3>{title}</h3>")[2].partition("<h3>")[0]
+def row(text: str, name: str) -> list[str]:
+    """The cells behind one in the row that begins with it."""
+    (found,) = re.findall(f"<tr><td>{re.escape(name)}</td>(.*?)</tr>", text)
+    return re.findall("<td>(.*?)</td>", found)
 
 
 def test_the_page_has_everything_and_loads_nothing(tmp_path: Path) -> None:
     text = page(tmp_path, report())
     check_that_nothing_is_loaded(text)
-    assert (
-        "The offload works: 2.00 GiB of saved tensors at the peak instead of 10.00 GiB (-80%), a step took 2.5% "
-        "longer than estimated with everything kept, 42.00 TB written a day." in text
-    )
-    assert re.findall("<h3>(.*?)</h3>", text) == TITLES
-    assert [one for one in re.findall("<div>(.*?)<small>", text) if one in TRACKS] == TRACKS
-    levels = section(text, TITLES[1])
-    assert "activation_budget_bytes, 3.00 GiB" in levels and '<line class="budget" x2="1000' in levels
-    assert "in device memory, up to 1.00 GiB" in levels and "Step 16 of rank 0." in levels
-    assert section(text, TITLES[3]).count("<wbr>") and "50 %" in section(text, TITLES[4])
-    assert "2.05 s" in section(text, TITLES[5]) and "29 days" in section(text, TITLES[6])
-    for advice in ("io.staging_bytes", "ssd.min_life_days"):
-        assert advice in section(text, TITLES[0])
+    assert '<html lang="en">' in text and text.count("<h1>") == 1
+    assert "The offload works: 100 steps: activations take 2.00 GiB at the peak instead of 10.00 GiB" in text
+    assert row(text, "activations at the peak, with the block") == ["2.00 GiB"]
+    assert row(text, "  kept: small") == ["60.00 GiB"] and row(text, "  fallback: staging full") == ["3"]
+    assert row(text, "  plan: step") == [
+        "2.05 s, 2.5% longer than estimated with everything kept (planned: 2.02 s, 1.0% longer)"
+    ]
+    assert "29 days" in row(text, "wear of /nvme")[0]
+    assert row(text, "model.layers.*.mlp") == ["Mul", "", "32", "4.00 GiB", "1.00 GiB", "2.00 GiB", "1.00 GiB"]
 
 
-def test_a_plan_s_figure_is_not_told_as_a_measured_one() -> None:
-    planned = {"kept_step_s": 2.0, "step_s": 2.4, "measured_step_s": None}
-    verdict = view("report", Found(report(plan=planned)), Found({}), "").verdict
-    assert "by the plan, not measured yet, a step takes 20.0% longer than with everything kept" in verdict
-    measured = view("report", Found(report(plan={**planned, "measured_step_s": 3.0})), Found({}), "")
-    assert "a step took 50.0% longer than estimated" in measured.verdict
-    assert any("Steps take 25.0% longer than planned" in one for one in measured.advice)
-
-
-def test_headings_headers_and_drawings_have_their_names(tmp_path: Path) -> None:
-    text = page(tmp_path, report(), report(rank=1))
-    found = Elements(text)
-    assert '<html lang="en">' in text and found.tags.count("h1") == 1 and found.tags.count("title") > 1
-    assert found.tags.count("caption") == found.tags.count("table") == found.tags.count("thead")
-    assert {value for tag, name, value in found.attributes if tag == "th" and name == "scope"} == {"row", "col"}
-    for drawing in re.findall("<svg([^>]*)>(.{9})", text, re.DOTALL):
-        assert "aria-hidden" in drawing[0] or drawing[1].strip().startswith("<title>")
+def test_rates_are_those_of_the_start_and_the_last(tmp_path: Path) -> None:
+    text = page(tmp_path, report())
+    assert "<td>/nvme</td><td>writes</td><td>4.00 GB/s</td><td>2.00 GB/s</td>" in text
+    without_start = page(tmp_path, report(bandwidth_at_start=[]))
+    assert "<td>/nvme</td><td>reads</td><td>-</td><td>6.00 GB/s</td>" in without_start
 
 
 def test_names_of_files_and_modules_are_text(tmp_path: Path) -> None:
@@ -179,153 +136,39 @@ def test_names_of_files_and_modules_are_text(tmp_path: Path) -> None:
         holders=[{"module": HOSTILE, "op": HOSTILE, "saved_bytes": 5, "resident_bytes": 5}],
         kept_bytes_by_reason={HOSTILE: 5}, fallbacks_by_reason={HOSTILE: 5},
         blocks_left_out=[{"path": HOSTILE, "reason": HOSTILE}],
-        wear=[{"path": HOSTILE, "device": HOSTILE, "model": HOSTILE, "percentage_used": 7}],
+        wear=[{**report()["wear"][0], "path": HOSTILE, "device": HOSTILE, "model": HOSTILE}],
         bandwidth=[{"path": HOSTILE}], plan={"planner": HOSTILE, "bytes": {HOSTILE: 5}},
     )  # fmt: skip
-    step = timeline()
-    for one in step["traceEvents"]:
-        one["name"] = HOSTILE if one.get("cat") else one["name"]
-    step["otherData"] = {"step": HOSTILE, "rank": HOSTILE, "budget_bytes": HOSTILE}
-    text = page(tmp_path, hostile, hostile, step=step)
+    text = page(tmp_path, hostile, hostile)
     check_that_nothing_is_loaded(text)
     assert "&lt;script&gt;" in text and "<script" not in text
-    assert "traceEvents" not in text  # no data in it but what is shown
 
 
-def test_twenty_thousand_events_fit(tmp_path: Path) -> None:
-    text = page(tmp_path, *[report()] * DETAILED, step=timeline(5_000))
-    assert len(text.encode()) < MAX_PAGE_BYTES
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    bare = report(plan=None, plans=0, wear=[], bandwidth=[], bandwidth_at_start=[], holders=[])
+    text = page(tmp_path, bare)
     check_that_nothing_is_loaded(text)
-    step = timeline(20_000)
-    one = page(tmp_path, report(), step=step)
-    assert len(one.encode()) < MAX_PAGE_BYTES / 2 and "140 ms in 4000, 3.91 GiB" in one  # sums are of all spans
-    for number, event in enumerate(step["traceEvents"]):
-        event["name"] = "<" * 500 if event["ph"] == "X" else event["name"]
-        event["dur"] = 10 * number  # wide ones over one another
-    assert len(page(tmp_path, report(), step=step).encode()) < MAX_PAGE_BYTES
+    assert "No forward was sampled." in text and "No drive was in use." in text
+    assert "does little" in page(tmp_path, {**bare, "peak_saved_bytes": 10 * GIB})
+    assert "Nothing was to be moved" in page(tmp_path, {**bare, "placement": "keep"})
+    assert "Nothing was saved" in page(tmp_path, {**bare, "peak_saved_bytes_without": 0})
 
 
-def test_short_spans_are_merged_and_long_ones_stay() -> None:
-    events = [
-        {"ph": "X", "cat": "write", "name": "write", "ts": at, "dur": 1, "args": {"bytes": 10}} for at in range(50)
-    ]
-    events += [{"ph": "X", "cat": "write", "name": "write", "ts": at, "dur": 4000, "args": {}} for at in (4000, 6000)]
-    events += [{"ph": "X", "cat": "compute", "name": f"part {one}", "ts": 0, "dur": 10_000} for one in range(9)]
-    step = view("report", Found(report()), Found({"traceEvents": events}), "").step
-    assert step is not None and not step.lines
-    _, name, note, marks = step.tracks[-1]
-    assert (name, note) == ("writes", "8.05 ms in 52, 500 B") and [one.x for one in marks] == [0.0, 400.0, 600.0]
-    assert marks[0].title(step.length_s) == "write (50 times): 50 µs, 500 B" and marks[0].opacity == 0.75
-    assert [name for _, name, *_ in step.tracks[:-1]] == ["part 0", "part 1", "part 2", "part 3", "other compute"]
-    apart = [{"ph": "X", "cat": "read", "name": "read", "ts": at, "dur": 1} for at in range(0, 10_000, 5)]
-    step = view("report", Found(report()), Found({"traceEvents": apart}), "").step
-    assert step is not None and [(one.count, one.opacity) for one in step.tracks[0][3]] == [
-        (2000, pytest.approx(0.2, abs=1e-3))
-    ]
-
-
-def test_levels_keep_their_peaks() -> None:
-    levels = [(at, 100 if at == 5001 else 1, 50) for at in range(10_000)]
-    events = [
-        {"ph": "C", "name": "saved bytes", "ts": at, "args": {"resident": a, "without": b}} for at, a, b in levels
-    ]
-    step = view("report", Found(report()), Found({"traceEvents": events}), "").step
-    assert step is not None and "V0.0V198.0" in step.lines["resident"] and step.ticks == ["100 B", "50 B", "0"]
-    assert len(step.lines["resident"]) < 12_000 and step.budget_y is None
-
-
-def test_what_is_missing_leaves_its_section_out_and_says_how_to_get_it(tmp_path: Path) -> None:
-    needed = {
-        name: value for name, value in report().items()
-        if name not in ("plan", "plans", "wear", "bandwidth", "bandwidth_at_start", "holders", "timeline_path",
-                        "kept_bytes_by_reason", "fallbacks_by_reason", "blocks_left_out", "schema")
-    }  # fmt: skip
-    text = page(tmp_path, needed)
-    check_that_nothing_is_loaded(text)
-    assert re.findall("<h3>(.*?)</h3>", text) == TITLES
-    assert "the cost in step time is not known without a plan" in text
-    for title, sentence in zip(
-        TITLES[1:],
-        ["timeline_path", "needs the timeline", "newer version", "nvme_path", "4th step", "No drive", "counts nothing"],
-        strict=True,
-    ):
-        assert "<svg" not in section(text, title) and sentence in section(text, title)
-    assert "does little" in page(tmp_path, {**needed, "peak_saved_bytes": 10 * GIB})
-    assert "Nothing was to be moved" in page(tmp_path, {**needed, "placement": "keep"})
-    assert "Nothing was saved" in page(tmp_path, {**needed, "peak_saved_bytes_without": 0})
-
-
-@pytest.mark.parametrize("value", [None, "text", [1, None], {"a": {}}, -1, math.nan, 10**400])
-def test_values_of_another_kind_are_taken_for_missing(tmp_path: Path, value: Any) -> None:
-    step = timeline(10)
-    for one in step["traceEvents"][5:]:
-        one["ts"] = one["args"] = one["cat"] = value
-    values = report(unknown=value, bandwidth=[dict.fromkeys(report()["bandwidth"][0], value)])
-    check_that_nothing_is_loaded(page(tmp_path, values, step={**step, "otherData": value}))
-    for other in ({"traceEvents": value}, [value]):
-        assert "train again to have another" in page(tmp_path, values, step=other)
-    shown = view("report", Found(dict.fromkeys(report(), value)), Found({"traceEvents": value}), "")
-    assert "Nothing was saved" in shown.verdict and shown.advice and "train again" in shown.why_not
-
-
-def test_a_timeline_is_looked_for_where_it_was_and_beside_the_report(tmp_path: Path) -> None:
-    def found(named: str) -> tuple[bool, str]:
-        timeline, why_not = read_timeline(Found({"timeline_path": named}), tmp_path)
-        return bool(timeline), why_not
-
-    assert found("/elsewhere/step.json") == (
-        False, "The timeline /elsewhere/step.json is not here: copy it beside the report, and make this page again.",
-    )  # fmt: skip
-    (tmp_path / "step.json").write_text("[1")
-    assert "cannot be read" in found("/elsewhere/step.json")[1]
-    (tmp_path / "step.json").write_text(json.dumps(timeline()))
-    assert found("/elsewhere/step.json") == (True, "") == found(str(tmp_path / "step.json"))
-    assert "is not here" in found("/dev/zero")[1] and "is not here" in found("..")[1]
-    assert found("\0")[1] and found("x" * 10_000)[1] and '"timeline_path"' in found("")[1]
-
-
-def test_several_reports_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = report(rank=1, plan={"kept_step_s": 2.0, "step_s": 2.4}, timeline_path=None)
+def test_several_reports_are_compared(tmp_path: Path) -> None:
+    slow = report(rank=1, plan={"kept_step_s": 2.0, "step_s": 2.4})
     text = page(tmp_path, report(), slow)
-    comparison = text.partition("<details")[0]
-    assert comparison.count('scope="row"') == 2 and "+20.0 % planned" in comparison and "+2.5 %" in comparison
-    assert text.count('<details name="run" open>') == 1 and text.count("<details") == 2
-    many = page(tmp_path, *[report(timeline_path=None)] * (DETAILED + 3))
-    assert many.count("<details") == DETAILED and f"first {DETAILED} reports" in many
-    assert many.partition("<details")[0].count('scope="row"') == DETAILED + 3
-    monkeypatch.setattr("ds_tba.cli.page.MAX_PAGE_BYTES", len(many) - 1)
-    with pytest.raises(ReportError, match=f"{DETAILED + 3} reports are more than a page can show"):
-        page(tmp_path, *[report(timeline_path=None)] * (DETAILED + 3))
+    assert row(text, str(tmp_path / "report0.json"))[4:7] == ["-80%", "+2.5%", "42.00"]
+    assert row(text, str(tmp_path / "report1.json"))[0] == "1"
+    assert row(text, str(tmp_path / "report1.json"))[5] == "+20.0% planned"
+    many = page(tmp_path, *[report()] * (DETAILED + 3))
+    assert many.count("<h2>") == DETAILED and f"first {DETAILED} reports" in many
+    assert many.partition("<h2>")[0].count("<tr>") == DETAILED + 3 + 1
 
 
 def test_long_lists_and_names_are_cut(tmp_path: Path) -> None:
     holders = [{"module": "m" * 5000, "op": "o", "saved_bytes": GIB} for _ in range(5000)]
-    reasons = {f"{number} {'r' * 1000}": 1 for number in range(5000)}
-    blocks = [{"path": "b" * 5000, "reason": "r"}] * 5000
-    text = page(tmp_path, report(holders=holders, kept_bytes_by_reason=reasons, blocks_left_out=blocks))
-    assert len(text) < 200_000 and f"{5000 - MAX_ROWS} more rows hold {5000 - MAX_ROWS}.00 GiB together" in text
-
-
-def test_each_refusal_of_a_store_has_its_remedy() -> None:
-    assert {one.value for one in Refusal} - {"store closed"} <= REMEDIES.keys()
-
-
-@pytest.mark.parametrize(
-    ("changed", "advice"),
-    [
-        ({"budget_excess_bytes": GIB}, "activation_budget_bytes was exceeded by 1.00 GiB"),
-        ({"kept_bytes_by_reason": {"small": 1000 * GIB}}, "min_tensor_bytes"),
-        ({"kept_bytes_by_reason": {"plan": 1000 * GIB}}, "max_step_overhead"),
-        ({"kept_bytes_by_reason": {"placement keep": 5000 * GIB}}, '"placement": "adaptive"'),
-        ({"plan": {"step_s": 2.0, "measured_step_s": 2.5}}, "enabled: false"),
-        ({"plan": {"step_s": 2.0, "measured_step_s": 2.0}, "stall_s": 30.0}, "wait for the drive"),
-        ({"wear": [{"written_bytes_per_day": 1e12}]}, "ssd.rated_endurance_tbw"),
-        ({"device_memory": {"allocation_retries": 2}}, "expandable_segments"),
-        ({"fallbacks_by_reason": {}, "wear": []}, "Nothing stands out"),
-    ],
-)
-def test_advice_names_keys(changed: dict[str, Any], advice: str) -> None:
-    assert any(advice in one for one in view("report", Found(report(**changed)), Found({}), "").advice)
+    text = page(tmp_path, report(holders=holders, blocks_left_out=[{"path": "b" * 5000, "reason": "r" * 5000}] * 5000))
+    assert len(text) < 20_000 and row(text, "4990 more")[3] == "4990.00 GiB"
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -347,36 +190,6 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "report.json").read_text()) == report()
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"steps": "ten"}, '"steps" is "ten", and should be a valid integer'),
-        ({"stall_s": None}, '"stall_s" is null, and should be a valid number'),
-        ({"paths": "/local_nvme"}, '"paths" is "/local_nvme", and should be a valid list'),
-        ({"paths": [1]}, '"paths.0" is 1, and should be a valid string'),
-        ({"offloaded_bytes": 1.5}, '"offloaded_bytes" is 1.5, and should be a valid integer'),
-        ({"offloaded_bytes": 10**400}, '"offloaded_bytes" is Infinity, and should be a valid integer'),
-        ({"kept_bytes_by_reason": {"small": []}}, '"kept_bytes_by_reason.small" is [], and should be a valid integer'),
-        ({"plan": 3}, '"plan" is 3, and should be a valid dictionary'),
-        ({"plan": {"bytes": {"nvme": "1"}}}, '"plan.bytes.nvme" is "1", and should be a valid integer'),
-        ({"plan": {"step_s": [1.0], "kept_step_s": 1.0}}, '"plan.step_s" is [1.0], and should be a valid number'),
-        ({"wear": [{}, {"written_bytes_per_day": "x" * 99}]}, '"wear.1.written_bytes_per_day" is "xxxxx'),
-        ({"holders": [{"module": None}]}, '"holders.0.module" is null, and should be a valid string'),
-        ({"holders": {"module": "m"}}, '"holders" is {"module": "m"}, and should be a valid list'),
-        ({"blocks_left_out": [{"path": "p", "reason": 1}]}, '"blocks_left_out.0.reason" is 1, and should be'),
-    ],
-)
-@pytest.mark.parametrize("way", [(), ("--json",), ("--html", "out.html")], ids=["table", "json", "page"])
-def test_a_value_of_another_type_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, Any], says: str, way: tuple[str, ...]
-) -> None:
-    (tmp_path / "report.json").write_text(json.dumps(report(**changed)))
-    assert main(["report", str(tmp_path / "report.json"), *way]) == 2
-    told = capsys.readouterr()
-    assert f"{tmp_path / 'report.json'} is no report of ds_tba: {says}" in told.err and not told.out
-    assert told.err.endswith(": name the file of report.path.\n") and not Path("out.html").exists()
-
-
 @pytest.mark.parametrize("text", ["[" * 100_000, "\0", "{", ""], ids=["deep", "zero", "cut", "empty"])
 def test_what_is_no_json_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (tmp_path / "report.json").write_text(text)
@@ -388,15 +201,15 @@ def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, capsys: 
     bare = report(
         state="\ud800",
         plan={"reason": ""},
-        wear=[{"new": 1}],
-        holders=[{"saved_bytes": 5}],
+        wear=[{**report()["wear"][0], "newer": 1}],
+        holders=[{"module": "mlp", "op": "Mul", "newer": 1}],
         blocks_left_out=[{}],
         newer=[],
     )
     (tmp_path / "report.json").write_text(json.dumps(bare))
     assert main(["report", str(tmp_path / "report.json")]) == 0
     out = capsys.readouterr().out
-    assert "unknown drive: 0.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
+    assert "nvme0n1 Fast 9000: 42.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
 
 
 def test_a_script_reads_what_all_reports_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

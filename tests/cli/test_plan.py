@@ -114,19 +114,15 @@ def test_everything_is_told(directory: Path, capsys: pytest.CaptureFixture[str])
     assert main(["estimate", *arguments_of(directory), *GIVEN]) == 0
     text = capsys.readouterr().out
     (group,) = [one for one in found["groups"] if one["count"]]
-    assert (group["name"], group["count"]) == ("layers.0-31", 32)
-    assert group["saved_bytes"] == pytest.approx(saved_bytes(2, 256), rel=0.01)
+    assert (group["name"], group["count"]) == ("layers.*", 32)
+    assert group["saved_bytes"] == pytest.approx(32 * saved_bytes(2, 256), rel=0.01)
     assert found["saved_bytes"] == found["peak_saved_bytes"] == row(found, "as it is")["peak_saved_bytes"]
     assert found["ran_on"] == "meta" and found["attention"] == ["flash"]
     assert found["batch"] == 2
     adaptive, offload = row(found, "+ adaptive in a budget"), row(found, "offload all")
-    budgets = [int(part * found["peak_saved_bytes"]) for part in (0.75, 0.5, 0.25)]
-    assert [one["name"].split()[1] for one in found["rows"] if one["name"].startswith("budget ")] == [
-        str(one) for one in budgets
-    ]
     assert offload["step_s"] > 10 * adaptive["step_s"]  # at 1 MB/s
-    for words in ("flash", "layers.0-31", "+ adaptive", "rated 600 TBW assumed", "write and read as given",
-                  "1 TFLOP/s", "bandwidth   to move all", f"budget {budgets[0]}"):  # fmt: skip
+    for words in ("flash", "layers.*", "+ adaptive", "rated 600 TBW assumed", "write and read as given",
+                  "1 TFLOP/s", "bandwidth   to move all"):  # fmt: skip
         assert words in text
     assert all(len(line) == len(line.rstrip()) for line in text.splitlines())
 
@@ -170,12 +166,12 @@ def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_config(directory, optimizer={"type": "AdamW"}, zero_optimization={"stage": 2})
-    found = estimate(directory, *GIVEN, "--gpu-memory", "1000")
+    found = estimate(directory, *GIVEN, "--gpu", "1000")
     held = found["rows"][0]["held"]
     assert held["always"]["parameters"] == held["always"]["gradients"] == found["parameter_bytes"]
     assert held["always"]["optimizer states"] == 12 * found["parameters"] == 12 * found["trained"]
     assert {one["verdict"] for one in found["rows"]} == {"fits"} and found["recommended"] == "as it is"
-    assert main(["plan", *arguments_of(directory), *GIVEN, "--gpu-memory", "1000"]) == 0
+    assert main(["plan", *arguments_of(directory), *GIVEN, "--gpu", "1000"]) == 0
     assert "nothing has to be changed" in capsys.readouterr().out
     need = row(found, "as it is")["need_bytes"]
     moving = need - sum(held["always"].values()) - sum(held["passing"].values())
@@ -299,10 +295,11 @@ def test_a_plan_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the following arguments are required: MODEL" in capsys.readouterr().err
 
 
-def test_batch_dtype_and_device_may_be_given(directory: Path) -> None:
+def test_batch_and_device_may_be_given(directory: Path) -> None:
     given = (*GIVEN, "--memory-gbps", "100")
     half = estimate(directory, *given)
-    full = estimate(directory, *given, "--dtype", "fp32", "--batch", "4", "--device", "cpu")
+    write_config(directory, bf16={"enabled": False})
+    full = estimate(directory, *given, "--batch", "4", "--device", "cpu")
     assert full["batch"] == 4 and full["attention"] == ["flash"]
     assert full["parameter_bytes"] == 2 * half["parameter_bytes"]
     assert full["saved_bytes"] == pytest.approx(4 * half["saved_bytes"], rel=0.03)
@@ -404,7 +401,7 @@ def test_an_hf_config_is_estimated(directory: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert main(["estimate", *given, *GIVEN, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["ran_on"] == "meta" and [one["count"] for one in found["groups"]][:2] == [1, 1]
+    assert found["ran_on"] == "meta" and [one["count"] for one in found["groups"]][:1] == [2]
     assert torch.bfloat16.itemsize * found["parameters"] == found["parameter_bytes"]
 
 
@@ -445,7 +442,7 @@ def test_the_example_of_the_readme_is_estimated(capsys: pytest.CaptureFixture[st
     given = ["--batch", "8", "--seq", "512", "--tflops", "0.2", "--write-gbps", "2", "--read-gbps", "2"]
     main(["estimate", model, "--config", str(root / "ds_configs/minimal.json"), *given])
     told = capsys.readouterr().out
-    assert "blocks.0-5" in told and "+ adaptive in a budget" in told
+    assert "blocks.*" in told and "+ adaptive in a budget" in told
 
 
 # ---- the block of the optimizer update ------------------------------------------------------------------------------

@@ -124,6 +124,23 @@ def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(device: Late
     host.close()
 
 
+def test_what_one_operation_saves_twice_waits_for_the_device_twice(device: LateDevice) -> None:
+    """That an operation saves the same bytes twice says nothing while the first save is in doubt."""
+    host = HostStore(device, 32 * MIB)
+    cache = TensorCache([host], "cpu", 1024, accelerator=device)
+    x = torch.randn(64, 64, requires_grad=True)
+    with cache.saving():
+        first = x.sin().sum()
+        other = x.exp().sum()  # saves something, so that the operation that saved x is over
+        x.data[0, 0] += 1
+        second = (x * x).sum()
+    device.synchronize()
+    cache._read_doubts(wait=True)
+    assert torch.equal(torch.autograd.grad(second, x)[0], 2 * x.detach())
+    del first, other
+    host.close()
+
+
 def test_views_that_the_device_has_yet_to_answer_for_are_in_the_budget(device: LateAnswers) -> None:
     """They keep their bytes, and a budget has the host wait for the answer instead."""
     host = HostStore(device, 32 * MIB)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
+KEPT_CALLS = 60
 
 
 class CountedLock:
@@ -48,6 +51,31 @@ def test_a_kept_tensor_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> N
         held = [cache.pack(one) for one in tensors]
         assert lock.taken - before == len(tensors)
     del held
+
+
+def test_a_kept_tensor_takes_few_calls_from_its_save_to_its_end() -> None:
+    """Models of small tensors feel each of them; counted are the functions of ds_tba that Python enters."""
+    count, calls = 100, Counter[str]()
+
+    def enter(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and str(frame.f_globals.get("__name__")).startswith("ds_tba."):
+            calls[frame.f_code.co_name] += 1
+
+    cache = TensorCache([], "cpu", 1)
+    tensors = [torch.randn(8) for _ in range(count)]
+    with cache.saving():
+        sys.setprofile(enter)
+        held = [cache.pack(one) for one in tensors]
+        sys.setprofile(None)
+    step = cache.forward.micro_step
+    cache.unpack(step, held[-1])
+    sys.setprofile(enter)
+    while held:
+        cache.unpack(step, held.pop())
+    cache.settle()
+    sys.setprofile(None)
+    assert sum(calls.values()) <= KEPT_CALLS * count, calls
+    assert cache.live_records == 0
 
 
 class Counting(LateDevice):

@@ -19,7 +19,7 @@ from ds_tba.core.saved import RecordState
 from ds_tba.device.copies import PendingCopy
 from ds_tba.errors import ActivationLostError, StateError
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import PartState, SwapTicket
+from ds_tba.storage.space import PartState, SwapTicket
 
 ONE_LANE = Lanes(1, 1)
 devices = pytest.mark.parametrize(
@@ -82,15 +82,16 @@ def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(ma
     assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
 
 
-def test_on_the_cpu_its_slot_becomes_the_memory(make_store: StoreFactory) -> None:
+def test_on_the_cpu_it_stays_in_its_slot_until_it_is_needed(make_store: StoreFactory) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), lanes=ONE_LANE)
     (ticket,) = under_write(store, gate, noise(MIB))
     store.prefetch(ticket)
-    slot = part_of(ticket).held_slot
     gate.opened.set()
     until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
-    assert store.get(ticket, CPU).data.data_ptr() == store.ring.view(slot).data_ptr()
+    assert ticket.destination is None and slots_in_use(store) == MIB
+    store.get(ticket, CPU)
+    assert slots_in_use(store) == 0
 
 
 def test_reads_behind_what_is_being_written_are_not_held_up(make_store: StoreFactory) -> None:
@@ -121,16 +122,17 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
     late = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
-    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.early_bytes == 8 * MIB
+    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.unwritten_bytes == 8 * MIB
     assert not store.prefetch(early[6])
-    if not store.ring.zero_copy:  # what was read ahead waits on the device, so that there is room for one more write
+    if not store.ring.is_synchronous:
+        # What was read ahead waits on the device, so that there is room for one more write.
         more = put(store, noise(MIB))
         assert not store.prefetch(more)
         store.get(early[0], CPU)
         assert store.prefetch(more)
     gate.opened.set()
     wait_for_writes(store)
-    for ticket in [*early, *late, *([more] if not store.ring.zero_copy else [])]:
+    for ticket in [*early, *late, *([more] if not store.ring.is_synchronous else [])]:
         store.release(ticket)
     nothing_is_held(store)
 
@@ -147,7 +149,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert store.prefetch(tickets[which])
     loaded = store.get(tickets[which], CPU)
     assert torch.equal(loaded.data, pieces[which]) and loaded.stored is (which == 0)
-    assert store.space.read_ahead.early_bytes == 0
+    assert store.space.read_ahead.unwritten_bytes == 0
     gate.opened.set()
     wait_for_writes(store)
     assert store.stats.forwarded_bytes == MIB
@@ -175,7 +177,7 @@ def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
         store.release(one)
     gate.opened.set()
     nothing_is_held(store)
-    assert store.space.read_ahead.early_bytes == 0 and part_of(ticket).state is PartState.RELEASED
+    assert store.space.read_ahead.unwritten_bytes == 0 and part_of(ticket).state is PartState.RELEASED
 
 
 @devices
@@ -208,7 +210,7 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
     until(lambda: all(part_of(ticket).state is PartState.RESCUED for ticket in tickets), "the failures")
-    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.space.read_ahead.unwritten_bytes == store.space.read_ahead.prefetched_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert store.prefetch(ticket)
         assert torch.equal(store.get(ticket, CPU).data, piece)
@@ -231,7 +233,7 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
         patch.setattr(PendingCopy, "wait", lambda copy: lost())
         gate.opened.set()
         until(lambda: part_of(second).state is PartState.LOST, "the copy")
-    assert store.space.read_ahead.early_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.space.read_ahead.unwritten_bytes == store.space.read_ahead.prefetched_bytes == 0
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
     for ticket in (first, second):
@@ -250,7 +252,7 @@ def test_closing_while_something_is_wanted(make_store: StoreFactory, accelerator
     gate.opened.set()
     closing.join(30)
     assert not closing.is_alive()
-    if store.ring.zero_copy:
+    if store.ring.is_synchronous:
         with pytest.raises(StateError, match="closed before backward"):
             store.get(tickets[0], CPU)
     assert store.prefetch(tickets[0])  # nothing to do
@@ -311,7 +313,7 @@ def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory)
     ticket = store.put(data.clone(), wait=False)
     assert isinstance(ticket, SwapTicket) and len(ticket.parts) == 3
     gate.arrived.acquire()
-    assert store.prefetch(ticket) and nvme.space.read_ahead.early_bytes == 6 * MIB
+    assert store.prefetch(ticket) and nvme.space.read_ahead.unwritten_bytes == 6 * MIB
     gate.opened.set()
     wait_for_writes(nvme)
     loaded = store.get(ticket, CPU)
@@ -437,4 +439,4 @@ def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: Sto
         cache.residency.end_prefetch(cancelled)
         assert cancelled.state is RecordState.AWAY and cache.stats.resident.now == before
     y.sum().backward()
-    assert set(seen[0]) == {RecordState.AHEAD} and ahead.reloaded is None
+    assert set(seen[0]) == {RecordState.AHEAD} and ahead.loaded is None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from ds_tba.core.prefetch import MicroStep
-from ds_tba.core.saved import RecordState, SavedStorage, StorageKey
+from ds_tba.core.saved import CountedMemory, RecordState, SavedStorage, StorageKey
 from ds_tba.errors import StateError
 
 
 def test_illegal_moves_raise() -> None:
-    record = SavedStorage(StorageKey(0, 1, 0, 1), MicroStep())
+    record = SavedStorage(StorageKey(0, 1, 0, 1), MicroStep(), CountedMemory())
     with pytest.raises(StateError, match="from 'kept in device memory' to 'in device memory again'"):
-        record.move(RecordState.BACK)
+        record.move(RecordState.LOADED)
     assert MicroStep().add(record) == 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.core.tensors import innermost_hooks
+from ds_tba.core.hooks import innermost_hooks
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.offloader import ActivationOffloader
 

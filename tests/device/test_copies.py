@@ -21,7 +21,7 @@ from ds_tba.errors import StateError
 from ds_tba.storage.base import Always, Refusal, Store, Ticket
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.path import SwapTicket
+from ds_tba.storage.space import SwapTicket
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")

@@ -171,7 +171,7 @@ def test_odd_tensors_in_the_frames_of_an_error_are_no_second_error() -> None:
         held(**odd_tensors(torch.randn(4, 64, 64)))
     for name, tensor in odd_tensors(torch.randn(4, 64, 64)).items():
         assert form_of(tensor), name
-    failure = failure_of(raised.value, RunningModule({}), torch.device("cpu"))
+    failure = failure_of(raised.value, RunningModule(), torch.device("cpu"))
     assert failure.asked_bytes == 2 << 30
 
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -66,24 +65,6 @@ def test_a_block_in_a_file_that_nobody_reads_is_said(
     monkeypatch.chdir(directory)
     said = line([name, *arguments], {})
     assert says in said and said.startswith("ds_tba: ") and said.count("\n") == 1
-
-
-@pytest.mark.usefixtures("without_engine")
-@pytest.mark.parametrize(
-    ("has_trainer", "key", "is_said"),
-    [(True, "fsdp_config", True), (True, "deepspeed", False), (False, "fsdp_config", False)],
-)
-def test_a_block_in_an_fsdp_config_of_the_script_is_said(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, has_trainer: bool, key: str, is_said: bool
-) -> None:
-    script = directory / "train.py"
-    script.write_text(f'TrainingArguments({key}={{"activation_nvme_offload": {{"nvme_path": "/x"}}}})')
-    if has_trainer:
-        monkeypatch.setitem(sys.modules, "transformers.training_args", ModuleType("transformers.training_args"))
-    else:
-        monkeypatch.delitem(sys.modules, "transformers.training_args", raising=False)
-    said = line([str(script)], {})
-    assert ("fsdp_config has nothing to do with DeepSpeed. Give the Trainer deepspeed=" in said) is is_said
 
 
 @pytest.mark.usefixtures("without_engine")

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import os
 import random
-import re
 import subprocess
 import sys
 import warnings
@@ -24,7 +22,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import StoreFactory, make_backend
-from curves.device import TorchCuda
 from gpu_rig import Rig, shows_something
 from planners import PLANNERS
 from support import hazards
@@ -37,7 +34,6 @@ from torch.nn import functional
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.device import accelerator
 from ds_tba.errors import BackendUnavailableError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
@@ -398,11 +394,3 @@ def test_the_checksums_of_the_device_are_those_of_the_host(rig: Rig, pages: int,
     blocks = PosixBackend().blocks
     found = Integrity(mode, blocks, on_device=True).digest(data.to(rig.device))
     assert found == Integrity(mode, blocks).digest(data)
-
-
-@pytest.mark.moves_nothing
-def test_the_api_without_deepspeed_has_all_that_is_asked_of_it() -> None:
-    asked = set(re.findall(r"\b_?api\.(\w+)", inspect.getsource(accelerator)))
-    assert len(asked) >= 7 and asked | {"is_synchronized_device"} <= set(dir(TorchCuda))
-    abstract = pytest.importorskip("deepspeed.accelerator.abstract_accelerator")
-    assert asked <= set(dir(abstract.DeepSpeedAccelerator))

@@ -10,28 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import planner_scale
 import pytest
 import update_time
+from hook_cost import KINDS
 from soaking.meters import disk_bytes, slope
 from soaking.verdicts import memory
 from support import runs
 
-from ds_tba.plan.plan import Limits
-
 MIB = 1 << 20
-
-
-def benchmark(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(runs.ROOT / "benchmarks" / name), *arguments],
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def soak(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -118,67 +104,21 @@ def test_files_without_a_name_count_as_disk(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.engine
 def test_hook_cost(tmp_path: Path) -> None:
-    arguments = (
-        "--rounds",
-        "1",
-        "--counts",
-        "10",
-        "50",
-        "--nvme_path",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "json"),
-    )
-    output = benchmark("hook_cost.py", *arguments)
+    arguments = ("--rounds", "1", "--counts", "10", "50", "--nvme_path", tmp_path, "--json", tmp_path / "json")
+    output = runs.benchmark("hook_cost.py", *arguments)
     rows = json.loads((tmp_path / "json").read_text())["rows"]
-    assert [(row["kind"], row["tensors"]) for row in rows] == [
-        (kind, count)
-        for kind in (
-            "passed through",
-            "kept, small",
-            "kept",
-            "kept, no rule",
-            "kept, refused",
-            "rematerialized",
-            "offloaded",
-        )
-        for count in (10, 50)
-    ]
+    assert [(row["kind"], row["tensors"]) for row in rows] == [(kind, count) for kind in KINDS for count in (10, 50)]
     assert all(row["to_kept"] == 1 for row in rows if row["kind"] == "kept")
     assert output.count("offloaded") == 2 and all(row["pack_us"] > 0 for row in rows)
-
-
-def test_drives_fast_enough_for_all_take_all_but_what_is_used_at_once() -> None:
-    """The logits: moving them would fill staging, and keep others."""
-    trace = planner_scale.model_trace(planner_scale.SHAPES["Granite-8B"], planner_scale.REGIMES[1], 32e9)
-    found = planner_scale.PLANNERS["adaptive"](trace, Limits())
-    assert found.prediction.peak_saved_bytes < 3e9
-    assert found.prediction.step_s < 1.02 * trace.step_s
 
 
 @pytest.mark.thorough
 @pytest.mark.engine
 def test_planner_scale(tmp_path: Path) -> None:
-    small = ("--rounds", "1", "--counts", "1000", "--models", "Granite-8B")
-    output = benchmark("planner_scale.py", *small, "--json", str(tmp_path / "json"))
+    output = runs.benchmark("planner_scale.py", "--rounds", "1", "--counts", "1000", "--json", tmp_path / "json")
     found = json.loads((tmp_path / "json").read_text())
-    assert [row["planner"] for row in found["planning_times"]] == [
-        "recompute", "tba", "teraio", "adaptive"
-    ] * 2  # fmt: skip
-    assert [row["gb_per_s"] for row in found["fractions"]] == [8, 8, 16, 16, 32, 32] * 2
-    assert output.count("| Granite-8B |") == 12
-    for row in found["fractions"]:
-        ours, theirs = row["adaptive"], row["oracle"]
-        assert ours["of_ideal"] > theirs["of_ideal"] - 0.03
-        assert ours["peak_part"] <= (0.25 if row["goal"] == "budget" else theirs["peak_part"] + 0.03)
-
-
-@pytest.mark.thorough
-@pytest.mark.engine
-def test_host_tier(tmp_path: Path) -> None:
-    output = benchmark("host_tier.py", "--nvme_path", str(tmp_path), "--minutes", "0", "--batch", "1")
-    assert "2 rounds" in output and "losses and gradients equal: yes" in output
-    assert output.count("| host memory") == 2 and "| the same, and a drive behind it |" in output
+    assert [row["planner"] for row in found["planning_times"]] == ["recompute", "tba", "teraio", "adaptive"] * 2
+    assert output.count("| 966 |") == 2
 
 
 @pytest.mark.thorough
@@ -186,7 +126,7 @@ def test_host_tier(tmp_path: Path) -> None:
 def test_step_time(tmp_path: Path) -> None:
     size = ("--width", "256", "--depth", "2", "--sequence", "512", "--batch", "2")  # MLPs' outputs have 4 MiB
     short = ("--rounds", "1", "--steps", "1", "--warmup", "1", "--staging_mib", "16", "--nvme_path", str(tmp_path))
-    output = benchmark("step_time.py", *size, *short, "--json", str(tmp_path / "json"))
+    output = runs.benchmark("step_time.py", *size, *short, "--json", str(tmp_path / "json"))
     assert "losses of all variants and rounds equal: yes" in output
     assert [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("| ")][1:] == [
         "keep", "nvme", "rematerialize", "recompute", "save_on_cpu",
@@ -202,7 +142,7 @@ def test_step_time(tmp_path: Path) -> None:
 def test_compression_on_a_slower_drive(tmp_path: Path) -> None:
     size = ("--width", "256", "--depth", "2", "--sequence", "512", "--batch", "2", "--bf16", "--drive_mbps", "300")
     short = ("--rounds", "1", "--steps", "1", "--warmup", "1", "--staging_mib", "16", "--nvme_path", str(tmp_path))
-    output = benchmark("step_time.py", *size, *short, "--variants", "nvme", "lz4", "zstd")
+    output = runs.benchmark("step_time.py", *size, *short, "--variants", "nvme", "lz4", "zstd")
     assert "losses of all variants and rounds equal: yes" in output
     lines = output[output.index("| variant | step / nvme") :].splitlines()[2:5]
     left = {line.split("|")[1].strip(): float(line.split("|")[5]) for line in lines}
@@ -212,10 +152,9 @@ def test_compression_on_a_slower_drive(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.engine
 def test_update_time(tmp_path: Path) -> None:
-    small = ("--parameters", "5e5", "--width", "256", "--tokens", "16", "--rounds", "2", "--steps", "1")
-    files = ("--json", str(tmp_path / "json"), "--markdown", str(tmp_path / "md"))
-    output = benchmark("update_time.py", *small, "--sub_group", "2e5", "--chunk_mib", "1", "--clip", "1", *files)
-    (only,) = json.loads((tmp_path / "json").read_text())["results"]
+    small = "--parameters 5e5 --width 256 --tokens 16 --rounds 2 --steps 1 --sub_group 2e5 --chunk_mib 1 --clip 1"
+    output = runs.benchmark("update_time.py", *small.split(), "--json", tmp_path / "json")
+    only = json.loads((tmp_path / "json").read_text())
     assert "losses equal step by step: yes" in output and "update of share 0 against stock" in output
     assert only["tokens"] == 16 and only["parameters"] == 8 * 256**2
     for turns in only["rounds"]:
@@ -226,30 +165,17 @@ def test_update_time(tmp_path: Path) -> None:
     report = only["reports"]["interleaved"]
     assert report["steps"] == len(only["losses"]["interleaved"]) and not report["stock_steps"]
     assert only["reports"]["stock"] is None
-    assert (tmp_path / "md").read_text() in output
 
 
 @pytest.mark.thorough
 @pytest.mark.engine
 def test_update_time_with_each_family_in_a_process(tmp_path: Path) -> None:
-    small = ("--parameters", "3e5", "--width", "256", "--tokens", "16", "--rounds", "1", "--steps", "1")
-    output = benchmark(
-        "update_time.py",
-        "--apart",
-        *small,
-        "--shares",
-        "0",
-        "null",
-        "--chunk_mib",
-        "1",
-        "--json",
-        str(tmp_path / "json"),
-    )
-    (only,) = json.loads((tmp_path / "json").read_text())["results"]
+    small = "--apart --parameters 3e5 --width 256 --tokens 16 --rounds 1 --steps 1 --shares 0 null --chunk_mib 1"
+    output = runs.benchmark("update_time.py", *small.split(), "--json", tmp_path / "json")
+    only = json.loads((tmp_path / "json").read_text())
     assert len(only["rounds"]) == 2 and sorted(only["reports"]) == ["interleaved 0", "stock 0"]
     assert [sorted(turns) for turns in only["rounds"]] == [["null", "share 0", "stock"]] * 2
     assert "losses equal step by step: yes" in output
-    assert "at 0.3 M parameters and 16 tokens per step" in output  # beside every claim
 
 
 @pytest.mark.engine

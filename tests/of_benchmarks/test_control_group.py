@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,6 @@ def test_only_ours_finishes(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     if why_not := available():
         pytest.skip(why_not)
-    size = ("--layers", "64", "--width", "64", "--rows", "16", "--steps", "2", "--nvme_path", str(tmp_path))
-    program = str(runs.ROOT / "benchmarks" / "control_group.py")
-    environment = {**runs.environment(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, program, *size], env=environment, capture_output=True, text=True, timeout=1800
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("killed by the kernel") == 3 and "finishes, losses equal" in done.stdout
+    size = ("--layers", "64", "--width", "64", "--rows", "16", "--steps", "2", "--nvme_path", tmp_path)
+    output = runs.benchmark("control_group.py", *size)
+    assert output.count("killed by the kernel") == 3 and "finishes, losses equal" in output

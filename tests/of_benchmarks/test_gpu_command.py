@@ -90,7 +90,7 @@ def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path, wit
     check_smoke(found["smoke"]["found"])
     check_headline(found["headline"]["found"], QUICK_WAYS)
     assert all("profiled" in row for row in found["headline"]["found"]["rows"])
-    (update,) = found["update"]["found"]["results"]
+    update = found["update"]["found"]
     assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "null"}
     text = path.with_suffix(".md").read_text()
     assert text == markdown(results) and text.startswith("# Rehearsal on the CPU, tiny")
@@ -107,11 +107,10 @@ def test_the_longer_pieces_rehearse(tmp_path: Path) -> None:
     results = json.loads((tmp_path / f"{NAME}.json").read_text())
     found = results["pieces"]
     assert {name: one["state"] for name, one in found.items()} == dict.fromkeys(names, DONE)
-    check_facts(found["facts"]["found"])
     check_headline(found["length 256"]["found"], [way.name for way in WAYS])
     suite = found["tests test_gpu"]["found"]
     assert suite["counts"]["skipped"] > 10 and set(suite["skipped"]) == {"no CUDA device"} and not suite["failed"]
-    (update,) = found["update 300000"]["found"]["results"]
+    update = found["update 300000"]["found"]
     assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "share 0.5", "null"}
     text = (tmp_path / f"{NAME}.md").read_text()
     assert text == markdown(results) and all(f"| {way.title} |" in text for way in WAYS)
@@ -133,11 +132,6 @@ def check_smoke(found: dict[str, Any]) -> None:
     assert all(row["equal"] for row in found["rows"])
 
 
-def check_facts(found: dict[str, Any]) -> None:
-    assert set(found["bits"]["differ"].values()) == {0}
-    assert found["forks"]["as the package pins"]["old bytes that the device read"] == 0
-
-
 def check_headline(found: dict[str, Any], ways: Sequence[str]) -> None:
     rows = {row["name"]: row for row in found["rows"]}
     assert set(rows) == set(ways) and found["base"] == found["equal_to"] == "keep"
@@ -150,7 +144,7 @@ def check_headline(found: dict[str, Any], ways: Sequence[str]) -> None:
 
 
 def a_piece(program: str, limit_s: float = 60) -> Piece:
-    return Piece("one", "facts", ("-c", program, "RESULT"), limit_s=limit_s)
+    return Piece("one", "probe", ("-c", program, "RESULT"), limit_s=limit_s)
 
 
 def wrote(found: str) -> str:
@@ -196,14 +190,14 @@ def test_what_a_piece_had_found_outlives_the_run(tmp_path: Path) -> None:
 
 
 def test_a_rehearsal_and_a_measurement_do_not_share_a_file(tmp_path: Path) -> None:
-    Results(tmp_path / "json", rehearsal=True).put("facts", state=DONE)
+    Results(tmp_path / "json", rehearsal=True).put("probe", state=DONE)
     with pytest.raises(SystemExit, match=r"is of a rehearsal, this run is a measurement"):
         Results(tmp_path / "json", rehearsal=False)
 
 
 def test_pieces_are_named_by_how_they_begin() -> None:
     assert [one.name for one in chosen(["length"], rehearse=False)] == [f"length {tokens}" for tokens in TOKENS]
-    assert [one.name for one in chosen(["update 1e", "facts"], rehearse=False)] == ["facts", "update 1e+09"]
+    assert [one.name for one in chosen(["update 1e", "peers"], rehearse=False)] == ["peers", "update 1e+09"]
     with pytest.raises(SystemExit, match=r"'heading': there are 'probe'"):
         chosen(["heading"], rehearse=False)
 
@@ -219,7 +213,7 @@ def test_what_is_worth_most_comes_first_and_takes_eight_minutes() -> None:
 def test_a_piece_without_time_is_left_and_the_next_begins(tmp_path: Path) -> None:
     begun: list[str] = []
     results = Results(tmp_path / "results.json", rehearsal=True)
-    many = [Piece(name, "facts", (), limit_s=100, is_quick=name == "quick") for name in ("long", "quick")]
+    many = [Piece(name, "probe", (), limit_s=100, is_quick=name == "quick") for name in ("long", "quick")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "run", lambda piece, *_, **__: begun.append(piece.name))
         patch.setattr(command, "markdown", lambda _: "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,10 +30,8 @@ def test_the_table_divides_plan_by_run() -> None:
 @pytest.mark.engine
 def test_plan_memory_tiny(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    command = [sys.executable, str(runs.ROOT / "benchmarks" / "plan_memory.py"), "--models", "Llama", "--layers", "2"]
-    command += ["--lengths", "64", "128", "--nvme_path", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
+    small = ("--models", "Llama", "--layers", "2", "--lengths", "64", "128")
+    runs.benchmark("plan_memory.py", *small, "--nvme_path", tmp_path, "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())["bytes"]["Llama"]
     for name in SETTINGS:
         assert all(nbytes > 0 for kind in ("plan", "run") for nbytes in found[kind][name])

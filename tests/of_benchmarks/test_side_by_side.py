@@ -16,13 +16,13 @@ KIB_64 = 64 << 10
 
 
 def test_peers_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "STEPS_AFTER_A_PLAN", 1)
+    monkeypatch.setattr("curves.turns.STEPS_AT_REST", 1)
     (tmp_path / "nvme").mkdir()
     options = ["--tiny", "--rounds", "2", "--steps", "1", "--nvme_path", str(tmp_path / "nvme")]
     assert peers.main([*options, "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "peers.json").read_text())
     rows = {row["name"]: row for row in found["rows"]}
-    assert set(rows) > {peer.name for peer in peers.PEERS}
+    assert set(rows) > set(peers.PEERS)
     text = (tmp_path / "out" / "peers.md").read_text()
     assert all(f"| {name} |" in text for name in rows)
     ran = {name: row for name, row in rows.items() if "error" not in row}

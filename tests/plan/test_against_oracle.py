@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import golden
 import numpy as np
+import planner_scale
 import pytest
 from golden import Answer
-from planners import planned
+from planners import PLANNERS, planned
 from support import traces
 from support.traces import uneven_layers
 
@@ -25,6 +26,8 @@ CASES = 24
 PEAK_MARGIN = 1.06
 TIME_MARGIN = 1.03
 REPLAY_MARGIN = 0.02
+# For large models: of the step with unlimited memory, and of the peak with everything kept.
+OF_IDEAL_MARGIN, PEAK_PART_MARGIN = 0.03, 0.03
 
 
 def drawn(seed: int) -> tuple[Trace, random.Random]:
@@ -113,6 +116,31 @@ def test_replays_are_on_average_within_a_margin_of_the_oracles() -> None:
 def errors_of(step_s: float, peak_saved_bytes: int, theirs: Answer) -> list[float]:
     """Return by how much step and peak differ, as fractions of the oracle's."""
     return [abs(step_s / theirs.step_s - 1), abs(peak_saved_bytes / theirs.peak_saved_bytes - 1)]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("rate", [8, 16, 32])
+@pytest.mark.parametrize("regime", planner_scale.REGIMES)
+@pytest.mark.parametrize("model", planner_scale.SHAPES)
+def test_plans_for_large_models_are_near_the_oracles(model: str, regime: planner_scale.Regime, rate: int) -> None:
+    trace = planner_scale.model_trace(planner_scale.SHAPES[model], regime, rate * 1e9)
+    kept_bytes = PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes
+    budget = Limits(activation_budget_bytes=int(kept_bytes * planner_scale.BUDGET_FRACTION))
+    for goal, limits in {"budget": budget, "overhead": Limits()}.items():
+        answer = golden.answers("models")[f"{model}, {regime.name}, {rate} GB/s, {goal}"]
+        theirs = planned("oracle", trace, limits, answer.assignment(trace)).prediction
+        ours = adaptive(trace, limits).prediction
+        assert trace.step_s / ours.step_s > trace.step_s / theirs.step_s - OF_IDEAL_MARGIN
+        most_bytes = limits.activation_budget_bytes or theirs.peak_saved_bytes + PEAK_PART_MARGIN * kept_bytes
+        assert ours.peak_saved_bytes <= most_bytes
+
+
+def test_drives_fast_enough_for_all_take_all_but_what_is_used_at_once() -> None:
+    """The logits: moving them would fill staging, and keep others."""
+    trace = planner_scale.model_trace(planner_scale.SHAPES["Granite-8B"], planner_scale.REGIMES[1], 32e9)
+    found = adaptive(trace, Limits())
+    assert found.prediction.peak_saved_bytes < 3e9
+    assert found.prediction.step_s < 1.02 * trace.step_s
 
 
 def test_an_answer_to_another_trace_is_refused() -> None:

@@ -9,15 +9,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import Factory, StoreFactory
 from planners import PLANNERS
 from support.doubles import ScriptedBackend, new_operation, slow
 from support.late_device import LateDevice
+from support.offloaders import watching
 from support.planned_training import FIRST_PLAN, SmallDevice, controller_of, model, steps
 from support.stepping import end_step, forward, note_backward
 from support.stores import store_is_empty
@@ -25,13 +27,11 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import Hooks, RecordState
 from ds_tba.core.tensors import Eligibility
-from ds_tba.device.accelerator import CpuAccelerator, MemoryLevels, MemoryMeter
+from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
@@ -76,23 +76,10 @@ class Model(nn.Module):
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
-    made = []
-
-    def make(
-        ours: nn.Module, accelerator: CpuAccelerator | None = None, planner: Any = adaptive, **block: Any
-    ) -> ActivationOffloader:
-        io = {"staging_bytes": 8 * MIB, "swap_file_bytes": 128 * MIB}
-        config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4 * KIB, **block}
-        offloader = ActivationOffloader(
-            OffloadConfig.model_validate(config), AioConfig(), accelerator or CpuAccelerator()
-        )
-        offloader.watch(ours, Alone(), planner)
-        made.append(offloader)
-        return offloader
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    io = {"staging_bytes": 8 * MIB, "swap_file_bytes": 128 * MIB}
+    factory = Factory(partial(watching, tmp_path, io=io), ActivationOffloader.close)
+    yield factory
+    factory.close()
 
 
 def train(

@@ -96,12 +96,13 @@ class World:
 
     def __post_init__(self) -> None:
         self.feedback.recorded(KEPT_S + self.known_s + self.unseen_s, self.known_s)
+        self.feedback.change(Action.PLAN, self.step)
         self._follow()
 
     def _follow(self) -> None:
         plan, kept_s = self.plan(self.feedback.share), self.feedback.kept_s
         self.in_force = replace(plan, trace=plan.trace.scaled(kept_s / plan.trace.step_s))
-        self.feedback.planned(self.in_force, RATES, self.step, is_new=True)
+        self.feedback.planned(self.in_force, RATES)
 
     def time_s(self) -> float:
         moving_s = self.hidden_s * self.in_force.moved_share
@@ -376,9 +377,11 @@ def asked(feedback: Feedback, seen: Seen, steps: range) -> list[int]:
     """The steps after which it asks for something, and gets a plan."""
     found = []
     for step in steps:
-        if decided(feedback, step, seen) is not Action.GO_ON:
+        action = decided(feedback, step, seen)
+        if action is not Action.GO_ON:
             found.append(step)
-            feedback.planned(plan_of(feedback.share), seen.rates, step, is_new=False)
+            feedback.change(action, step)
+            feedback.planned(plan_of(feedback.share), seen.rates)
     return found
 
 
@@ -387,7 +390,7 @@ def test_steps_as_planned_ask_for_nothing(feedback: Feedback) -> None:
 
 
 def test_a_cause_that_stays_is_acted_on_ever_more_rarely_and_soon_if_it_is_new() -> None:
-    backoff = Backoff()
+    backoff = Backoff(wait=MIN_STEPS)
     found = [step for step in range(1, 3000) if backoff.is_due(step) and (backoff.run(step) or True)]
     assert [later - earlier for earlier, later in pairwise([0, *found])][:9] == [5, 10, 20, 40, 80, 160, 320, 640, 640]
     assert backoff.wait == MAX_STEPS
@@ -400,7 +403,7 @@ def test_a_cause_that_stays_is_acted_on_ever_more_rarely_and_soon_if_it_is_new()
 )
 def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates: tuple[float, ...]) -> None:
     found = asked(feedback, replace(GOOD, rates=rates), range(PLANNED_AT + 1, 1000))
-    assert found == [PLANNED_AT + 1] and feedback.reason == "the drives' rates have changed"
+    assert found == [PLANNED_AT + MIN_STEPS] and feedback.reason == "the drives' rates have changed"
 
 
 def test_drives_that_change_all_the_time_are_not_planned_for_all_the_time(feedback: Feedback) -> None:
@@ -409,19 +412,20 @@ def test_drives_that_change_all_the_time_are_not_planned_for_all_the_time(feedba
         now = tuple(rate * (4 if (step // 5) % 2 else 1) for rate in RATES)
         if decided(feedback, step, replace(GOOD, rates=now)) is Action.PLAN:
             found.append(step)
-            feedback.planned(plan_of(1.0), now, step, is_new=False)
+            feedback.change(Action.PLAN, step)
+            feedback.planned(plan_of(1.0), now)
     assert 1 <= len(found) <= 9 and found[0] <= PLANNED_AT + 2 * MIN_STEPS
 
 
 def test_a_rate_never_measured_says_nothing(feedback: Feedback) -> None:
-    feedback.planned(plan_of(1.0), (0.0, 200.0), PLANNED_AT, is_new=False)
+    feedback.planned(plan_of(1.0), (0.0, 200.0))
     assert asked(feedback, replace(GOOD, rates=(50.0, 200.0)), range(PLANNED_AT + 1, 200)) == []
 
 
 def test_where_nothing_is_moved_the_drives_are_looked_at_now_and_then() -> None:
     world = World(plan=lambda share: plan_of(share, moved=0.0))
     world.run(2000)
-    assert [later - earlier for earlier, later in pairwise(world.actions)][:7] == [
+    assert [later - earlier for earlier, later in pairwise([PLANNED_AT, *world.actions])][:7] == [
         MIN_STEPS * 2**number for number in range(7)
     ]
     assert "may be faster by now" in world.feedback.reason
@@ -467,8 +471,37 @@ def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_fo
 def test_after_a_plan_that_could_not_be_made_nothing_is_asked_for_before_a_while(feedback: Feedback) -> None:
     grown = replace(GOOD, growth=2 * MAX_DRIFT)
     assert decided(feedback, 100, grown) is Action.PLAN
-    feedback.rest(100)
-    assert asked(feedback, grown, range(101, 130))[0] >= 100 + MIN_STEPS
+    feedback.change(Action.PLAN, 100)
+    assert all(decided(feedback, step, grown) is Action.GO_ON for step in range(101, 100 + MIN_STEPS))
+    assert decided(feedback, 101, replace(grown, growth=3 * MAX_DRIFT)) is Action.PLAN  # larger than ever before
+    assert any(decided(feedback, step, grown) is Action.PLAN for step in range(101, 130))
+
+
+def test_whatever_asks_for_a_plan_or_a_recording_doubles_the_wait_for_all(feedback: Feedback) -> None:
+    found, step = [], PLANNED_AT
+    for seen in [replace(GOOD, unknown_saves=2), replace(GOOD, rates=(1.0, 1.0))] * 3:
+        since, action = step, Action.GO_ON
+        while action is Action.GO_ON:
+            step += 1
+            action = decided(feedback, step, seen)
+        found.append((action, step - since))
+        feedback.change(action, step)
+        feedback.planned(plan_of(1.0), RATES)
+    assert found == [(Action.PLAN if number % 2 else Action.RECORD, MIN_STEPS * 2**number) for number in range(6)]
+
+
+def test_drives_that_change_all_the_time_keep_no_share_from_rising() -> None:
+    world = World(hidden_s=0.6)
+    world.run(60)
+    assert world.feedback.share < 0.5
+    world.hidden_s = 0.0
+    for step in range(world.step + 1, world.step + 1500):
+        now = tuple(rate * (4 if step % 2 else 1) for rate in RATES)
+        action = decided(world.feedback, step, Seen(rates=now))
+        if action is not Action.GO_ON:
+            world.feedback.change(action, step)
+            world.feedback.planned(plan_of(world.feedback.share), now)
+    assert world.feedback.share == 1.0
 
 
 def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(feedback: Feedback) -> None:
@@ -476,16 +509,14 @@ def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(feedback: 
     for step, time_s in enumerate([0.9, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5], PLANNED_AT + 1):
         decided(feedback, step, replace(GOOD, time_s=time_s))
     assert feedback.measured_step_s == 0.4
-    feedback.planned(plan_of(1.0), RATES, PLANNED_AT + 8, is_new=False)
-    assert feedback.measured_step_s == 0.4
-    feedback.planned(plan_of(0.5), RATES, PLANNED_AT + 8, is_new=True)
+    feedback.change(Action.PLAN, PLANNED_AT + 8)
     assert feedback.measured_step_s is None
 
 
 def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
     feedback = Feedback()
     assert feedback.may_record(1)
-    feedback.rest(7)
+    feedback.change(Action.PLAN, 7)
     assert not any(feedback.may_record(step) for step in range(8, 7 + MIN_STEPS))
     assert any(feedback.may_record(step) for step in range(8, 8 + 2 * MIN_STEPS))
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import Factory
 from planners import PLANNERS
+from support.offloaders import watching
 from support.planned_training import ROWS, WIDTH, Model, controller_of, model
 from support.stepping import end_step, forward
 from torch import nn
 
-from ds_tba.config import AioConfig, OffloadConfig, Placement
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.config import Placement
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
 from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.recorder import Recording
 from ds_tba.plan.search import adaptive
@@ -37,21 +38,9 @@ class InterruptionError(Exception):
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made = []
-
-    def make(model: nn.Module, planner: Planner = adaptive, **block: Any) -> ActivationOffloader:
-        io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
-        config = {
-            "nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096, "max_step_overhead": 1000.0, **block,
-        }  # fmt: skip
-        offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
-        offloader.watch(model, Alone(), planner)
-        made.append(offloader)
-        return offloader
-
-    yield make
-    for offloader in made:
-        offloader.close()
+    factory = Factory(partial(watching, tmp_path, max_step_overhead=1000.0), ActivationOffloader.close)
+    yield factory
+    factory.close()
 
 
 def step(ours: Model, offloader: ActivationOffloader | None, ahead: int, forwards: int, fails: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish
 from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.policy import PlanInForce
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.trace import Resources, Trace
+from ds_tba.plan.trace import Trace
 
-WISH = Wish(TRACE, LAYOUT)
+WISH = Wish(TRACE, LAYOUT, Limits())
 
 
 class Besides(Alone):
@@ -30,39 +30,13 @@ class Besides(Alone):
         return [value, replace(value, **self.other)] if isinstance(value, Offer) else [value, value]
 
 
-class Answering(Alone):
-    """One of two ranks, and the other answers this instead of an offer."""
+class Lacking(Alone):
+    """One of two ranks, and the other has nothing to offer."""
 
     size = 2
 
-    def __init__(self, answer: str) -> None:
-        self.answer = answer
-
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, self.answer]
-
-
-@dataclass
-class Machine:
-    """The bounds of a rank, as the test says."""
-
-    bounds: Limits = field(default_factory=Limits)
-    room: float = float("inf")
-
-    def limits(self, step_s: float) -> Limits:
-        return self.bounds
-
-    def resources(self) -> Resources:
-        return resources()
-
-    def room_bytes(self) -> float:
-        return self.room
-
-
-def planning(
-    planner: Planner, limits: Limits | None = None, agreement: Alone | None = None, room_bytes: float = float("inf")
-) -> Planning:
-    return Planning(planner, Machine(limits or Limits(), room_bytes), agreement or Alone())
+        return [value, None]
 
 
 class Seeing:
@@ -79,8 +53,8 @@ class Seeing:
         return self._planner(trace, limits)
 
 
-def made(planner: Planner, wish: Wish = WISH, **more: Any) -> PlanInForce:
-    found = planning(planner, **more).make(wish)
+def made(planner: Planner, wish: Wish = WISH, agreement: Alone | None = None) -> PlanInForce:
+    found = Planning(planner, agreement or Alone()).make(wish)
     assert isinstance(found, PlanInForce)
     return found
 
@@ -107,32 +81,22 @@ def test_the_drives_that_may_write_least_count() -> None:
 
 
 def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
-    answering = planning(PLANNERS["keep"], agreement=Answering("has no trace"))
-    assert answering.make(WISH) == NoPlan("rank 1 has no trace", is_final=False)
-    alone = planning(PLANNERS["keep"])
-    assert alone.make(None) == NoPlan("rank 0 has no trace", is_final=False)
-
-
-def test_what_a_rank_cannot_find_out_is_its_answer_and_no_error() -> None:
-    class NoDescriptors(Machine):
-        def room_bytes(self) -> float:
-            raise OSError("Too many open files")
-
-    found = Planning(PLANNERS["keep"], NoDescriptors(), Alone()).make(WISH)
-    assert found == NoPlan("rank 0 failed (OSError: Too many open files)", is_final=False)
+    why = "has no part in one (its log says why)"
+    assert Planning(PLANNERS["keep"], Lacking()).make(WISH) == NoPlan(f"rank 1 {why}", is_final=False)
+    assert Planning(PLANNERS["keep"], Alone()).make(None) == NoPlan(f"rank 0 {why}", is_final=False)
 
 
 def test_a_planner_that_fails_is_not_asked_again() -> None:
     def failing(trace: Trace, limits: Limits) -> Plan:
         raise ZeroDivisionError("a bug")
 
-    found = planning(failing).make(WISH)
+    found = Planning(failing, Alone()).make(WISH)
     assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
 
 
 def test_the_share_is_a_limit_of_the_plan() -> None:
     planner = Seeing()
-    found = made(planner, replace(WISH, share=0.25))
+    found = made(planner, replace(WISH, limits=Limits(movable_share=0.25)))
     assert planner.limits[-1].movable_share == found.limits.movable_share == 0.25
 
 
@@ -142,13 +106,13 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
 ) -> None:
     saved = [storage(0.1 * number, 2.9 - 0.1 * number) for number in range(8)]
     trace = one_block(*saved, machine=resources(100 * SIZE, 100 * SIZE))
-    wish = Wish(trace, ((), tuple(range(8)), ()))
     room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
     limits = Limits(
         activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
         recompute=False, endurance_tbw=1.0,
     )  # fmt: skip
-    made = planning(adaptive, limits, room_bytes=float("inf") if is_set else room_bytes)
+    wish = Wish(trace, ((), tuple(range(8)), ()), limits, float("inf") if is_set else room_bytes)
+    made = Planning(adaptive, Alone())
     for _ in range(3):
         found = made.make(wish)
     assert isinstance(found, PlanInForce) and found.plan.prediction.written_bytes > 2 * limit_bytes
@@ -161,7 +125,7 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    tight = planning(PLANNERS["keep"], Limits(activation_budget_bytes=1))
+    tight = Planning(PLANNERS["keep"], Alone())
     for _ in range(3):
-        tight.make(WISH)
+        tight.make(replace(WISH, limits=Limits(activation_budget_bytes=1)))
     assert sum("no plan fits 1 bytes" in record.message for record in caplog.records) == 1

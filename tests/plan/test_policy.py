@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from support.traces import LAYOUT, SIZE, TRACE
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.plan.policy import ByPlan, Patience, PlanInForce, PlanMismatch
-from ds_tba.stats import CacheStats
+from ds_tba.plan.policy import ByPlan, PlanInForce, PlanMismatch
 from ds_tba.storage.base import Always, Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 
 
-def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False), may_wait: bool = True) -> ByPlan:
+def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False)) -> ByPlan:
     plan = Plan("test", placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
-    patience = Patience(CacheStats(), 0.0 if may_wait else -1.0)
-    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, PlanMismatch(), patience)
+    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, PlanMismatch())
 
 
 def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
@@ -52,7 +48,7 @@ def test_of_one_block_in_two_passes_one_may_be_recomputed() -> None:
     trace = replace(TRACE, blocks=tuple(replace(one, module="a") for one in TRACE.blocks))
     plan = Plan("test", (NVME, RECOMPUTE, HOST, NVME, KEEP), (True, False), (), cast("Any", None))
     in_force = PlanInForce.of(plan, trace, LAYOUT, Limits())
-    policy = ByPlan(in_force, {NVME: NVME_STORE, HOST: HOST_STORE}, PlanMismatch(), Patience(CacheStats(), 0.0))
+    policy = ByPlan(in_force, {NVME: NVME_STORE, HOST: HOST_STORE}, PlanMismatch())
     assert in_force.watched == {"a"} and chosen(policy, "x0") == [("nvme", "host")]
     assert policy.enter("a") == SIZE and chosen(policy, "x0") == [("nvme", "host")]
     policy.leave()
@@ -111,17 +107,17 @@ def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplann
 
 
 def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
-    policy = by_plan(REMATERIALIZE, KEEP, HOST, NVME, KEEP, may_wait=False)
+    policy = by_plan(REMATERIALIZE, KEEP, HOST, NVME, KEEP)
     choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "x1", "x2", "x3", "x4", "new")]
     assert [one.rematerialize for one in choices] == [True, *[False] * 5, True]  # the second has its place already
     assert [choices[at].stores for at in (0, 1, -1)] == [("nvme", "host"), (), ("nvme", "host")]
-    assert not choices[0].wait and policy.mismatch.unknown_saves == 1
+    assert choices[0].wait and policy.mismatch.unknown_saves == 1
 
 
 def test_without_any_store_storages_are_made_again_all_the_same() -> None:
     plan = Plan("test", (REMATERIALIZE,), (), (), cast("Any", None))
     in_force = PlanInForce.of(plan, replace(TRACE, storages=TRACE.storages[:1], blocks=()), ((0,),), Limits())
-    policy, keys = ByPlan(in_force, {}, PlanMismatch(), Patience(CacheStats(), 0.0)), ("x", "new")
+    policy, keys = ByPlan(in_force, {}, PlanMismatch()), ("x", "new")
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in keys)] == [(True, ())] * 2
 
 
@@ -129,13 +125,6 @@ def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> P
     prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_bytes=SIZE)
     plan = Plan("test", places, (False, False), (), replace(prediction, **seconds))
     return PlanInForce.of(plan, TRACE, LAYOUT, limits)
-
-
-def test_time_that_goes_into_making_storages_again_is_not_there_for_waiting() -> None:
-    limits = Limits(max_step_overhead=0.5)  # a second of the step's two
-    machine = replace(TRACE.resources, is_synchronous=True)
-    found = costly(*[REMATERIALIZE] * 5, limits=limits, recomputed_s=0.25, rematerialized_s=0.5)
-    assert replace(found, trace=replace(TRACE, resources=machine)).patience_s == 0.25
 
 
 def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
@@ -175,38 +164,6 @@ def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
     assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, SIZE)
 
 
-@pytest.mark.parametrize("may_wait", [True, False])
-def test_waiting_is_up_to_the_time_that_is_left(may_wait: bool) -> None:
-    assert by_plan(NVME, KEEP, KEEP, KEEP, KEEP, may_wait=may_wait).choose("x0", SIZE).wait is may_wait
-
-
 def test_always_is_always_the_same() -> None:
     policy = Always([NVME_STORE], wait=True)
     assert {policy.choose(key, 1) for key in ("a", "a", "b")} == {policy.choose("c", 2)}
-
-
-@pytest.mark.parametrize(
-    ("budget_bytes", "peak_bytes", "needed_bytes", "are_movable", "placement", "held_bytes"),
-    [
-        (None, 5.0 * SIZE, 9 * SIZE, True, KEEP, None),
-        (6 * SIZE, 5.0 * SIZE, 9 * SIZE, True, KEEP, 6 * SIZE),
-        (3 * SIZE, 5.0 * SIZE - 0.5, 9 * SIZE, True, KEEP, 5 * SIZE),  # none that is higher is let in
-        (3 * SIZE, 5.0 * SIZE, 4 * SIZE, True, KEEP, 4 * SIZE),  # as steps have shown, whatever a plan expects
-        (3 * SIZE, 5.0 * SIZE, 2 * SIZE, True, KEEP, 3 * SIZE),
-        (3 * SIZE, 5.0 * SIZE, 9 * SIZE, True, NVME, 3 * SIZE),
-        (3 * SIZE, 5.0 * SIZE, 9 * SIZE, True, REMATERIALIZE, 5 * SIZE),
-        (3 * SIZE, 5.0 * SIZE, 9 * SIZE, False, KEEP, 3 * SIZE),  # a longer micro-step may save what can be moved
-    ],
-)
-def test_the_budget_is_held_except_where_moving_is_in_vain(
-    budget_bytes: int | None,
-    peak_bytes: float,
-    needed_bytes: int,
-    are_movable: bool,
-    placement: Placement,
-    held_bytes: int | None,
-) -> None:
-    trace = replace(TRACE, storages=tuple(replace(one, is_movable=are_movable) for one in TRACE.storages))
-    plan = Plan("test", (placement,) * 5, (False, False), (), SimpleNamespace(peak_saved_bytes=peak_bytes))
-    limits = Limits(activation_budget_bytes=budget_bytes)
-    assert PlanInForce.of(plan, trace, LAYOUT, limits).held_bytes(needed_bytes) == held_bytes

@@ -19,7 +19,6 @@ from support.traces import SIZE, UNLIMITED, layers, storage
 
 from ds_tba.config import Placement
 from ds_tba.core.prefetch import MicroStep, Phase
-from ds_tba.core.saved import Reloaded
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import Outcome, replay
 from ds_tba.plan.search import adaptive
@@ -179,7 +178,6 @@ class Asked(Store[Ticket]):
 class Record:
     def __init__(self, store: Asked) -> None:
         self.ticket: Ticket | None = Ticket(1, store)
-        self.reloaded: Reloaded | None = None
         self.nbytes = 1
         self.pending = 1
 

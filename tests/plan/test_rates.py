@@ -18,10 +18,12 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
+from ds_tba.offloader import _measure_together
+from ds_tba.plan.agreement import Alone, Value
 from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Machine, Rates
 from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
-from ds_tba.storage.codec import BlockIo, BloscCodec, Codec
+from ds_tba.storage.codec import BlockIo, Codec
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.probe import DriveProbe
 from ds_tba.storage.staging import TIMES, measure_copies
@@ -245,7 +247,40 @@ def test_drives_are_measured_again_but_not_all_the_time(
     assert not Rates(None, CpuAccelerator(), MIB).may_measure()
 
 
-class SlowCodec(BloscCodec):
+def test_ranks_measure_the_same_at_the_same_time() -> None:
+    told: list[str] = []
+
+    class Ranks(Alone):
+        def all_gather(self, value: Value) -> list[Value]:
+            told.append("together")
+            return super().all_gather(value)
+
+    class Drives:
+        def measure_plain(self) -> None:
+            told.append("plain")
+
+        def measure(self) -> None:
+            told.append("as they are")
+
+        def drop_codec(self) -> bool:
+            return drops.pop()
+
+        def rates(self) -> list[tuple[float, float, float, float]]:
+            return []
+
+        def moved_bytes(self) -> int:
+            return 0
+
+    drops = [False, True]
+    _measure_together(Rates(Drives(), CpuAccelerator(), MIB), Ranks())
+    as_they_are = ["together", "as they are", "together"]
+    assert told == ["together", "plain", "together", *as_they_are, "together", *as_they_are]
+    told.clear()
+    _measure_together(Rates(Drives(), CpuAccelerator(), MIB), Ranks())
+    assert told == ["together", "plain", "together", *as_they_are, "together"]
+
+
+class SlowCodec(Codec):
     """Takes so many seconds for a block, each way."""
 
     def __init__(self, block_s: float) -> None:
@@ -264,7 +299,8 @@ class SlowCodec(BloscCodec):
 class Halving(Codec):
     """Takes no time, and leaves a half: what it is given comes back only where that is noise of the same numbers."""
 
-    name = "halving"
+    def __init__(self) -> None:
+        super().__init__("lz4")
 
     def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
         return data.numel() // 2
@@ -284,12 +320,12 @@ def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_r
     path.file.reserve_first(64 * MIB)
     path.extents.grow(path.file.size_bytes)
     rates = Rates(drives, CpuAccelerator(), MIB)
-    rates.measure()
+    _measure_together(rates, Alone())
     (found,) = rates.resources().paths
     assert (found.write_bytes_per_s < 60e6) is makes_slower and (found.read_bytes_per_s > 120e6) is not makes_slower
     advice, plain = drives.advice(), drives._plain_bytes_per_s
     assert ("Leave it out" in advice and '"lz4"' in advice) is makes_slower and bool(advice) is makes_slower
-    rates.measure()
+    rates.measure_plain()
     assert drives._plain_bytes_per_s == plain  # without it they are measured once
     assert not drives_of(make_store()).advice()
 
@@ -312,14 +348,14 @@ def test_a_codec_that_makes_drives_slower_is_left_off_once_and_for_all(
 
     monkeypatch.setattr("ds_tba.storage.probe.measure_drives", measure)
     rates = Rates(drives, CpuAccelerator(), MIB)
-    rates.measure()
+    _measure_together(rates, Alone())
     is_dropped = may_drop and packed_rate < 8
     assert seen == [False, True, *[False] * is_dropped] and store.io.compresses is not is_dropped
     assert rates_of(rates.resources().paths[0])[:2] == pytest.approx([8.0 if is_dropped else packed_rate] * 2)
     advice = drives.advice()
     assert ("is left off in this run" in advice) is is_dropped and bool(advice) is (packed_rate < 8)
     packed_rate = 100.0 / packed_rate  # under other load the other way is the faster one
-    rates.measure()
+    _measure_together(rates, Alone())
     assert seen[-1] is not is_dropped and store.io.compresses is not is_dropped and drives.advice() == advice
 
 

@@ -101,7 +101,7 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
 
 def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:
     torch.manual_seed(0)
-    model, recorder = Stack(ticks), Recorder(Scene(cache, ticks, RunningModule({})))
+    model, recorder = Stack(ticks), Recorder(Scene(cache, ticks, RunningModule()))
     losses = []
     for _ in range(2):
         with cache.saving(around=recorder.around):

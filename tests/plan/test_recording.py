@@ -36,14 +36,14 @@ def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> 
 def test_a_pause_of_the_machine_in_one_of_two_recordings_does_not_count(
     cache: TensorCache, pause_s: tuple[float, float]
 ) -> None:
-    recording = Recording(Scene(cache, Ticks(), RunningModule({})))
+    recording = Recording(Scene(cache, Ticks(), RunningModule()))
     recording._done = [recorded(cache, one_s) for one_s in pause_s]
     assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize("rows", [(ROWS, 2 * ROWS), (2 * ROWS, ROWS)])
 def test_of_two_shapes_the_larger_counts_though_it_took_longer(cache: TensorCache, rows: tuple[int, int]) -> None:
-    recording = Recording(Scene(cache, Ticks(), RunningModule({})))
+    recording = Recording(Scene(cache, Ticks(), RunningModule()))
     recording._done = [recorded(cache, 1.0 if count == ROWS else 1.4, count) for count in rows]
     assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.4)
 
@@ -79,7 +79,7 @@ def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int
 
 def test_a_recording_is_enough_when_it_has_two(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(Scene(cache, ticks, RunningModule({}))), Stack(ticks)
+    recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for _ in range(RECORDINGS):
         assert not recording.is_enough
         record_one(recording, cache, model)
@@ -93,7 +93,7 @@ def test_a_recording_is_enough_when_it_has_two(cache: TensorCache) -> None:
 
 def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(Scene(cache, ticks, RunningModule({}))), Stack(ticks)
+    recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for _ in range(2):
         recorder = recording.begin()
         if recorder is not None:
@@ -107,7 +107,7 @@ def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> 
 
 def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(Scene(cache, ticks, RunningModule({}))), Stack(ticks)
+    recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for has_compiled in (True, False, True, False):
         assert not recording.is_enough
         record_one(recording, cache, model)
@@ -120,7 +120,7 @@ def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache
 
 def test_micro_steps_of_one_step_that_compiled_are_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
-    recording, model = Recording(Scene(cache, ticks, RunningModule({}))), Stack(ticks)
+    recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for _ in range(RECORDINGS):
         record_one(recording, cache, model)
         recording.settle()

@@ -184,7 +184,7 @@ def test_a_synchronous_device_copies_in_the_training_thread() -> None:
     machine = replace(traces.resources(copy=4 * SIZE), is_synchronous=True)
     trace = one_block(storage(0.0, 2.0), storage(0.9, 1.0), machine=machine)
     assert cost(trace, H, K).stall_s == 0.5  # out and in
-    assert cost(trace, N, K).stall_s == 0.25 + (1.0 - 1.0)  # out; read in place, from 1.25 to 2.25
+    assert cost(trace, N, K).stall_s == 0.5  # out, and in from staging, into which it is read from 1.25 to 2.25
 
 
 def test_a_recomputed_block_keeps_its_input_and_runs_its_forward_again() -> None:

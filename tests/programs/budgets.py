@@ -24,7 +24,7 @@ from support.stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.core.tensors import SHOWS_HOOKS
+from ds_tba.core.hooks import SHOWS_HOOKS
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone

@@ -14,7 +14,7 @@ import pytest
 from planners import PLANNERS
 from support.doubles import ScriptedBackend
 
-from ds_tba.plan.policy import PlanInForce
+from ds_tba.core.cache import TensorCache
 from ds_tba.storage.backends.select import Selection
 from programs.budgets import KIB, MIB, Program, Step, Trained, check, draw, quick_start, trained
 
@@ -116,6 +116,6 @@ def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded
 
 
 def test_a_budget_that_is_lifted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlanInForce, "held_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr(TensorCache, "limit_resident", lambda *_: None)
     monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
     assert check(training(12), tmp_path).failures

@@ -61,7 +61,7 @@ def passes_recomputed(name: str, **more: Any) -> tuple[Blocks, list[int], int]:
     for seed in range(3):
         listener.wanted = {block.index for block in blocks.all}
         listener.events.clear()
-        with blocks.recomputing():
+        with blocks.listening():
             ours = train(model, seed, **more)
         assert_same(ours, train(twin, seed, **more))
         done.append(listener.count("recompute"))

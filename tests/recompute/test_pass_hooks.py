@@ -71,27 +71,24 @@ PASSES = ["layers.0 with 1", "layers.0 left", "layers.1 with 1", "layers.1 left"
 
 def test_passes_are_told_of_inside_listening_only(model: Model, told: Told, blocks: Blocks) -> None:
     model(torch.ones(3))
-    with blocks.watching(), torch.no_grad():
+    with blocks.listening(), torch.no_grad():
         model(torch.ones(3))
     assert told.of == []
-    with blocks.watching():
+    with blocks.listening():
         model(torch.ones(3))
     assert told.of == PASSES
 
 
-@pytest.mark.parametrize("way", ["watching", "recomputing"])
-def test_a_pass_in_a_forward_inside_of_a_forward_is_told_of_once(
-    model: Model, told: Told, blocks: Blocks, way: str
-) -> None:
-    with getattr(blocks, way)():
-        with getattr(blocks, way)():
+def test_a_pass_in_a_forward_inside_of_a_forward_is_told_of_once(model: Model, told: Told, blocks: Blocks) -> None:
+    with blocks.listening():
+        with blocks.listening():
             model(torch.ones(3))
         model(torch.ones(3))
     assert told.of == 2 * PASSES
 
 
 def test_a_pass_that_raises_is_over(model: Model, told: Told, blocks: Blocks) -> None:
-    with blocks.watching():
+    with blocks.listening():
         with pytest.raises(ValueError, match="as asked"):
             model(torch.ones(3), fails=True)
         assert told.of == PASSES
@@ -102,7 +99,7 @@ def test_a_pass_that_is_interrupted_is_over_with_the_forward(model: Model, told:
         raise KeyboardInterrupt
 
     model.layers[1].forward = interrupt  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt), blocks.watching():
+    with pytest.raises(KeyboardInterrupt), blocks.listening():
         model(torch.ones(3))
     del model.layers[1].forward
     assert told.of == PASSES
@@ -111,7 +108,7 @@ def test_a_pass_that_is_interrupted_is_over_with_the_forward(model: Model, told:
 def test_the_forward_of_a_block_stays_the_users(model: Model, blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "forward" not in model.layers[0].__dict__ and model.layers[0].forward.__func__ is Doubles.forward
     monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x + 1)
-    with blocks.watching():
+    with blocks.listening():
         assert torch.equal(model(torch.ones(3)), torch.full((3,), 3.0))
 
 
@@ -120,45 +117,29 @@ def test_a_forward_that_is_replaced_in_the_class_runs_also_where_blocks_may_run_
     model: Model, told: Told, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = Blocks(find_blocks(model, None), told)
-    with blocks.recomputing():
+    with blocks.listening():
         model(torch.ones(3))
     monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x + 1)
-    with blocks.recomputing():
+    with blocks.listening():
         assert torch.equal(model(torch.ones(3)), torch.full((3,), 3.0))
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_of_a_block_tells_nobody(model: Model, told: Told, blocks: Blocks, how: Any) -> None:
     other = how(model.layers[0])
-    with blocks.watching():
+    with blocks.listening():
         assert torch.equal(other(torch.ones(3)), torch.full((3,), 2.0))
     assert told.of == []
 
 
-@pytest.mark.parametrize("how", [copy.copy, lambda module: module._replicate_for_data_parallel()])
-def test_a_shallow_copy_of_a_block_that_may_run_again_computes_with_its_own_attributes(
-    model: Model, told: Told, how: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Doubles, "factor", 2, raising=False)
-    monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x * self.factor)
-    blocks = Blocks(find_blocks(model, None), told)
-    other = how(model.layers[0])
-    other.factor = 5
-    with blocks.recomputing():
-        assert torch.equal(other(torch.ones(3)), torch.full((3,), 5.0))
-        assert told.of == []
-        assert torch.equal(model.layers[0](torch.ones(3)), torch.full((3,), 2.0))
-    assert told.of != []
-
-
 def test_a_block_shows_the_signature_of_its_class_in_forwards(model: Model, blocks: Blocks) -> None:
     own = inspect.signature(model.layers[0].forward)
-    with blocks.recomputing():
+    with blocks.listening():
         assert inspect.signature(model.layers[0].forward) == own
 
 
 def test_nothing_stays_on_the_model(model: Model, blocks: Blocks) -> None:
-    with blocks.watching():
+    with blocks.listening():
         model(torch.ones(3))
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks and "forward" not in module.__dict__
@@ -169,12 +150,12 @@ def test_a_compiled_block_is_told_of_and_one_inside_a_compiled_model_is_not(told
     model.layers[0] = torch.compile(model.layers[0], backend="eager")
     model.layers[1] = torch.compile(model.layers[1], backend="eager")
     blocks = Blocks(find_blocks(model, None), told, may_recompute=False)
-    with blocks.watching():
+    with blocks.listening():
         expected = model(torch.ones(3))
     assert told.of == PASSES
     whole = Model()
     within = Blocks(find_blocks(whole, None), told, may_recompute=False)
     compiled = torch.compile(whole, backend="eager")
-    with within.watching():
+    with within.listening():
         assert torch.equal(compiled(torch.ones(3)), expected)
     assert told.of == PASSES

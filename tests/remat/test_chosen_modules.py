@@ -112,7 +112,7 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
 
 def saved_bytes(model: Model, inside: str) -> tuple[int, int]:
     """Bytes that one forward saves in modules with this name, and elsewhere; of a storage once, where it is first."""
-    running = RunningModule({})
+    running = RunningModule()
     running.watch(model)
     own = {one.data_ptr() for one in model.parameters()}
     found: dict[int, tuple[bool, int]] = {}

@@ -15,7 +15,8 @@ class Notes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[str, int]] = []
-        self.running = RunningModule({id(self): "layers.0"})
+        self.running = RunningModule()
+        self.running.watch(nn.ModuleDict({"layers": nn.ModuleList([self])}))
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
@@ -37,7 +38,7 @@ def test_a_line_of_a_module_is_told_from_another_and_from_that_of_another_module
 
 
 def test_outside_of_modules_there_is_no_path() -> None:
-    assert RunningModule({}).path() == "" and position_in_code() == 0
+    assert RunningModule().path() == "" and position_in_code() == 0
 
 
 class Told(nn.Module):
@@ -71,7 +72,7 @@ def left_by(**patterns: Any) -> list[str]:
 
     tied = told()
     model = told(first=told(mlp=told(down=told()), tied=tied), second=told(mlp=told(), other=tied))
-    running = RunningModule({})
+    running = RunningModule()
     running.watch(model)
     chosen = ChosenModules(running, patterns)
     assert chosen.watch(model) == {}

@@ -91,12 +91,12 @@ def listening(engine, blocks):
     """A forward's passes are told of: inside the cache's hooks, where there is one."""
     offloader = getattr(engine, "activation_offloader", None)
     if offloader is None:
-        return blocks.recomputing()
+        return blocks.listening()
     saving = type(offloader).saving
 
     @contextmanager
     def both(inputs=()):
-        with saving(offloader, inputs), blocks.recomputing():
+        with saving(offloader, inputs), blocks.listening():
             yield
 
     offloader.saving = both

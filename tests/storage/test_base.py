@@ -15,7 +15,7 @@ from support.doubles import CpuAccelerator
 from ds_tba.config import Compression
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Store
-from ds_tba.storage.codec import BloscCodec
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.host import HostStore, SpareMemory
 
 PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
@@ -49,7 +49,7 @@ class TestNvmeStore(StoreContract):
 class TestNvmeStoreWithCodec(StoreContract):
     @pytest.fixture
     def store(self, make_store: StoreFactory, codec: str) -> Store[Any]:
-        return make_store(staging_bytes=8 * MIB, swap_file_bytes=16 * MIB, codec=BloscCodec(codec))
+        return make_store(staging_bytes=8 * MIB, swap_file_bytes=16 * MIB, codec=Codec(codec))
 
 
 class TestStoreOfThePage(StoreContract):

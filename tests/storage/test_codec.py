@@ -7,7 +7,7 @@ import os
 import sys
 from itertools import product
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,16 +16,18 @@ from support.disks import until
 from support.doubles import DeviceBackend, ScriptedBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
-from ds_tba.config import AioConfig, Compression, OffloadConfig, validate
+from ds_tba.config import BUFFER_BYTES, AioConfig, Compression, OffloadConfig, lane_buffer_bytes, validate
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, ConfigError, TransferError
 from ds_tba.storage import tiers as tiers_module
 from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
-from ds_tba.storage.codec import BloscCodec
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import PartState, SwapTicket
-from ds_tba.storage.staging import BUFFER_BYTES, lane_buffer_bytes
+from ds_tba.storage.space import PartState, SwapTicket
+from ds_tba.storage.spans import Span
+from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.tiers import Tiers
 
 NAMES = get_args(Compression)
@@ -54,7 +56,7 @@ def saved(store: NvmeStore, data: torch.Tensor, item_bytes: int = 2) -> SwapTick
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_bit_of_every_dtype_comes_back(make_store: StoreFactory, name: str, dtype: torch.dtype) -> None:
     """Random bits are numbers, NaNs with payloads, infinities and denormals of each dtype; beside them usual values."""
-    store = make_store(codec=BloscCodec(name))
+    store = make_store(codec=Codec(name))
     size = torch.empty(0, dtype=dtype).element_size()
     usual = torch.randn(100_003).mul(4).to(torch.float32).to(dtype)
     for data in (noise(70_001 * size), bytes_of(usual), torch.zeros(MIB + size, dtype=torch.uint8)):
@@ -68,7 +70,7 @@ def test_every_bit_of_every_dtype_comes_back(make_store: StoreFactory, name: str
 def test_payloads_of_nan_and_signs_of_zero_stay(make_store: StoreFactory, name: str) -> None:
     bits = torch.tensor([0x7FC0, 0x7F81, 0xFFFF - (1 << 16), 0x0001, 0x8000 - (1 << 16)], dtype=torch.int16)
     data = bytes_of(bits.repeat(200_000))
-    store = make_store(codec=BloscCodec(name))
+    store = make_store(codec=Codec(name))
     ticket = stored(store, data.clone())
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert part_of(ticket).stored_bytes < data.numel() / 8
@@ -79,7 +81,7 @@ def test_payloads_of_nan_and_signs_of_zero_stay(make_store: StoreFactory, name: 
 def test_odd_sizes_come_back_from_every_backend(
     make_store: StoreFactory, backend: IoBackend, name: str, nbytes: int, values: int
 ) -> None:
-    store = make_store(backend, codec=BloscCodec(name))
+    store = make_store(backend, codec=Codec(name))
     data = torch.randint(0, values, (nbytes,), dtype=torch.uint8)
     ticket = stored(store, data.clone())
     assert torch.equal(store.get(ticket, CPU).data, data)
@@ -89,7 +91,7 @@ def test_odd_sizes_come_back_from_every_backend(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, name: str) -> None:
-    store, data = make_store(codec=BloscCodec(name)), bytes_of(activations(4 * MIB))
+    store, data = make_store(codec=Codec(name)), bytes_of(activations(4 * MIB))
     ticket = saved(store, data)
     assert torch.equal(store.get(ticket, CPU).data, data)
     (path,) = store.paths
@@ -102,7 +104,7 @@ def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_length_of_an_element_is_what_the_shuffle_needs(make_store: StoreFactory, name: str) -> None:
-    store, data = make_store(codec=BloscCodec(name)), bytes_of(activations(MIB))
+    store, data = make_store(codec=Codec(name)), bytes_of(activations(MIB))
     lengths = {}
     for item_bytes in (1, 2):
         ticket = saved(store, data.clone(), item_bytes)
@@ -112,7 +114,7 @@ def test_the_length_of_an_element_is_what_the_shuffle_needs(make_store: StoreFac
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_block_that_does_not_become_smaller_is_stored_as_it_is(make_store: StoreFactory, name: str) -> None:
-    store = make_store(codec=BloscCodec(name), staging_bytes=64 * MIB)
+    store = make_store(codec=Codec(name), staging_bytes=64 * MIB)
     data = torch.cat([noise(BUFFER_BYTES), torch.zeros(BUFFER_BYTES, dtype=torch.uint8)])
     ticket = stored(store, data.clone())
     first, second = part_of(ticket).blocks
@@ -136,7 +138,7 @@ def mmap_of(nbytes: int) -> mmap.mmap:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", ["first page", "last page", "all of it"])
 def test_torn_and_stale_blocks_are_found(make_store: StoreFactory, name: str, where: str) -> None:
-    store = make_store(codec=BloscCodec(name))
+    store = make_store(codec=Codec(name))
     ticket = saved(store, bytes_of(activations(MIB)))
     (block,) = part_of(ticket).blocks
     length = block.stored_bytes if where == "all of it" else 4096
@@ -148,7 +150,7 @@ def test_torn_and_stale_blocks_are_found(make_store: StoreFactory, name: str, wh
 @pytest.mark.parametrize("name", NAMES)
 def test_stale_bytes_after_a_lost_rewrite_are_found(make_store: StoreFactory, name: str) -> None:
     backend = ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None)
-    store = make_store(backend, codec=BloscCodec(name))
+    store = make_store(backend, codec=Codec(name))
     first = saved(store, bytes_of(activations(MIB)))
     store.release(first)
     second = saved(store, bytes_of(activations(MIB)))
@@ -161,7 +163,7 @@ def test_stale_bytes_after_a_lost_rewrite_are_found(make_store: StoreFactory, na
 @pytest.mark.parametrize("seed", range(20))
 def test_what_checksums_do_not_see_never_leaves_its_memory(make_store: StoreFactory, name: str, seed: int) -> None:
     """With integrity off any bytes reach the codec: it refuses, or fills the memory that it has, and no other."""
-    store = make_store(codec=BloscCodec(name), integrity="off")
+    store = make_store(codec=Codec(name), integrity="off")
     beside = noise(MIB)
     neighbour = put(store, beside.clone())
     ticket = saved(store, bytes_of(activations(MIB)))
@@ -182,7 +184,7 @@ def test_what_checksums_do_not_see_never_leaves_its_memory(make_store: StoreFact
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_lengths_than_those_of_the_block_are_refused(name: str) -> None:
-    codec = BloscCodec(name)
+    codec = Codec(name)
     packed, target = torch.empty(MIB, dtype=torch.uint8), torch.full((MIB,), 7, dtype=torch.uint8)
     length = codec.compress(torch.zeros(MIB, dtype=torch.uint8), packed, 1)
     for wrong in (target[: MIB // 2], torch.empty(MIB + 1, dtype=torch.uint8)):
@@ -195,7 +197,7 @@ def test_other_lengths_than_those_of_the_block_are_refused(name: str) -> None:
     assert not target.any()
 
 
-class Failing(BloscCodec):
+class Failing(Codec):
     """Fails so many times with an error."""
 
     def __init__(self, verb: str, error: Exception, times: int) -> None:
@@ -249,8 +251,64 @@ def test_a_codec_without_memory_is_tried_again(make_store: StoreFactory, verb: s
     assert store.paths[0].failure is None and not store.stats.rescued_bytes
 
 
+class Scarce:
+    """blosc2, which raises so many times what it raises for want of memory."""
+
+    def __init__(self, blosc2: Any, verb: str, times: int) -> None:
+        self._blosc2, self._verb, self.times = blosc2, verb, times
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._verb and self.times:
+            self.times -= 1
+            raise RuntimeError("Could not create the context")
+        return getattr(self._blosc2, name)
+
+
+@pytest.mark.parametrize("verb", ["compress2", "decompress2"])
+def test_what_blosc2_raises_without_memory_is_tried_again(make_store: StoreFactory, verb: str) -> None:
+    codec = Codec("lz4")
+    store = make_store(codec=codec, lanes=Lanes(1, 1))
+    codec._blosc2 = scarce = Scarce(codec._blosc2, verb, 2)
+    data = bytes_of(activations(MIB))
+    ticket = saved(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert scarce.times == 0 and store.paths[0].failure is None and not store.stats.rescued_bytes
+
+
+def test_without_memory_for_the_codec_bytes_stay_in_memory_and_the_path_goes_on(make_store: StoreFactory) -> None:
+    codec = Codec("lz4")
+    store = make_store(codec=codec, lanes=Lanes(1, 1))
+    codec._blosc2 = scarce = Scarce(codec._blosc2, "compress2", 1000)
+    data, more = bytes_of(activations(MIB)), bytes_of(activations(MIB))
+    ticket = put(store, data.clone())
+    until(lambda: part_of(ticket).state is PartState.RESCUED, "the rescue")
+    scarce.times = 0
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store.paths[0].failure is None
+    assert torch.equal(store.get(saved(store, more.clone()), CPU).data, more)
+
+
+def test_staging_that_is_all_buffers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"io.staging_bytes 1048576 .* buffers of 256 lanes.*raise it to 8388608"):
+        StagingRing(CpuAccelerator(), PosixBackend(), MIB, 256)
+    ring = StagingRing(CpuAccelerator(), PosixBackend(), MIB, 255)
+    assert ring.slots.capacity_bytes == 4096
+    ring.close()
+
+
+def test_pages_of_buffers_stay_where_those_of_unused_slots_go(make_store: StoreFactory) -> None:
+    """A lane may decompress in one what it has read into memory beside staging."""
+    store = make_store(codec=Codec("lz4"))
+    buffer = store.ring.view(store.ring.buffers[0])
+    slot = store.ring.view(Span(0, 4096))
+    buffer.fill_(7)
+    slot.fill_(7)
+    store.trim()
+    assert not slot.any() and bool((buffer == 7).all())
+
+
 def test_buffers_of_lanes_are_a_part_of_staging(make_store: StoreFactory) -> None:
-    store = make_store(codec=BloscCodec("lz4"), staging_bytes=32 * MIB, lanes=Lanes(3, 2))
+    store = make_store(codec=Codec("lz4"), staging_bytes=32 * MIB, lanes=Lanes(3, 2))
     held = sum(buffer.nbytes for buffer in store.ring.buffers)
     assert len(store.ring.buffers) == 5 and held + store.ring.slots.capacity_bytes == 32 * MIB
     assert held <= 8 * MIB
@@ -260,7 +318,7 @@ def test_buffers_of_lanes_are_a_part_of_staging(make_store: StoreFactory) -> Non
 
 
 def test_a_store_that_has_rested_compresses_again(make_store: StoreFactory) -> None:
-    store = make_store(codec=BloscCodec("lz4"))
+    store = make_store(codec=Codec("lz4"))
     data = bytes_of(activations(MIB))
     for _ in range(2):
         ticket = saved(store, data.clone())
@@ -272,7 +330,7 @@ def test_a_store_that_has_rested_compresses_again(make_store: StoreFactory) -> N
 
 
 def test_where_a_codec_is_left_off_its_blocks_are_still_read(make_store: StoreFactory) -> None:
-    store = make_store(codec=BloscCodec("lz4"), staging_bytes=64 * MIB)
+    store = make_store(codec=Codec("lz4"), staging_bytes=64 * MIB)
     data = bytes_of(activations(4 * MIB))
     before = saved(store, data.clone())
     store.io.compresses = False
@@ -310,7 +368,24 @@ def test_nothing_is_imported_where_nothing_is_compressed(tmp_path: Path, monkeyp
     opened(OffloadConfig.model_validate(block(tmp_path, backend="posix", compression=None))).close()
 
 
+@pytest.mark.parametrize("staging_bytes", [MIB, 64 * MIB])
+def test_plans_count_with_the_staging_that_buffers_leave(tmp_path: Path, staging_bytes: int) -> None:
+    config = OffloadConfig.model_validate(block(tmp_path, backend="posix", staging_bytes=staging_bytes, write_lanes=3))
+    tiers = opened(config)
+    assert tiers.nvme is not None
+    assert config.slots_bytes == tiers.nvme.ring.slots.capacity_bytes < staging_bytes
+    tiers.close()
+
+
+@pytest.mark.parametrize("none", ["none", "None", "off", False])
+def test_what_is_meant_for_none_is_told_how_to_write_it(tmp_path: Path, none: object) -> None:
+    with pytest.raises(ConfigError, match=r'io.compression" is .*leave the key out, or write null'):
+        validate(OffloadConfig, block(tmp_path, compression=none), "activation_nvme_offload")
+
+
 def test_gds_and_a_codec_contradict_each_other(tmp_path: Path) -> None:
+    without_drive = {**block(tmp_path, backend="gds"), "placement": "keep"}
+    assert validate(OffloadConfig, without_drive, "activation_nvme_offload").io.compression == "lz4"
     with pytest.raises(ConfigError, match=r'io.compression is "lz4".*"gds".*leave io.compression out'):
         validate(OffloadConfig, block(tmp_path, backend="gds"), "activation_nvme_offload")
 

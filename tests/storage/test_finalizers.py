@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None
                 assert done.get(timeout=10) == number, f"after {number + 1} interrupts"
         finally:
             lanes.stop()
-        assert lanes.end(lambda: 10.0)
+        assert lanes.end(time.monotonic() + 10.0)
 
 
 @pytest.mark.long

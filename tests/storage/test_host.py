@@ -35,16 +35,6 @@ def test_the_budget_is_used_in_powers_of_two_to_the_mebibyte(budget_bytes: int) 
     assert 0 <= budget_bytes - sum(sizes) < MIB
 
 
-@pytest.mark.parametrize("nbytes", [1, 4097, MIB])
-def test_bytes_come_back_as_often_as_asked(nbytes: int) -> None:
-    store = HostStore(CpuAccelerator(), 3 * MIB)
-    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    ticket = put(store, data)
-    for _ in range(2):
-        assert torch.equal(store.get(ticket, CPU).data, data)
-    store.close()
-
-
 def test_the_budget_is_kept_and_room_comes_back(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
     store = HostStore(CpuAccelerator(), 3 * MIB)
@@ -92,15 +82,6 @@ def test_what_is_copied_ahead_is_bounded_and_given_back() -> None:
         assert torch.equal(store.get(tickets[index], CPU).data, data[index])
     assert store._ahead_bytes == 0
     store.close()
-
-
-def test_after_close() -> None:
-    store = HostStore(CpuAccelerator(), MIB)
-    ticket = put(store, torch.zeros(1, dtype=torch.uint8))
-    store.close()
-    assert store.put(torch.zeros(1, dtype=torch.uint8), wait=True) is Refusal.CLOSED
-    with pytest.raises(StateError, match="closed before backward"):
-        store.get(ticket, CPU)
 
 
 def test_the_budget_is_host_memory_whatever_the_default_device(make_store: StoreFactory) -> None:

@@ -15,17 +15,14 @@ from conftest import StoreFactory
 from contracts.backend import MIB, BackendContract, DeviceStagingContract
 from support import hazards
 from support.cuda_doubles import CompatMode, FakeKvikio
-from support.disks import until
-from support.doubles import EventAccelerator, part_of
+from support.doubles import EventAccelerator
 from support.each_hazard import Scenario, cache_over, scenarios
-from support.stores import CPU, noise, put, store_is_empty, stored
+from support.stores import CPU, noise, store_is_empty, stored
 
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
-from ds_tba.storage.base import Refusal
-from ds_tba.storage.path import PartState
 from ds_tba.storage.swap_file import SwapFile
 
 
@@ -306,17 +303,3 @@ def test_the_swap_file_has_a_name_only_while_cufile_opens_it(
     assert torch.equal(store.get(stored(store, data), CPU).data, data)
     store.close()
     assert fake.open_files == 0
-
-
-def test_a_drive_that_fails_means_keep_in_memory(make_store: StoreFactory, fake: FakeKvikio) -> None:
-    def script(verb: str, number: int) -> str | None:
-        return "short" if (verb, number) == ("write", 1) else None
-
-    fake.script = script
-    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator())
-    first = stored(store, noise(MIB))
-    data = noise(MIB)
-    second = put(store, data)
-    until(lambda: part_of(second).state is PartState.RESCUED, "the failure")
-    assert torch.equal(store.get(second, CPU).data, data) and store.get(first, CPU).stored
-    assert store.put(noise(MIB), wait=False) is Refusal.PATH_FAILED

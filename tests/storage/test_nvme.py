@@ -28,14 +28,13 @@ from support.doubles import (
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba import stats as path_meter
-from ds_tba.device.copies import Arrival
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import Part, PartState, SwapTicket
+from ds_tba.storage.space import Part, PartState, SwapTicket
 from ds_tba.storage.swap_file import SwapFile
 
 
@@ -47,23 +46,10 @@ def test_bytes_come_back_and_nothing_is_held(make_store: StoreFactory, backend: 
     for _ in range(2):
         loaded = store.get(ticket, CPU)
         assert loaded.stored and torch.equal(loaded.data, data)
-        del loaded  # its memory is a staging slot
     store.release(ticket)
     nothing_is_held(store)
     padded = -(-nbytes // 4096) * 4096
     assert (store.stats.written_bytes, store.stats.read_bytes) == (padded, 2 * padded)
-
-
-def test_prefetched_bytes_come_back(make_store: StoreFactory, backend: IoBackend) -> None:
-    store = make_store(backend)
-    pieces = [noise(MIB + index) for index in range(8)]
-    tickets = [stored(store, piece) for piece in pieces]
-    assert all(store.prefetch(ticket) for ticket in tickets)
-    for ticket, piece in zip(tickets, pieces, strict=True):
-        assert torch.equal(store.get(ticket, CPU).data, piece)
-        store.release(ticket)
-    nothing_is_held(store)
-    assert store.stats.read_bytes == sum(part_of(ticket).extent.nbytes for ticket in tickets)
 
 
 def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
@@ -113,7 +99,6 @@ def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
     forwarded, dropped = put(store, data), put(store, noise(MIB))
     loaded = store.get(forwarded, CPU)
     assert not loaded.stored and torch.equal(loaded.data, data)
-    del loaded  # its memory is a staging slot
     store.release(dropped)
     gate.opened.set()
     until(lambda: part_of(blocker).state is PartState.STORED, "the blocker")
@@ -121,14 +106,6 @@ def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
     store.release(forwarded)
     store.release(blocker)
     nothing_is_held(store)
-
-
-def test_asked_for_after_it_was_given_up(make_store: StoreFactory) -> None:
-    store = make_store()
-    ticket = stored(store, noise(MIB))
-    store.release(ticket)
-    with pytest.raises(StateError, match="given up"):
-        store.get(ticket, CPU)
 
 
 def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,33 +141,6 @@ def test_waiting_for_staging_waits_for_writes_and_gives_up_what_was_read_ahead(m
     # The one that was asked for last had to go; its bytes are in the file.
     assert [part_of(ticket).state for ticket in tickets[:2]] == [PartState.LOADED, PartState.STORED]
     assert all(torch.equal(store.get(ticket, CPU).data, piece) for ticket, piece in zip(tickets, pieces, strict=True))
-
-
-def test_what_backward_holds_of_staging_is_not_waited_for(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ds_tba.storage.staging.LENT_FRACTION", 1.0)
-    store = make_store(staging_bytes=4 * MIB)
-    tickets = [put(store, noise(MIB)) for _ in range(4)]
-    until(lambda: all(part_of(ticket).state is PartState.STORED for ticket in tickets), "the writes")
-    lent = [store.get(ticket, CPU).data for ticket in tickets]
-    for nbytes in (MIB, 3 * MIB):
-        assert store.put(noise(nbytes), wait=True) is Refusal.STAGING_FULL  # and not a hang
-    del lent
-
-
-def test_what_backward_holds_is_half_of_staging_and_the_rest_leaves_in_pieces(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=4 * MIB)
-    tickets = [put(store, noise(MIB)) for _ in range(4)]
-    until(lambda: all(part_of(ticket).state is PartState.STORED for ticket in tickets), "the writes")
-    held = [store.get(ticket, CPU).data for ticket in tickets]
-    assert store.ring.slots.used_bytes == 2 * MIB
-    data = noise(3 * MIB)
-    assert store.put(data, wait=False) is Refusal.STAGING_FULL and store.stats.fallbacks.total() == 1
-    ticket = store.put(data, wait=True)
-    assert isinstance(ticket, SwapTicket) and len(ticket.parts) == 3
-    assert torch.equal(store.get(ticket, CPU).data, data) and store.stats.fallbacks.total() == 1
-    del held
 
 
 def test_a_read_without_room_in_staging_goes_around_it(make_store: StoreFactory, backend: IoBackend) -> None:
@@ -511,28 +461,16 @@ def test_a_lane_survives_what_no_backend_should_raise(make_store: StoreFactory) 
     assert torch.equal(store.get(ticket, CPU).data, data)
 
 
-def test_a_lent_slot_comes_back_with_its_tensor_and_not_before(make_store: StoreFactory, backend: IoBackend) -> None:
+def test_what_backward_holds_takes_no_staging_and_outlives_the_store(
+    make_store: StoreFactory, backend: IoBackend
+) -> None:
     store = make_store(backend, staging_bytes=4 * MIB)
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    pieces = [noise(2 * MIB), noise(2 * MIB)]
-    tickets = [stored(store, piece) for piece in pieces]
-    first = store.get(tickets[0], CPU).data
-    view = first[MIB:].view(torch.int32)
-    assert store.ring.slots.used_bytes == 2 * MIB
-    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])  # copied: half of staging is lent
-    assert torch.equal(first, pieces[0])
-    del first
-    store.settle()
-    assert store.ring.slots.used_bytes == 2 * MIB
-    del view
-    store.settle()
+    pieces = [noise(MIB) for _ in range(6)]
+    held = [store.get(stored(store, piece), CPU).data for piece in pieces]
     assert store.ring.slots.used_bytes == 0
-    kept = store.get(tickets[0], CPU).data
     store.close()
-    assert torch.equal(kept, pieces[0])  # memory outlives the store while someone holds it
-    assert store.ring._closed_memory is not None
-    del kept
-    until(lambda: store.ring._closed_memory is None, "the end of the loan")
+    assert store.ring._memory is None
+    assert all(torch.equal(one, piece) for one, piece in zip(held, pieces, strict=True))
 
 
 class NoMemory(RuntimeError):  # as torch.OutOfMemoryError is
@@ -554,7 +492,6 @@ def test_a_hand_over_without_device_memory_may_be_tried_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(store.ring.copies, "into", no_memory)
-        patch.setattr(store.ring, "lend", no_memory)
         for ticket in tickets:
             with pytest.raises(NoMemory):
                 store.get(ticket, CPU)
@@ -563,7 +500,6 @@ def test_a_hand_over_without_device_memory_may_be_tried_again(
     until(lambda: part_of(tickets[2]).state is PartState.STORED, "the writes")
     with monkeypatch.context() as patch:
         patch.setattr(store.ring.copies, "into", no_memory)
-        patch.setattr(store.ring, "lend", no_memory)
         with pytest.raises(NoMemory):
             store.get(tickets[0], CPU)
     for index in (0, 2):
@@ -641,6 +577,34 @@ def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_sto
     assert store.stats.written_bytes <= MIB
 
 
+@pytest.mark.parametrize("who", ["forward", "backward"])
+def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
+) -> None:
+    monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
+    for module in ("space", "nvme"):
+        monkeypatch.setattr(f"ds_tba.storage.{module}.LANE_CHECK_S", 0.01)
+    gate = Gate("write" if who == "forward" else "read")
+    store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, lanes=Lanes(1, 1))
+    if who == "forward":
+        for _ in range(4):
+            put(store, noise(MIB))
+        waiting = threading.Thread(target=store.put, args=(noise(MIB),), kwargs={"wait": True})
+    else:
+        waiting = threading.Thread(target=store.get, args=(stored(store, noise(MIB)), CPU))
+    waiting.start()
+    until(lambda: len(caplog.messages) > 0, "the warning")
+    time.sleep(0.2)
+    (said,) = caplog.messages  # no other for a minute
+    assert said.startswith(f"{who} has waited 0 s for the drive of {store.paths[0].file.directory}, and waits on")
+    assert "dmesg" in said and "nvme_path" in said
+    store.space.slow_waits._quiet_until_s = 0.0  # which is over
+    until(lambda: len(caplog.messages) == 2, "another warning")
+    gate.opened.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
 # ---- ending ---------------------------------------------------------------------------------------------------------
 
 
@@ -658,48 +622,15 @@ def test_close_stops_the_lanes_and_gives_everything_back(make_store: StoreFactor
         store.get(ticket, CPU)
 
 
-def test_an_interrupt_while_a_slot_is_lent_gives_it_two_owners_never(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), staging_bytes=2 * MIB, lanes=Lanes(1, 1))
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-
-    def interrupted(_data: torch.Tensor) -> Arrival:
-        raise KeyboardInterrupt  # what was lent is gone with the frames
-
-    first, second = (store.put(noise(MIB), wait=True) for _ in range(2))
-    monkeypatch.setattr(Arrival, "done", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        store.get(second, CPU)
-    monkeypatch.undo()
-    others = noise(MIB)
-    third = store.put(others, wait=True)  # has that slot now
-    store.release(second)
-    assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
-    gate.opened.set()
-    wait_for_writes(store)
-    assert store.space.writes_under_way == 0
-    assert torch.equal(store.get(third, CPU).data, others)
-    for one in (first, third):
-        store.release(one)
-    assert not isinstance(store.put(noise(MIB), wait=True), Refusal)
-
-
 def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:
     store = make_store(staging_bytes=1 << 20)
     store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    device = torch.device("cpu")
-    lent_bytes, wanted_bytes = 512 << 10, 768 << 10
-    lent = store.put(torch.ones(lent_bytes, dtype=torch.uint8), wait=True)
-    wait_for_writes(store)
-    wanted = store.put(torch.ones(wanted_bytes, dtype=torch.uint8), wait=True)
-    wait_for_writes(store)
-    held = store.get(lent, device)  # its slot is taken: the next has memory beside staging
+    wanted = stored(store, torch.ones(768 << 10, dtype=torch.uint8))
+    slot = store.ring.slots.allocate(512 << 10)  # what is wanted would have memory beside staging
+    assert slot is not None
     store.close()
     with pytest.raises(StateError, match="closed before backward"):
-        store.get(wanted, device)
-    del held
+        store.get(wanted, CPU)
 
 
 def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFactory) -> None:
@@ -735,9 +666,9 @@ def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
     if verb == "read":
         gate.arrived.acquire()
     ahead = store.space.read_ahead
-    assert ahead.prefetched_bytes + ahead.early_bytes == MIB
+    assert ahead.prefetched_bytes + ahead.unwritten_bytes == MIB
     store.release(ticket)
-    assert ahead.prefetched_bytes + ahead.early_bytes == 0
+    assert ahead.prefetched_bytes + ahead.unwritten_bytes == 0
     part = part_of(ticket)
     assert part.state is PartState.ABANDONED and part.slot is not None and slots_in_use(store) == MIB
     with pytest.raises(StateError, match="given up"):
@@ -766,14 +697,11 @@ def test_staging_that_nobody_uses_gives_its_pages_back_and_takes_them_again(make
     memory = store.ring._memory
     assert memory is not None and resident_bytes(memory) == memory.numel()
     data = torch.arange(MIB // 8).view(torch.uint8)
-    ticket = store.put(data, wait=True)
-    assert isinstance(ticket, SwapTicket)
-    loaded = store.get(ticket, CPU).data
+    slot = store.ring.slots.allocate(MIB)
+    assert slot is not None
     store.trim()  # a slot is in use: nothing happens
-    assert torch.equal(loaded, data) and resident_bytes(memory) == memory.numel()
-    store.release(ticket)
-    del loaded
-    wait_for_writes(store)
+    assert resident_bytes(memory) == memory.numel()
+    store.ring.slots.free(slot)
     store.settle()
     store.trim()
     assert resident_bytes(memory) == 0
@@ -781,30 +709,6 @@ def test_staging_that_nobody_uses_gives_its_pages_back_and_takes_them_again(make
     assert isinstance(again, SwapTicket)
     wait_for_writes(store)
     assert torch.equal(store.get(again, CPU).data, data)
-
-
-def test_a_slot_that_cannot_be_lent_stays_with_its_ticket(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), staging_bytes=2 * MIB, lanes=Lanes(1, 1))
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    first, wanted = store.put(noise(MIB), wait=True), noise(MIB)
-    second = store.put(wanted.clone(), wait=True)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(torch.Tensor, "untyped_storage", fails_for_want_of_memory)
-        store.get(second, CPU)
-    assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
-    gate.opened.set()
-    wait_for_writes(store)
-    assert torch.equal(store.get(second, CPU).data, wanted)
-    for ticket in (first, second):
-        store.release(ticket)
-    until(lambda: not store.ring.slots.used_bytes, "nothing is held")
-
-
-def fails_for_want_of_memory(*_: object) -> None:
-    raise MemoryError
 
 
 def test_a_store_that_is_closed_takes_no_memory_for_reads(make_store: StoreFactory) -> None:

@@ -20,7 +20,7 @@ from ds_tba.stats import PathMeter
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.path import SwapTicket
+from ds_tba.storage.space import SwapTicket
 
 KIB, MIB = 1 << 10, 1 << 20
 

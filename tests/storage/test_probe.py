@@ -20,10 +20,10 @@ from ds_tba.stats import PathMeter
 from ds_tba.storage import probe as probe_module
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.codec import BloscCodec
+from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, DriveProbe, measure_drives
-from ds_tba.storage.staging import SpanAllocator
+from ds_tba.storage.spans import SpanAllocator
 
 MIB = 1 << 20
 
@@ -202,7 +202,7 @@ def in_crumbs(spans: SpanAllocator) -> int:
 def test_room_in_crumbs_is_given_back_and_nothing_is_measured(
     make_store: StoreFactory, where: str, codec: str | None
 ) -> None:
-    store = with_room(make_store(codec=None if codec is None else BloscCodec(codec)))
+    store = with_room(make_store(codec=None if codec is None else Codec(codec)))
     (path,) = store.paths
     if where == "full staging":
         used_bytes = store.ring.slots.capacity_bytes
@@ -255,7 +255,7 @@ def test_with_a_codec_rates_are_of_bytes_before_it_and_wear_of_those_behind(
 ) -> None:
     calls = {"compress": 0, "decompress": 0}
 
-    class Counted(BloscCodec):
+    class Counted(Codec):
         def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
             calls["compress"] += 1
             return super().compress(data, into, item_bytes)

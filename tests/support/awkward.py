@@ -1,6 +1,6 @@
 """Functions of autograd that save or change tensors in ways that are hard for saved-tensor hooks. Knows torch only.
 
-Here because the hazards, the random programs and ``benchmarks/soak.py`` all train with them.
+Here because the hazards and the random programs both train with them.
 """
 
 from __future__ import annotations

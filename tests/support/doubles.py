@@ -19,7 +19,7 @@ from ds_tba.errors import TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.path import Part, SwapTicket
+from ds_tba.storage.space import Part, SwapTicket
 
 
 def wait_for_writes(store: NvmeStore) -> None:

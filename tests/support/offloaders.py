@@ -1,20 +1,40 @@
-"""An offloader without an engine, and one step of a small training with it."""
+"""Offloaders without an engine, and one step of a small training with one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Agreement, Alone
+from ds_tba.plan.plan import Planner
 from support.doubles import CpuAccelerator, wait_for_writes
 
 
-def make(directory: Path, **block: object) -> ActivationOffloader:
+def make(
+    directory: Path, accelerator: Accelerator | None = None, ranks_on_node: int = 1, **block: object
+) -> ActivationOffloader:
     io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
-    config = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block}
-    return ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
+    config = OffloadConfig.model_validate({"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block})
+    return ActivationOffloader(config, AioConfig(), accelerator or CpuAccelerator(), ranks_on_node=ranks_on_node)
+
+
+def watching(
+    directory: Path,
+    model: nn.Module,
+    planner: Planner | None = None,
+    agreement: Agreement | None = None,
+    **options: Any,
+) -> ActivationOffloader:
+    """Make one that watches a model."""
+    offloader = make(directory, **options)
+    offloader.watch(model, agreement or Alone(), planner)
+    return offloader
 
 
 def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None:

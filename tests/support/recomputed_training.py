@@ -15,10 +15,8 @@ from planners import PLANNERS
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
-from support.doubles import CpuAccelerator
+from support.offloaders import watching
 from support.stepping import end_step, forward, note_backward
 
 WIDTH, ROWS, DEPTH, STEPS = 16, 32, 3, 20
@@ -93,14 +91,11 @@ def make(tmp_path: Path) -> Iterator[Callable[..., ActivationOffloader]]:
     made = []
 
     def make(model: nn.Module, **block: Any) -> ActivationOffloader:
-        io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
-        config = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 1024, "max_step_overhead": 1000.0, **block}
-        offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
         # The plan recomputes all that may be.
-        planner = PLANNERS["recompute"] if config.get("recompute") else PLANNERS["adaptive"]
-        offloader.watch(model, Alone(), planner)
-        made.append(offloader)
-        return offloader
+        planner = PLANNERS["recompute"] if block.get("recompute") else PLANNERS["adaptive"]
+        usual = {"min_tensor_bytes": 1024, "max_step_overhead": 1000.0}
+        made.append(watching(tmp_path, model, planner, **{**usual, **block}))
+        return made[-1]
 
     yield make
     for offloader in made:

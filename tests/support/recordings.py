@@ -66,7 +66,9 @@ class Stack(nn.Module):
 
 
 def running(model: nn.Module) -> RunningModule:
-    return RunningModule({id(module): path for path, module in model.named_modules()})
+    found = RunningModule()
+    found.watch(model)
+    return found
 
 
 @contextmanager

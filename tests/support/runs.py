@@ -24,6 +24,14 @@ EXIT_ABORT = "terminate called without an active exception"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
+def benchmark(name: str, *arguments: object) -> str:
+    """Run a program of ``benchmarks/``, and return its output."""
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def plain_config(stage: int = 0, **more: Any) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     return {"train_micro_batch_size_per_gpu": 4, "optimizer": OPTIMIZER, "zero_optimization": zero, **more}

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.path import PartState, SwapTicket
+from ds_tba.storage.space import PartState, SwapTicket
 from support.disks import until
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def nothing_is_held(store: NvmeStore) -> None:
     until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
     assert all(path.extents.used_bytes == 0 for path in store.paths)
     ahead = store.space.read_ahead
-    assert ahead.prefetched_bytes == ahead.early_bytes == store.space.writes_under_way == 0
+    assert ahead.prefetched_bytes == ahead.unwritten_bytes == store.space.writes_under_way == 0
 
 
 def store_is_empty(store: NvmeStore) -> bool:

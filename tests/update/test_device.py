@@ -150,7 +150,6 @@ class Training:
         self.expected = updated(self.expected, factor, rate)
         self.low = self.expected[0].to(self.dtype, copy=True)
 
-        elements = pipeline.stats.elements
         assert pipeline.begin()
         missing = []
         for number in chance.sample(range(len(self.cuts)), len(self.cuts)):
@@ -174,8 +173,6 @@ class Training:
             assert not device.is_freed_memory_written()
             assert device.allocated_bytes == self.parameters.nbytes
         assert same([before, after], [old, self.low]) and same(self.host, self.expected)
-        of_jobs = sum(cut.stop - cut.start for cut, one in zip(self.cuts, is_job, strict=True) if one)
-        assert pipeline.stats.elements - elements == of_jobs
 
     def on_host(self, tensors: Tensors, cut: slice, factor: float, rate: float) -> None:
         """The host's update of a chunk, through staging that it has only once."""
@@ -416,16 +413,9 @@ def test_misuse_is_refused() -> None:
     for source in (target.half(), target[:8]):  # bytes of fp16 are not bf16
         with pytest.raises(StateError, match="casts first"):
             pipeline.upload(source, target)
-    with pytest.raises(StateError, match="fp32"):
-        pipeline.submit(job_of([tensor.bfloat16() for tensor in tensors]))
-    for wrong in (job_of(state(CHUNK + 1)), job_of([*tensors[:3], tensors[3][:8]]), job_of(tensors, target[:8])):
-        with pytest.raises(StateError, match="length"):
-            pipeline.submit(wrong)
-    with pytest.raises(StateError, match="contiguous"):
-        pipeline.submit(job_of([torch.zeros(2 * CHUNK)[::2] for _ in tensors]))
     assert pipeline.has_room()
     pipeline.drain()
-    assert pipeline.stats.elements == pipeline.stats.uploaded_bytes == 0
+    assert pipeline.stats.uploaded_bytes == 0
 
 
 def test_tensors_that_require_grad_are_updated_as_their_data() -> None:
@@ -450,7 +440,7 @@ def test_stats_count_what_was_moved(make_device: Callable[..., LateDevice]) -> N
         pipeline.upload(torch.zeros(128, dtype=torch.bfloat16), target[128:])
         pipeline.drain()
         assert stats.written_back_bytes - before == 128 * written_back
-    assert (stats.elements, stats.uploaded_bytes) == (256, 2 * 128 * (16 + 2))
+    assert stats.uploaded_bytes == 2 * 128 * (16 + 2)
     assert stats.busy_s > 0
     busy_s = stats.busy_s
     assert pipeline.begin()

@@ -37,7 +37,7 @@ def test_every_bit_is_that_of_unmodified_deepspeed(case: str, tmp_path: Path) ->
             assert report["uploaded_bytes"] == 16 * report["device_elements"]
             # Gradients come back only in steps in which they are clipped.
             assert 12 * report["device_elements"] <= report["written_back_bytes"] <= 16 * report["device_elements"]
-        assert report["predicted_s"] > 0 and report["host_s"] + report["drain_s"] <= report["update_s"]
+        assert report["host_s"] + report["drain_s"] <= report["update_s"]
 
 
 def test_checkpoints_with_the_block_and_without_it_go_on_alike(tmp_path: Path) -> None:

@@ -16,11 +16,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size, table
+from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size
 from ds_tba.config import BLOCK, parse_block, with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.report import write_file
-from ds_tba.stats import expanded, readable
+from ds_tba.stats import aligned, expanded, readable
 from ds_tba.wear import Drive, Rating, examine
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def add_parsers(commands: Commands) -> None:
         add("--seq", type=size, help="tokens of a sequence, such as 32k; needed without --longest")
         add("--longest", action="store_true", help="say the longest sequence of each setting on --gpu")
         add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
-        add("--gpu", "--gpu-memory", metavar="GPU", help='its memory or name: 24GB, "RTX 4090"')
+        add("--gpu", help='its memory or name: 24GB, "RTX 4090"')
         add("--ranks", type=size, help="ranks that ZeRO divides among (default: all GPUs)")
         add("--nodes", type=size, default=1, help="of the job: what ZeRO moves between them is told, too (default: 1)")
         add("--gpus-per-node", type=size, default=1, help="GPUs that share the drives of a node (default: 1)")
@@ -85,7 +85,6 @@ def add_parsers(commands: Commands) -> None:
         add("--compression-ratio", metavar="RATIO", type=in_units_of(1), help=ratio)
         add("--write", type=Path, metavar="FILE", help="merge what is recommended into FILE; a backup is kept")
         add("--details", action="store_true", default=name == "estimate", help="also what is saved where, and more")
-        add("--dtype", choices=("fp32", "bf16", "fp16"), help="of the parameters (default: the config's)")
         add("--device", choices=("cuda", "cpu"), default="cuda", help="training device (default: cuda)")
         default = "default: measured, or of the data sheet"
         add("--tflops", type=in_units_of(1e12), help=f"TFLOP/s of matrix products ({default})")
@@ -98,7 +97,7 @@ def add_parsers(commands: Commands) -> None:
 
 
 def _plan(options: argparse.Namespace) -> Result:
-    from ds_tba.cli.plan.rows import ADAPTIVE, detail_rows, recommended, rows_of, scale
+    from ds_tba.cli.plan.rows import ADAPTIVE, recommended, rows_of, scale
 
     if options.longest:
         return _plan_longest(options)
@@ -110,10 +109,9 @@ def _plan(options: argparse.Namespace) -> Result:
     rows, plan = rows_of(setup)
     is_known = setup.device.memory_bytes is not None
     chosen = recommended(rows) if is_known else None
-    more = detail_rows(setup) if options.details else []
-    found = _to_dict(setup, [*rows, *more], plan, chosen)
+    found = _to_dict(setup, rows, plan, chosen)
     title = f"{options.model}, batch {options.batch} x {options.seq} tokens, {title}"
-    lines = [*_table(setup, rows, more), "", *_verdict(setup, rows, chosen)]
+    lines = [*_table(setup, rows), "", *_verdict(setup, rows, chosen)]
     if options.nodes * options.gpus_per_node > 1:
         row = chosen or next(one for one in rows if one.name == ADAPTIVE)
         found["scale"] = scale(setup, row, options.nodes, options.network_gbps)
@@ -156,15 +154,14 @@ def _plan_longest(options: argparse.Namespace) -> Result:
 def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
     """Return the setups by the length of the sequence, a title, and what the figures rest on.
 
-    What is quick to look at comes first: a wrong option or config is told before transformers is imported.
+    Options and config are looked at first: what is wrong with them is told before transformers is imported.
     """
     import torch
 
     from ds_tba.cli.plan.rows import FRAGMENTATION, TIGHT, Setup
     from ds_tba.cli.plan.training import CONTEXT_BYTES, HOST_BYTES_PER_S, device_of, read_training
 
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-    training = read_training(options.config, dtypes[options.dtype])
+    training = read_training(options.config)
     options.batch = options.batch or training.micro_batch or 1
     offload = with_staging(training.offload, math.inf, is_host=options.device == "cpu")
     if options.nvme_path:
@@ -174,7 +171,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
     paths, drives = _drives(training, options.write_gbps, options.read_gbps, options.gpus_per_node)
     endurance = _endurance(options.drive_tbw, training)
-    compression = _Compression.of(options.compression_ratio, offload.io.compression)
+    stored_share, compression_notes = _compression(options.compression_ratio, offload.io.compression)
     ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
     where = offload.nvme_path or "/local_nvme"
     chosen = {"--fused-loss": options.fused_loss, "--tiled-mlp": options.tiled_mlp}
@@ -190,7 +187,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
         run = dry_run(recipe, options.batch, sequence, training, device, paths, options.lora, aids)
         return Setup(
             run, training, device, ranks, endurance.rating.tbw / sharers, where, sharers, endurance.drives,
-            used_tbw=endurance.used_tbw / sharers, batch=options.batch, aids=aids, stored_share=compression.ratio,
+            used_tbw=endurance.used_tbw / sharers, batch=options.batch, aids=aids, stored_share=stored_share,
         )  # fmt: skip
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
@@ -205,7 +202,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
         f"rates of the drives {drives}{f'; each GPU has 1/{sharers} of them' if sharers > 1 else ''}",
         f"drives of a node rated {endurance.rating} (--drive-tbw has yours, together); TB a day, host memory and swap "
         "space in the table are one GPU's",
-        *compression.notes,
+        *compression_notes,
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
         f"is left out; states in host memory are updated at {HOST_BYTES_PER_S / 1e9:g} GB/s; what ZeRO offloads "
         "goes over PCIe, and a step takes that long at least",
@@ -241,6 +238,7 @@ def _drives(
     elif write or read:
         source = f"{'write' if write else 'read'} as given, else {source}"
     elif config.nvme_paths:
+        # Measuring with it would compile the op for minutes.
         if config.io.backend == "aio":
             config = config.model_copy(update={"io": config.io.model_copy(update={"backend": None})})
         try:
@@ -254,19 +252,14 @@ def _drives(
     return (path,), f"{source}; {CONCURRENT_FRACTION} of each while both run"
 
 
-class _Compression(NamedTuple):
-    """The bytes that compression leaves of one, and what to say of them."""
-
-    ratio: float
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, given: float | None, configured: str | None) -> _Compression:
-        if given is None and configured is None:
-            return cls(1.0, ())
-        source = "assumed: the report of a run has yours" if given is None else "as given"
-        ratio = COMPRESSION_RATIO if given is None else given
-        return cls(ratio, (f"compression leaves {ratio:g} of the bytes that are written a day ({source})",))
+def _compression(given: float | None, configured: str | None) -> tuple[float, list[str]]:
+    """Return the bytes that compression leaves of one, and what to say of them."""
+    if given is None and configured is None:
+        return 1.0, []
+    assumed = "assumed, as in BF16; FP16 and FP32 shrink less: the report of a run has yours"
+    source = assumed if given is None else "as given"
+    ratio = COMPRESSION_RATIO if given is None else given
+    return ratio, [f"compression leaves {ratio:g} of the bytes that are written a day ({source})"]
 
 
 class Endurance(NamedTuple):
@@ -280,7 +273,8 @@ class Endurance(NamedTuple):
 def _endurance(given: float | None, training: Training) -> Endurance:
     """Examine the drives; a rating that is given is of drives elsewhere, which nobody has written to yet."""
     examined = {path: examine(expanded(path)) for path in training.offload.nvme_paths} or {"": Drive()}
-    drives = {one.device or path: one for path, one in examined.items()}  # of another machine no device is known
+    # By device: two directories of one drive share its rating, and do not double it.
+    drives = {one.device or path: one for path, one in examined.items()}  # no device: another machine's
     if given:
         return Endurance(Rating(given, "as given"), len(drives), 0.0)
     rated = training.offload.ssd.rated_endurance_tbw
@@ -301,17 +295,17 @@ def _head(setup: Setup, row: Row) -> Iterator[str]:
         yield f"GPU         {readable(device.memory_bytes)}, rates of one {device.name}"
 
 
-def _table(setup: Setup, rows: Sequence[Row], more: Sequence[Row]) -> Iterator[str]:
+def _table(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
     first = next((row for row in rows if row.verdict in ("fits", "tight")), rows[0])
     yield from _head(setup, rows[0])
     yield f"temporary   up to {readable(setup.run.temporary_bytes)}, with logits and the gradients of activations"
     yield ""
     cells: list[tuple[str, ...]] = [("setting", "activations", "GPU peak", "verdict", "step", *_COSTS)]
-    for row in (*rows, *more):
+    for row in rows:
         step = row.cost.step_s / first.cost.step_s if first.cost.step_s else 1.0
         sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes)
         cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *_costs(row)))
-    yield from table(cells)
+    yield from aligned(cells)
     yield f"            {first.name!r} takes {first.cost.step_s:.3g} s a step"
 
 
@@ -324,7 +318,7 @@ def _table_of_longest(setup: Setup, found: Sequence[Longest]) -> Iterator[str]:
         speed = setup.batch * sequence / row.cost.step_s * setup.training.micro_steps if row.cost.step_s else 0.0
         times = (f"{row.cost.step_s:.3g}", f"{speed:,.0f}", *_costs(row)) if sequence else ("-",) * (2 + len(_COSTS))
         cells.append((row.name, length, readable(row.need_bytes), *times))
-    yield from table(cells)
+    yield from aligned(cells)
     longest = max(found, key=attrgetter("sequence"))
     if not longest.sequence:
         return
@@ -404,7 +398,7 @@ def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
         nbytes, write, read = (value / parts for value in of_node)
         per_day, life = setup.sharers * row.written_bytes_per_day / parts / 1e12, _life(row.life_days)
         cells.append((name, readable(nbytes), f"{write / 1e9:.2f}", f"{read / 1e9:.2f}", f"{per_day:.2f}", life))
-    yield from table(cells) if row.cost.written_bytes else ()
+    yield from aligned(cells) if row.cost.written_bytes else ()
     if found["nodes"] > 1:
         left = max(0.0, 1 - found["network_s"] / row.cost.step_s)
         yield (
@@ -417,12 +411,11 @@ def _details(setup: Setup, plan: Plan, found: dict[str, Any]) -> Iterator[str]:
     from ds_tba.cli.plan.rows import made_again
 
     run = setup.run
-    cells = [("saved for backward", "passes", "each", "all", "may be moved")]
+    cells = [("saved for backward", "passes", "saved", "may be moved")]
     for group in found["groups"][:_SHOWN_GROUPS]:
-        name, times = (group["name"], group["count"]) if group["count"] else (f"outside: {group['name']}", 1)
-        one, every, movable = group["saved_bytes"], times * group["saved_bytes"], times * group["movable_bytes"]
-        cells.append((name, str(group["count"] or ""), readable(one), readable(every), readable(movable)))
-    yield from table(cells)
+        sizes = readable(group["saved_bytes"]), readable(group["movable_bytes"])
+        cells.append((group["name"], str(group["count"] or ""), *sizes))
+    yield from aligned(cells)
     yield ""
     shares = [f"{word} {readable(nbytes)}" for word, nbytes in found["plan_bytes"].items()]
     again = f"{sum(plan.recomputed_blocks)} of {len(plan.recomputed_blocks)} passes are recomputed"
@@ -487,11 +480,13 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None)
         return f"not written {path}: nothing in it has to be changed"
     old = read_config("--write", path) if path.exists() else new
     result, kept = _merged(old, merged), ""
+    # A file that a run would refuse is not written over one that it takes.
     parse_block(result)
     try:
         if path.exists():
             backups = (path.with_name(f"{path.name}.bak{number or ''}") for number in range(1000))
             backup = next(one for one in backups if not one.exists())
+            # Before the file itself, which a full disk would else leave without a copy.
             write_file(backup, path.read_text())
             kept = f"; what it was is in {backup}"
         write_file(path, json.dumps(result, indent=2) + "\n")

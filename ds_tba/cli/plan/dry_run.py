@@ -78,21 +78,22 @@ def dry_run(
         aids: ``--fused-loss`` and ``--tiled-mlp``, where the model has them.
 
     Raises:
-        ConfigError: the config excludes an op that there is no rule for.
+        ConfigError: the config excludes an op that there is no rule for, or names what the model lacks.
         ModelError: the model does not run, or needs values, which the meta device does not have.
     """
     offload, excluded = training.offload, sites.excluded_ops(training.offload)
     runs_on = "meta" if training.autocast is None else "cpu"
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
+    # No stores: everything is kept and recorded, and the settings are replayed from that.
     cache = TensorCache([], runs_on, offload.min_tensor_bytes)
     if offload.rematerialize_enabled and is_supported():
         cache.rematerialize(RematStore(cache, AssumedSites(cache, excluded, clock)))
     doing = "making the model"
     try:
+        # A function that makes its tensors by itself would take the memory of the whole model.
         with torch.device(runs_on):
             subject = recipe(batch, sequence)
             layers = [one.module for one in find_blocks(subject.model, None)]
-            # Before adapters, whose parametrizations hold each weight of a module by themselves.
             owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
             largest = max(sum(one.numel() for one in each) for each in owned)
             if lora_rank is not None:
@@ -107,7 +108,7 @@ def dry_run(
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind, runs_on) as attention:
             recorder, meter = _micro_step(subject, blocks, training, cache, clock)
-    except ModelError:
+    except (ConfigError, ModelError):
         raise
     except (Exception, SystemExit) as error:  # the user's model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
@@ -126,7 +127,7 @@ def dry_run(
     if not blocks:
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
-    resources = Resources(paths, copy, copy, offload.io.ring_bytes, is_synchronous=device.kind == "cpu")
+    resources = Resources(paths, copy, copy, offload.slots_bytes, is_synchronous=device.kind == "cpu")
     origins = [one.origin for one in recorder.record.storages]
     whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
@@ -159,7 +160,8 @@ def _micro_step(
 ) -> tuple[Recorder, PeakMeter]:
     """Run one forward and one backward."""
     model, autocast = subject.model, training.autocast
-    running = RunningModule({id(module): path for path, module in model.named_modules()})
+    running = RunningModule()
+    running.watch(model)
     chosen = ChosenModules(running, training.offload.patterns)
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
@@ -168,6 +170,7 @@ def _micro_step(
     for module in model.modules():
         mark_owned(module)
     mark_inputs(subject.inputs)
+    # Without them a gradient would count as temporary here, and again among what the device holds.
     for one in model.parameters():  # gradients exist, as in all micro-steps but the first
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
@@ -176,7 +179,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).watching(),
+            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).listening(),
             casting,
         ):
             output = subject.forward()
@@ -427,6 +430,7 @@ def device_kernels(target: str, runs_on: str) -> Iterator[set[str]]:
             library.impl("_fused_rms_norm_backward", _rms_norm_backward, "Meta")
         yield taken
     finally:
+        # The table is the process's: every later tensor on this device would run these kernels.
         library._destroy()
 
 

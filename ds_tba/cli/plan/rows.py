@@ -19,12 +19,10 @@ is a length that was run on shapes.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +30,7 @@ import numpy as np
 
 from ds_tba.cli.plan.training import Device, DryRun, Held, Training, beside, held_of
 from ds_tba.config import BLOCK, Placement, zero_block
+from ds_tba.holders import merged as merged_path
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.replay import peak_beside, replay
 from ds_tba.plan.search import adaptive
@@ -44,7 +43,6 @@ TIGHT = 0.9
 # Of rows whose steps are as short within this factor, the first is taken: it changes least.
 SAME_STEP = 1.05
 SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
-BUDGET_FRACTIONS = (0.75, 0.5, 0.25)  # of keep's peak; their cost is shown in detail
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 # Of answers of --longest.
 UNIT = 16  # answers are multiples
@@ -54,7 +52,6 @@ FURTHER = 16  # times the longest that was tried, at most
 _TRIES = 16
 LOGITS = "logits and other temporary tensors"
 ADAPTIVE, OFFLOADED = "+ adaptive in a budget", ", offloaded optimizer"
-_LAST_NUMBER = re.compile(r"\d+(?!.*\d)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +153,7 @@ class Setup:
         zero, cost = beside(training, self.run, self.ranks), self.paced(cost, training)
         if moving_bytes is None:
             moving_bytes = cost.peak_saved_bytes + self.run.temporary_bytes
+        # Both peaks together may never come: with everything kept their sum was measured, and no setting holds more.
         moving = min(self.run.kept_bytes, moving_bytes)
         staging_bytes = training.offload.io.ring_bytes if cost.written_bytes else 0
         staged_on_device = staging_bytes if self.stages_on_device(training) else 0
@@ -241,22 +239,7 @@ def fixed_rows(setup: Setup, training: Training, ending: str, merged: dict[str, 
         yield setup.fixed_row(name, training, Placement.KEEP, merged, recompute=True)
         name = f"+ checkpointing and NVMe{ending}"
         yield setup.fixed_row(name, training, Placement.NVME, offloads, recompute=True)
-
-
-def everything_offloaded(setup: Setup, training: Training, ending: str = "", **merged: Any) -> Row:
-    """Return the row of everything to NVMe without checkpointing."""
-    return setup.fixed_row(f"offload all{ending}", training, Placement.NVME, {**setup.nvme_block, **merged})
-
-
-def detail_rows(setup: Setup) -> list[Row]:
-    """Return rows of everything to NVMe, and of plans for smaller budgets."""
-    training, trace = setup.training, setup.trace(setup.training)
-    found = [everything_offloaded(setup, training)]
-    for budget in (int(part * fixed(trace).peak_saved_bytes) for part in BUDGET_FRACTIONS):
-        cost = adaptive(trace, replace(setup.limits(training), activation_budget_bytes=budget)).prediction
-        name = f"budget {budget}{'' if cost.peak_saved_bytes <= budget else ' (cannot be held)'}"
-        found.append(setup.row(name, cost, training, {}))
-    return found
+    yield setup.fixed_row(f"offload all{ending}", training, Placement.NVME, offloads)
 
 
 def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any]) -> tuple[Row, Plan]:
@@ -274,11 +257,6 @@ def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any
     if budget is not None:
         block["activation_budget_bytes"] = budget
     return setup.row(name, plan.prediction, training, {BLOCK: block, **merged}), plan
-
-
-def fixed(trace: Trace, placement: Placement = Placement.KEEP, *, recompute: bool = False) -> Prediction:
-    """Return the cost of one placement for everything that it is possible for; see :func:`assign`."""
-    return replay(*assign(trace, placement, recompute=recompute)).cost
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
@@ -405,7 +383,6 @@ def longest_of(setup_of: Setups, first: int) -> list[Longest]:
         setup, found = setup_of(sequence), list[Row]()
         for ending, training, merged in trainings(setup.training):
             found += fixed_rows(setup, training, ending, merged)
-            found.append(everything_offloaded(setup, training, ending, **merged))
         return {row.name: row for row in found}
 
     def longest(name: str) -> Longest:
@@ -444,31 +421,24 @@ def _crossing(needs: dict[int, int], limit_bytes: int) -> int:
 
 
 def groups_of(trace: Trace) -> list[dict[str, Any]]:
-    """Return neighbouring passes through blocks that save equally much, then modules outside, the largest first.
+    """Return what blocks, and modules outside of blocks, save, the largest first; layers of a list are one group.
 
-    ``count`` is the number of passes, 0 outside; ``saved_bytes`` and ``movable_bytes`` are of one pass. A storage that
-    several blocks save counts in the first.
+    ``count`` is the number of passes, 0 outside; bytes are of all passes together. A storage that several blocks save
+    counts in the first.
     """
-    saved: Counter[int | str] = Counter()
-    movable: Counter[int | str] = Counter()
+    passes = Counter(merged_path(block.module) for block in trace.blocks)
+    saved, movable = Counter(dict.fromkeys(passes, 0)), Counter[str]()
     for storage in trace.storages:
         if storage.blocks:
             is_outside = storage.blocks[0] == OUTSIDE
-            key = (storage.module or "the model itself") if is_outside else storage.blocks[0]
-            saved[key] += storage.nbytes
-            movable[key] += storage.nbytes if storage.is_movable else 0
-    passes = [
-        (_LAST_NUMBER.sub("*", block.module), saved[at], movable[at], block.module)
-        for at, block in enumerate(trace.blocks)
+            module = storage.module or "the model itself" if is_outside else trace.blocks[storage.blocks[0]].module
+            name = f"outside: {merged_path(module)}" if is_outside else merged_path(module)
+            saved[name] += storage.nbytes
+            movable[name] += storage.nbytes if storage.is_movable else 0
+    return [
+        {"name": name, "count": passes[name], "saved_bytes": nbytes, "movable_bytes": movable[name]}
+        for name, nbytes in saved.most_common()
     ]
-    found = []
-    for (_, saved_bytes, movable_bytes), run in groupby(passes, itemgetter(0, 1, 2)):
-        first, *others = (path for *_, path in run)
-        last_number = _LAST_NUMBER.search(others[-1]) if others else None
-        name = first if last_number is None else _LAST_NUMBER.sub(rf"\g<0>-{last_number[0]}", first)
-        found.append((name, 1 + len(others), saved_bytes, movable_bytes))
-    found += [(key, 0, nbytes, movable[key]) for key, nbytes in saved.most_common() if isinstance(key, str)]
-    return [dict(zip(("name", "count", "saved_bytes", "movable_bytes"), one, strict=True)) for one in found]
 
 
 def made_again(run: DryRun, placements: Sequence[Placement] | None = None) -> dict[str, int]:

@@ -220,11 +220,8 @@ class Training:
         return trained * 2 * (self.state_bytes + MASTER_BYTES) / memory_bytes_per_s
 
 
-def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Training:
+def read_training(path: Path | None) -> Training:
     """Read how a ``ds_config.json`` has the model trained; without one, what is assumed.
-
-    Args:
-        dtype: of parameters, instead of the config's.
 
     Raises:
         ConfigError: the file cannot be read, or a block of ours in it is wrong or misplaced.
@@ -246,11 +243,12 @@ def read_training(path: Path | None, dtype: torch.dtype | None = None) -> Traini
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if found.get(key) == "auto":
             notes.append(f'"{key}" is "auto", which the trainer decides: 1 is assumed')
+    dtype = None
     for wanted, name in ((True, "bf16"), (True, "fp16"), ("auto", "bf16"), ("auto", "fp16")):
         if dtype is None and _section(found, name).get("enabled") == wanted:
             dtype = _DTYPES[name]
             if wanted == "auto":
-                notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on (else --dtype)')
+                notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
     return Training(found, *parsed, dtype, cast, tuple(notes))
 
 
@@ -324,6 +322,7 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
         buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
         bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
     stepping = 0 if is_on_host or training.dtype is None else part(1, run.trained)
+    # ZeRO-3 steps through one sub-group at a time: the whole would be counted many times too large.
     if stage == 3:
         stepping = min(stepping, int(elements("sub_group_size", 1e9)))
     return Held(

@@ -89,7 +89,7 @@ class AioBackend(IoBackend):
         return _AioHandle(self._take_handle(), fd, self)
 
     def is_direct(self, data: torch.Tensor) -> bool:
-        """Whether the op moves ``data`` itself: else it locks a copy, and aborts where that cannot be had."""
+        """Return whether the op moves ``data`` itself: else it locks a copy, and aborts where that cannot be had."""
         staging = self._staging
         if staging is None:
             return data.is_pinned()
@@ -188,20 +188,20 @@ def is_offered() -> bool:
 
 
 def is_built() -> bool:
-    """Whether the op was built before, with DeepSpeed's installation or just in time, so that loading takes seconds."""
+    """Return whether the op was built before, so that loading takes seconds: at DeepSpeed's installation, or later."""
     if _is_installed(OP):
         return True
     return any((directory / f"{OP}.so").is_file() for directory in _build_directories(OP))
 
 
 def build_locks() -> list[Path]:
-    """Lock files of builds under way, or of builds that were killed: for the latter everyone waits for ever."""
+    """List lock files of builds under way, or of builds that were killed: for the latter everyone waits for ever."""
     just_in_time = [op for op in NEEDED_OPS if not _is_installed(op)]
     return [one / "lock" for op in just_in_time for one in _build_directories(op) if (one / "lock").exists()]
 
 
 def abandoned_build() -> str | None:
-    """The lock of a build that was killed, for which the op's loading would wait, and the repair; None without one."""
+    """Name the lock of a killed build, for which the op's loading would wait, and the repair; None without one."""
     for lock in build_locks():
         quiet_s = _unchanged_s(lock.parent)
         if quiet_s > ABANDONED_AFTER_S:
@@ -227,7 +227,7 @@ def _warn_of_build() -> None:
 
 
 def _unchanged_s(path: Path) -> float:
-    """Seconds since a file, or the newest one in a directory, was written."""
+    """Return the seconds since a file, or the newest one in a directory, was written."""
     written = []
     for file in path.iterdir() if path.is_dir() else [path]:
         with suppress(FileNotFoundError):  # a build makes and removes files
@@ -237,7 +237,7 @@ def _unchanged_s(path: Path) -> float:
 
 
 def _is_installed(op: str) -> bool:
-    """Whether the op came with DeepSpeed's installation, so that nothing is built nor locked."""
+    """Return whether the op came with DeepSpeed's installation, so that nothing is built nor locked."""
     try:
         from deepspeed.git_version_info import installed_ops
     except ImportError as error:
@@ -260,7 +260,7 @@ def _build_directories(op: str) -> list[Path]:
 
 
 def requests_needed(config: AioConfig, handles: int) -> int:
-    """Kernel aio requests that so many handles reserve: one context per handle and one per thread of it.
+    """Return the kernel aio requests that so many handles reserve: a context per handle and one per thread of it.
 
     The op ignores a failed ``io_setup`` (``csrc/aio/common/deepspeed_aio_types.cpp``), so it is counted beforehand.
     """
@@ -268,7 +268,7 @@ def requests_needed(config: AioConfig, handles: int) -> int:
 
 
 def requests_free(proc: Path = Path("/proc/sys/fs")) -> int | None:
-    """Kernel aio requests that nobody on this machine has reserved; None where the kernel does not tell."""
+    """Return the kernel aio requests that nobody here has reserved; None where the kernel does not tell."""
     try:
         return int((proc / "aio-max-nr").read_text()) - int((proc / "aio-nr").read_text())
     except (OSError, ValueError):
@@ -337,7 +337,7 @@ def _refused(fd: int, queue_depth: int) -> str:
 
 
 def _answers(fd: int, page: int, queue_depth: int) -> Iterator[tuple[str, int]]:
-    """Each call, and its error number; 0 where it succeeded."""
+    """Make each call; yield its name, and its error number or 0."""
     setup, destroy, submit, wait = _CALLS[platform.machine()]
     context, event = ctypes.c_ulong(0), ctypes.create_string_buffer(32)
     timeout = ctypes.create_string_buffer(struct.pack("qq", _LONGEST_WAIT_S, 0))
@@ -358,7 +358,7 @@ def _answers(fd: int, page: int, queue_depth: int) -> Iterator[tuple[str, int]]:
 
 
 def _call(number: int, *arguments: int) -> tuple[int, int]:
-    """A system call's result, and its error number or 0."""
+    """Make a system call; return its result, and its error number or 0."""
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     result = int(syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
@@ -366,7 +366,7 @@ def _call(number: int, *arguments: int) -> tuple[int, int]:
 
 
 def _contexts() -> int:
-    """How many aio contexts this process has; -1 where the kernel does not tell."""
+    """Count the aio contexts of this process; -1 where the kernel does not tell."""
     try:
         return Path("/proc/self/maps").read_bytes().count(b"[aio]")
     except OSError:

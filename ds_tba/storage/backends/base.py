@@ -60,11 +60,11 @@ class IoBackend(ABC):
 
     @abstractmethod
     def open_handle(self, fd: int) -> IoHandle:
-        """A handle for the calling thread's own use on an open file descriptor."""
+        """Open a handle on a file descriptor, for the calling thread's own use."""
 
     @abstractmethod
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
-        """Memory (uint8, 1-D, 4096-aligned, zeroed) that this backend moves at its best rate.
+        """Take memory (uint8, 1-D, 4096-aligned, zeroed) that this backend moves at its best rate.
 
         Host memory, or the accelerator's where ``stages_on_device``; zeroing that may still be under way at return.
 
@@ -76,5 +76,5 @@ class IoBackend(ABC):
         """Give back what :meth:`allocate_staging` returned."""
 
     def blocks(self, nbytes: int) -> list[tuple[int, int]]:
-        """The (start, end) ranges in which a transfer of ``nbytes`` reaches the drive; each may fail alone."""
+        """Return the (start, end) ranges in which a transfer of ``nbytes`` reaches the drive; each may fail alone."""
         return [(start, min(start + self.block_bytes, nbytes)) for start in range(0, nbytes, self.block_bytes)]

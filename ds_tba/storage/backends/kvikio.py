@@ -187,7 +187,7 @@ class _KvikioHandle(IoHandle):
 
 
 def driver_obstacle(library: str = DRIVER) -> str | None:
-    """The reason why CUDA cannot run on this machine, or None."""
+    """Return the reason why CUDA cannot run on this machine, or None."""
     try:
         cuda = ctypes.CDLL(library)
     except OSError:
@@ -200,7 +200,7 @@ def driver_obstacle(library: str = DRIVER) -> str | None:
 
 
 def obstacle() -> str | None:
-    """The reason why kvikio cannot run here, with the repair; None if there is none. Does no I/O through it."""
+    """Return the reason why kvikio cannot run here, with the repair, or None. Does no I/O through it."""
     problem = driver_obstacle()
     if problem is not None:
         return f"{problem}: install the driver"
@@ -216,7 +216,7 @@ def obstacle() -> str | None:
 
 
 def _why_not_direct(modes: Any, device: str, *, insist: bool) -> str | None:
-    """Why transfers go through host memory; None where GPUDirect Storage serves them, or will say so at the file.
+    """Say why transfers go through host memory; None where GPUDirect Storage serves them, or will say so at the file.
 
     Args:
         insist: as with ``KVIKIO_COMPAT_MODE=OFF``: also without nvidia-fs, which newer drivers do not need.
@@ -241,7 +241,7 @@ def _why_not_direct(modes: Any, device: str, *, insist: bool) -> str | None:
 
 
 def imported(module: str) -> Any:
-    """A module, or None where it is not installed.
+    """Import a module; None where it is not installed.
 
     Raises:
         ImportError: it is installed and does not load.
@@ -275,7 +275,7 @@ def move_cufile_log() -> None:
 
 @contextmanager
 def named(fd: int, backend: str) -> Iterator[Path]:
-    """A name for a file of ``O_TMPFILE`` within the context, beside its place; the kernel allows that once.
+    """Give a file of ``O_TMPFILE`` a name within the context, beside its place; the kernel allows that once.
 
     Args:
         backend: for the message.
@@ -335,7 +335,7 @@ class Shared:
 
 
 def _remove_left_behind(directory: Path) -> None:
-    """See [Note: Killed runs]."""
+    """Remove the files of [Note: Killed runs]."""
     for path in directory.glob(f"{PREFIX}*"):
         with suppress(OSError):  # alive, or another user's, or gone already
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -41,7 +41,7 @@ def select_backend(
     device: str = "cpu",
     directories: Sequence[Path] = (),
 ) -> Selection:
-    """The backend that the config names, or for ``null`` the one of the design.
+    """Return the backend that the config names, or for ``null`` the one that suits the run.
 
     Args:
         zero_uses_nvme: ZeRO's own NVMe offload is on, so that DeepSpeed builds its aio op anyway.
@@ -112,7 +112,7 @@ def _check_descriptors(config: OffloadConfig, name: str, per_handle: int) -> Non
 
 
 def _lock_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
-    """The limit of locked memory that aio would run into, with the repair; None if it does not."""
+    """Name the limit of locked memory that aio would run into, with the repair; None if it does not."""
     pages_bytes = IO_ALIGNMENT_BYTES * aio_config.intra_op_parallelism  # of its first write
     if pinned and not can_lock(pages_bytes):
         return f"aio locks {pages_bytes} bytes in memory, above this process's limit: raise it (ulimit -l unlimited)"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ds_tba.storage.staging as spans_module
+import ds_tba.storage.spans as spans_module
 from ds_tba.errors import StateError
-from ds_tba.storage.staging import CopySafeAllocator, Span, SpanAllocator
+from ds_tba.storage.spans import CopySafeAllocator, Span, SpanAllocator
 
 
 def test_sizes_are_exact_up_to_the_alignment() -> None:

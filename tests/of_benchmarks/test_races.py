@@ -1,15 +1,15 @@
-"""The recompute-offload-keep curve: what it is measured with, what is claimed of it, and that it runs, tiny."""
+"""Races: what they are measured with, what is claimed of them, and that each kind runs, tiny."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import rok
-import throttle
+import races
 import torch
 from curves.device import Device
 from curves.models import Shape, Workload
@@ -59,12 +59,12 @@ def test_adaptive_must_be_as_small_and_as_fast_as_each_other_point_with_one_of_i
     near = [made("a", "adaptive", 1.0, 101), made("b", "adaptive", 1.09, 41), made("c", "adaptive", 1.31, 20)]
     found = verdict([*BASE, *others, *near])
     assert found.beaten == [] and found.holds
-    assert "adaptive on or beyond every other curve: yes" in found.line("GPT")
+    assert "adaptive on or beyond every other curve: yes" in found.line()
     slow = [near[0], near[1], made("c", "adaptive", 1.4, 20)]
     assert verdict([*BASE, *others, *slow]).beaten == ["recompute"]
     large = [near[0], made("b", "adaptive", 1.09, int(40 + 100 * PEAK_NOISE) + 1), near[2]]
     found = verdict([*BASE, *others, *large])
-    assert found.beaten == ["tba"] and not found.holds and "NO: not beyond tba" in found.line("GPT")
+    assert found.beaten == ["tba"] and not found.holds and "NO: not beyond tba" in found.line()
 
 
 def test_noise_is_what_the_same_model_differs_by() -> None:
@@ -73,7 +73,7 @@ def test_noise_is_what_the_same_model_differs_by() -> None:
     noisy = [BASE[0], made(AGAIN.name, "plain", 1.09, 100)]
     assert verdict([*noisy, other, mine]).beaten == [] and verdict([*noisy, other, mine]).holds
     found = verdict([BASE[0], made(AGAIN.name, "plain", 1.2, 100), other, mine])
-    assert not found.holds and "TOO NOISY TO TELL" in found.line("GPT")
+    assert not found.holds and "TOO NOISY TO TELL" in found.line()
     assert verdict([*BASE, made("tba", "tba", 1.0, 40, noise=0.2), mine]).beaten == []
 
 
@@ -98,7 +98,7 @@ def test_turns_are_compared_with_those_of_the_same_round() -> None:
 
 def test_what_the_hooks_cost_is_said() -> None:
     found = verdict([*BASE, made("keep", "keep", 1.04, 100), made("a", "adaptive", 1.04, 100)])
-    assert found.holds and "the hooks alone: +4.0% of the plain step" in found.line("GPT")
+    assert found.holds and "the hooks alone: +4.0% of the plain step" in found.line()
 
 
 @pytest.mark.parametrize(("what", "bound"), [("peak_error", PEAK_ERROR), ("step_error", STEP_ERROR)])
@@ -106,7 +106,7 @@ def test_predictions_must_be_near(what: str, bound: float) -> None:
     good = made("a", "adaptive", 1.0, 100, **{what: -0.99 * bound})
     assert verdict([*BASE, good]).holds
     bad = verdict([*BASE, good, made("b", "adaptive", 1.0, 100, **{what: 1.01 * bound})])
-    assert not bad.holds and "NOT within" in bad.line("GPT") and ": b)" in bad.line("GPT")
+    assert not bad.holds and "NOT within" in bad.line() and ": b)" in bad.line()
 
 
 def test_a_point_compares_each_turn_with_the_plain_model_of_its_round() -> None:
@@ -168,20 +168,28 @@ def test_the_strict_step_is_strict_and_the_others_are_not(plain: tuple[Workload,
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-@pytest.mark.long
-def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
-    (tmp_path / "nvme").mkdir()
-    out = tmp_path / "out"
-    options = ["--tiny", "--rounds", "2", "--steps", "2", "--minutes", "1", "--models", "GPT"]
-    rok.main([*options, "--nvme_path", str(tmp_path / "nvme"), "--out", str(out)])
-    assert list((tmp_path / "nvme").iterdir()) == []
-    (shape,) = json.loads((out / "rok.json").read_text())["shapes"]
+def raced(directory: Path, kind: str, *options: str) -> dict[str, dict[str, Any]]:
+    """Run a race of a tiny model, and return its points by their names."""
+    (directory / "nvme").mkdir()
+    out = directory / "out"
+    short = ["--tiny", "--rounds", "2", "--steps", "2", "--minutes", "1", "--nvme_path", str(directory / "nvme")]
+    races.main([kind, *short, *options, "--out", str(out)])
+    assert list((directory / "nvme").iterdir()) == []
+    (shape,) = json.loads((out / f"{kind}.json").read_text())["shapes"]
     assert shape["equal"] and shape["rounds"] == 2
     points = {one["name"]: one for one in shape["points"]}
+    text = (out / f"{kind}.md").read_text()
+    assert f"## {shape['name']}" in text and all(f"| {name} |" in text for name in points)
+    assert all(one["step_s"]["median"] > 0 and one["peak_bytes"] > 0 for one in points.values())
+    return points
+
+
+@pytest.mark.long
+def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
+    points = raced(tmp_path, "curve", "--models", "GPT")
     fixed = ["plain", AGAIN.name, "keep", "recompute", "tba", "teraio", "adaptive 2%", "adaptive 10%", "adaptive 50%"]
     assert list(points)[: len(fixed)] == fixed and len(points) > len(fixed)
     for name, one in points.items():
-        assert one["step_s"]["median"] > 0 and one["peak_bytes"] > 0
         if one["planner"] != "plain":
             assert (
                 one["plan"]["planner"] == one["planner"] and 0 < one["saved_peak_bytes"] <= one["peak_bytes"] * 1.01
@@ -189,34 +197,30 @@ def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
     assert points["plain"]["peak_bytes"] == points[AGAIN.name]["peak_bytes"] == points["keep"]["peak_bytes"]
     assert points["recompute"]["plan"]["recomputed_blocks"] == 2
     assert points["recompute"]["peak_bytes"] < points["plain"]["peak_bytes"]
-    text = (out / "rok.md").read_text()
-    assert "## GPT h64 l2 b4" in text and all(f"| {name} |" in text for name in points)
 
 
 @pytest.mark.thorough
-def test_slower_drives_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "nvme").mkdir()
-    options = ["--tiny", "--rounds", "2", "--settle", "4", "--overhead", "100", "--nvme_path", str(tmp_path / "nvme")]
-    throttle.main([*options, "--json", str(tmp_path / "json")])
-    assert list((tmp_path / "nvme").iterdir()) == []
-    found = json.loads((tmp_path / "json").read_text())
-    assert found["equal"]
-    drives = [f"drive 1/{part}" for part in throttle.PARTS]
-    names = ["plain", AGAIN.name, *drives, "drive 1/10 in mid-run"]
-    assert [one["name"] for one in found["points"]] == names
-    output = capsys.readouterr().out
-    assert all(f"| {name} |" in output for name in names)
+def test_slower_drives_tiny(tmp_path: Path) -> None:
+    points = raced(tmp_path, "drives", "--settle", "4", "--overhead", "100")
+    drives = [f"drive 1/{part}" for part in races.PARTS]
+    assert list(points) == ["plain", AGAIN.name, *drives, "drive 1/10 in mid-run"]
+
+
+@pytest.mark.thorough
+def test_host_memory_tiny(tmp_path: Path) -> None:
+    points = raced(tmp_path, "host")
+    assert list(points)[:2] == ["plain", AGAIN.name] and len(points) == 5
+    (shape,) = json.loads((tmp_path / "out" / "host.json").read_text())["shapes"]
+    assert all(to_host > 0 for to_host, _ in shape["moved"].values())
 
 
 def test_a_slower_drive_may_cost_what_is_allowed_and_no_more() -> None:
     ours = [made("drive 1/1", "adaptive", 1.11, 90), made("drive 1/2", "adaptive", 1.2, 90)]
-    rows = [json.loads(json.dumps(asdict(one))) for one in [*BASE, *ours]]
-    found = {"equal": True, "noise": 0.02, "overhead": 0.1, "points": rows}
-    assert [one.split(":")[0] for one in throttle.failures(found)] == ["drive 1/2"]
-    assert throttle.failures({**found, "noise": 0.3, "points": rows[:2]})[0].startswith("too noisy to tell")
-    rows[2]["peak_bytes"] = 103
-    assert [one.split(":")[0] for one in throttle.failures({**found, "equal": False})] == [
-        "losses or gradients differ",
-        "drive 1/1",
-        "drive 1/2",
-    ]
+    options = argparse.Namespace(overhead=0.1)
+    found, holds = races.judge_drives([*BASE, *ours], options)
+    assert found == "drive 1/2: a step takes 1.200 of the plain model's" and not holds
+    assert races.judge_drives([*BASE, ours[0]], options) == ("within an overhead of 0.1 on every drive", True)
+    noisy = [BASE[0], made(AGAIN.name, "plain", 1.3, 100)]
+    assert races.judge_drives(noisy, options)[0].startswith("too noisy to tell")
+    found, holds = races.judge_drives([*BASE, replace(ours[0], peak_bytes=103)], options)
+    assert found.startswith("drive 1/1: a peak of 103 bytes") and not holds

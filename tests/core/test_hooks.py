@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_tba.core.kept_hooks import KeptHooks
-from ds_tba.core.tensors import SHOWS_HOOKS, innermost_hooks
+from ds_tba.core.hooks import SHOWS_HOOKS, KeptHooks, innermost_hooks
 
 pytestmark = pytest.mark.skipif(not SHOWS_HOOKS, reason="this PyTorch does not show its hooks")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds_tba.errors import UpdateInterruptedError
-from ds_tba.update.interrupted import HALF_UPDATED, refuse_half_updated
+from ds_tba.update import HALF_UPDATED, refuse_half_updated
 
 
 def test_the_mark_is_refused_with_the_way_out() -> None:

@@ -1,0 +1,223 @@
+"""Which saved-tensor hooks does autograd call? Ours, also after a forward, around a checkpoint and in compiled code.
+
+Knows the hooks of this thread, PyTorch's checkpoint and compiler; cannot see what is saved.
+
+[Note: Kept hooks] PyTorch's hooks are a stack of each thread, and whoever ends takes the innermost off. With
+``until_backward`` ours stay on it after a forward. They go on it where nobody else's are, and come off only while they
+are the innermost: no others are ever taken off in their place.
+
+[Note: Compiled code] ``torch.compile`` traces the hooks of modules as parts of what it compiles: there ours do nothing,
+and are no reason to compile again. But Python calls the hooks of a module that is compiled in place
+(``layer.compile()``), and all hooks after a break of the graph, and the compiler is on there: it would compile each
+frame of ours for itself. So the frames that Python enters first are skipped, and what they call runs with the compiler
+off.
+
+[Note: Selective checkpoints] What a policy has a selective checkpoint save lies in a store of the checkpoint's, outside
+of the graph. Since 2.14 PyTorch hands it to the saved-tensor hooks around the checkpoint, where the call says so
+(``respect_saved_tensors_hooks``); where it says nothing it warns, later versions raise, and then it is the default
+(pytorch #191236). The call is a user's or a library's, so we say it for them, while a forward of ours runs and only
+where our hooks are the ones in scope. PyTorch has no switch for that: the function behind ``checkpoint`` is replaced
+for as long. What the call says itself stays. ``allow_cache_entry_mutation`` wants what was saved as it is *later*, so
+that it stays with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as checkpointing
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+
+def skip_frames(functions: Iterable[Any]) -> None:
+    """Have Python run these functions, which ``torch.compile`` would compile; see [Note: Compiled code].
+
+    To be called before each forward: the compiler may be imported at any time, and is not by us.
+    """
+    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip_code is not None:
+        skip_code(uncompiled.__code__)
+        skip_code(is_being_compiled.__code__)
+        skip_code(SelectiveCheckpoints.__call__.__code__)
+        for function in functions:
+            skip_code(function.__code__)
+
+
+def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with the compiler off in this thread."""
+    before = set_eval_frame(None)
+    try:
+        return function(*args)
+    finally:
+        set_eval_frame(before)
+
+
+def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+    """Saved-tensor hooks that ``torch.compile`` leaves alone."""
+    if "torch._dynamo" not in sys.modules:
+        return saved_tensors_hooks(pack, unpack)
+    return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
+
+
+# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
+SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+
+
+def innermost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the pack and unpack functions that autograd calls at this point, if any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) if SHOWS_HOOKS else None
+
+
+def take_off(hooks: saved_tensors_hooks | None) -> None:
+    """Take these hooks, if they are the innermost, off this thread's stack."""
+    if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
+        hooks.__exit__()
+
+
+def is_being_compiled() -> bool:
+    """Return whether ``torch.compile`` compiles what this thread calls next; for code that is not traced."""
+    before = set_eval_frame(None)
+    set_eval_frame(before)
+    return before is not None
+
+
+# ---- selective checkpoints ------------------------------------------------------------------------------------------
+
+_RESPECT = "respect_saved_tensors_hooks"
+_CHECKPOINT = "_checkpoint_without_reentrant_generator_impl"  # since PyTorch 2.14
+_IN_SCOPE = "_current_user_saved_tensors_hooks"  # likewise
+_exchanging = threading.Lock()
+
+
+class _Ours(threading.local):
+    pack: Any = None  # the hook of ours that is on in this thread
+    seen = 0  # selective checkpoints of this thread that have handed us what they save
+
+
+class SelectiveCheckpoints:
+    """Replaces PyTorch's function behind ``checkpoint``; see [Note: Selective checkpoints]."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        self.checkpoint = checkpoint
+        self.ours = _Ours()
+        self.forwards = 0  # under way, in all threads
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):
+            forward, recomputation = contexts = options["context_fn"]()
+            options["context_fn"] = lambda: contexts
+            options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)
+            self.ours.seen += isinstance(forward, checkpointing._CachingTorchDispatchMode)
+        return self.checkpoint(*args, **options)
+
+    def _concerns_us(self, context_fn: Any) -> bool:
+        if self.ours.pack is None or context_fn in (None, checkpointing.noop_context_fn):
+            return False
+        hooks = getattr(checkpointing, _IN_SCOPE)()
+        return hooks is not None and hooks[0] is self.ours.pack
+
+
+def _replacement() -> SelectiveCheckpoints | None:
+    """Return the present replacement; None outside of forwards, and where PyTorch hands over nothing."""
+    present = getattr(checkpointing, _CHECKPOINT, None)
+    return present if isinstance(present, SelectiveCheckpoints) else None
+
+
+def selective_checkpoints_seen() -> int:
+    """Return how many selective checkpoints of this thread hand us what they save; counts up during a forward."""
+    replacement = _replacement()
+    return 0 if replacement is None else replacement.ours.seen
+
+
+@contextmanager
+def _on(hooks: saved_tensors_hooks) -> Iterator[None]:
+    try:
+        with hooks:
+            yield
+    except BaseException:
+        take_off(hooks)  # a signal handler may have raised in their own exit
+        raise
+
+
+@contextmanager
+def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
+    """Open these hooks for a forward; they also get what selective checkpoints save."""
+    if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
+        with _on(hooks):
+            yield
+        return
+    with _exchanging:
+        selective = _replacement() or SelectiveCheckpoints(getattr(checkpointing, _CHECKPOINT))
+        selective.forwards += 1
+        setattr(checkpointing, _CHECKPOINT, selective)
+    before, selective.ours.pack = selective.ours.pack, hooks.pack_hook
+    try:
+        with _on(hooks):
+            yield
+    finally:
+        selective.ours.pack = before
+        with _exchanging:
+            selective.forwards -= 1
+            if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile
+                setattr(checkpointing, _CHECKPOINT, selective.checkpoint)
+
+
+# ---- hooks that stay open after a forward ---------------------------------------------------------------------------
+
+
+class Closable(Protocol):
+    """The owner of hooks that stay open."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True once its hooks are of no use any more."""
+
+
+class KeptHooks(threading.local):
+    """The hooks that a thread has kept open last.
+
+    They are remembered once they are off: autograd restores a stack that was changed inside of a backward.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: saved_tensors_hooks | None = None
+        self._owner: weakref.ref[Closable] | None = None
+
+    @staticmethod
+    def may_open() -> bool:
+        """Return whether nobody else's hooks are on this thread's stack."""
+        return innermost_hooks() is None
+
+    def open(self, hooks: saved_tensors_hooks, owner: Closable) -> None:
+        """Put hooks on the stack, to stay there."""
+        # Remembered before they are there: a signal handler may raise in between.
+        self._owner, self._hooks = weakref.ref(owner), hooks
+        hooks.__enter__()
+
+    def close(self, owner: Closable) -> None:
+        """Take the hooks of an owner off, or those of one that is closed, which may have been in another thread.
+
+        Where hooks of others are inside of them, a later call does.
+        """
+        found = None if self._owner is None else self._owner()
+        if found is None or found is owner or found.is_closed:
+            self.close_any()
+
+    def close_any(self) -> None:
+        """Take the hooks off, whoever owns them."""
+        take_off(self._hooks)
+
+
+KEPT = KeptHooks()
+os.register_at_fork(after_in_child=KEPT.close_any)  # a child has neither our lanes nor our staging
