@@ -385,6 +385,13 @@ def zero_block(ds_config: DsConfig) -> DsConfig:
     return zero if isinstance(zero, Mapping) else {}
 
 
+def zero_paths(ds_config: DsConfig) -> tuple[str, ...]:
+    """Return the directories of ZeRO's own offload to NVMe."""
+    zero = zero_block(ds_config)
+    offloads = [zero.get(key) or {} for key in ("offload_param", "offload_optimizer")]
+    return tuple(str(one.get("nvme_path")) for one in offloads if one.get("device") == "nvme")
+
+
 def block_of(ds_config: DsConfig, name: str, model: type[Validated], example: str) -> Validated | None:
     """Return the validated block of that name, or None; see :func:`parse_block`."""
     if name not in ds_config or is_off(ds_config[name]):  # not validated: slips may stay in it

@@ -37,6 +37,7 @@ from ds_tba.config import (
     parse_block,
     refuse_misnamed,
     zero_block,
+    zero_paths,
 )
 from ds_tba.core.hooks import skip_frames, uncompiled
 from ds_tba.core.tensors import OwnedStorages, mark_owned
@@ -241,14 +242,11 @@ def _new_offloader(
 
     if device_rank >= 0:  # before DeepSpeed has set it, every rank's current device may be the first
         get_accelerator().set_device(device_rank)
-    zero = zero_block(param_dict)
     return ActivationOffloader(
         config,
         aio_config,
         adapted(get_accelerator()),
-        zero_uses_nvme=any(
-            (zero.get(key) or {}).get("device") == "nvme" for key in ("offload_param", "offload_optimizer")
-        ),
+        zero_paths=zero_paths(param_dict),
         rank=own_rank(),
         ranks_on_node=ranks_on_machine,
     )

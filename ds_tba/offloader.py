@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -65,7 +65,7 @@ class ActivationOffloader:
         config: the block.
         aio_config: DeepSpeed's ``"aio"`` block.
         accelerator: the training device.
-        zero_uses_nvme: whether ZeRO's own NVMe offload is on.
+        zero_paths: directories of ZeRO's own offload to NVMe.
         rank: of this process, for the report.
         ranks_on_node: ranks that share this machine's directories.
 
@@ -80,7 +80,7 @@ class ActivationOffloader:
         aio_config: AioConfig,
         accelerator: Accelerator,
         *,
-        zero_uses_nvme: bool = False,
+        zero_paths: Sequence[str] = (),
         rank: int = 0,
         ranks_on_node: int = 1,
     ) -> None:
@@ -102,7 +102,7 @@ class ActivationOffloader:
         self._files = ReportFiles(config.report, self._writer)
         started_s = time.monotonic()
         self._tiers = Tiers(
-            config, aio_config, accelerator, zero_uses_nvme=zero_uses_nvme, rank=rank, ranks_on_node=ranks_on_node
+            config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
         )
         waking_s = time.monotonic() - started_s
         try:
@@ -209,7 +209,9 @@ class ActivationOffloader:
         from ds_tba.storage.probe import DriveProbe
 
         accelerator, nvme = self._accelerator, self._tiers.nvme
-        drives = None if nvme is None else DriveProbe(nvme.space, nvme.io)
+        # Under a rule the user's word counts, and with min_life_days the drive's life.
+        may_drop_codec = self.config.placement == "adaptive" and self.config.ssd.min_life_days is None
+        drives = None if nvme is None else DriveProbe(nvme.space, nvme.io, may_drop_codec=may_drop_codec)
         rates = Rates(drives, accelerator, self.config.slots_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()
@@ -219,7 +221,8 @@ class ActivationOffloader:
         memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if accelerator.is_synchronized_device() else 1
-        return Machine(self.config, self._tiers, rates, memory, accelerator.clock, sharers)
+        is_shared = any(everyone.all_gather(self._tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
+        return Machine(self.config, self._tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
     def watch(
         self,
@@ -464,14 +467,21 @@ class ActivationOffloader:
 
 
 def _measure_together(rates: Rates, agreement: Agreement) -> None:
-    """Measure at the same time as the ranks that share the drives; if one rank fails, all fail."""
-    for measure in (rates.measure_plain, rates.measure):  # each beside the same of the others
-        agreement.all_gather(None)
-        problem = None
-        try:
-            measure()
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
-            problem = str(error)
-        for rank, found in enumerate(agreement.all_gather(problem)):
-            if found is not None:
-                raise PathError(f"rank {rank}: {found}")
+    """Measure at the same time as the ranks that share the drives, each way beside the same of the others."""
+    _at_once(rates.measure_plain, agreement)
+    _at_once(rates.measure, agreement)
+    if any(agreement.all_gather(rates.drop_codec())):
+        _at_once(rates.measure, agreement)
+
+
+def _at_once(measure: Callable[[], None], agreement: Agreement) -> None:
+    """Measure when all ranks do; if one fails, all fail."""
+    agreement.all_gather(None)
+    problem = None
+    try:
+        measure()
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
+        problem = str(error)
+    for rank, found in enumerate(agreement.all_gather(problem)):
+        if found is not None:
+            raise PathError(f"rank {rank}: {found}")

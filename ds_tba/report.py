@@ -77,7 +77,9 @@ class OffloadReport:
     paths: list[str] = told("the directories of `nvme_path`", "paths")
     placement: str = told("as the block has it", "placement")
     integrity: str = told("as `io.integrity` has it")
-    compression: str | None = told("as `io.compression` has it", "compression", None)
+    compression: str | None = told(
+        "the codec that writes go through; null without `io.compression`, and where it is left off", "compression", None
+    )
     steps: int = told("steps of the optimizer", "steps")
     micro_steps: int = told("forwards with their backward", "micro-steps")
     packed_tensors: int = told("tensors that autograd saved, parameters included")

@@ -176,7 +176,6 @@ class Reporter:
             "rank": self._writer.rank,
             "placement": config.placement,
             "integrity": config.io.integrity,
-            "compression": config.io.compression,
             "steps": self._writer.steps,
             "micro_steps": cache.micro_steps,
             "packed_tensors": cache.packed_tensors,

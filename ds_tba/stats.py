@@ -133,6 +133,11 @@ class RecentRate:
         self._half_bytes = half_bytes
         self._nbytes = self._seconds = 0.0
 
+    def fade(self) -> None:
+        """Keep the estimate, and let the next transfers outweigh it."""
+        if self.is_known:
+            self._seconds, self._nbytes = self.s_per_byte, 1.0
+
     def add(self, nbytes: float, min_s: float, max_s: float) -> None:
         """Add a transfer that takes the path from ``min_s`` to ``max_s``; see [Note: Whose time]."""
         if nbytes <= 0 or max_s <= 0:
@@ -188,20 +193,15 @@ class KindMeter:
     """
 
     def __init__(self, lanes: int) -> None:
-        self.recent = RecentRate(STEADY_BYTES)
-        self.alone = RecentRate(QUICK_BYTES)
-        self.concurrent = RecentRate(QUICK_BYTES)
+        self.forget_rates()
         self.moved_bytes = self.drive_bytes = self.active = 0
         self.busy_s = self.charged_s = self.concurrent_s = 0.0
         self._lanes = lanes
 
     def forget_rates(self) -> None:
         """Measure anew: from here on a byte takes another time."""
-        self.recent, self.alone, self.concurrent = (
-            RecentRate(STEADY_BYTES),
-            RecentRate(QUICK_BYTES),
-            RecentRate(QUICK_BYTES),
-        )
+        self.recent = RecentRate(STEADY_BYTES)
+        self.alone, self.concurrent = RecentRate(QUICK_BYTES), RecentRate(QUICK_BYTES)
 
     def charge(self, passed_s: float, *, is_concurrent: bool) -> None:
         """Charge ``passed_s`` to the transfers under way."""

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -83,6 +83,20 @@ def sysfs_device(path: Path, sysfs: Path = Path("/sys")) -> Path | None:
     except OSError:
         return None
     return device.parent if (device / "partition").exists() else device
+
+
+def share_a_drive(ours: Iterable[Path], others: Iterable[Path]) -> bool:
+    """Return whether any directory is on the drive of one of the others."""
+    try:
+        return not {*map(_drive_id, ours)}.isdisjoint(map(_drive_id, others))
+    except OSError:
+        return False
+
+
+def _drive_id(path: Path) -> Path | int:
+    """Return what is alike for directories on one drive. One that is yet to be made will be where its parent is."""
+    place = next(place for place in (path, *path.parents) if place.exists())
+    return sysfs_device(place) or place.stat().st_dev
 
 
 def examine(path: Path, sysfs: Path = Path("/sys")) -> Drive:

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from ds_tba.config import BLOCK, BLOCKS, UPDATE_BLOCK, parse_block, parse_keywords, refuse_misnamed, with_staging
+from ds_tba.config import (
+    BLOCK,
+    BLOCKS,
+    UPDATE_BLOCK,
+    parse_block,
+    parse_keywords,
+    refuse_misnamed,
+    with_staging,
+    zero_paths,
+)
 from ds_tba.errors import ConfigError
 from ds_tba.update.config import parse_update_block
 
@@ -340,3 +349,12 @@ def test_shipped_configs_are_valid(path: Path) -> None:
     assert (parse_block(config) is not None) == (BLOCK in config)
     refuse_misnamed(config)
     assert (parse_update_block(config) is not None) == (UPDATE_BLOCK in config)
+
+
+def test_the_directories_of_zero_s_own_offload_are_those_on_nvme() -> None:
+    nvme, cpu = {"device": "nvme", "nvme_path": "/a"}, {"device": "cpu", "nvme_path": "/b"}
+    assert zero_paths({"zero_optimization": {"offload_param": nvme, "offload_optimizer": cpu}}) == ("/a",)
+    assert zero_paths({"zero_optimization": {"offload_param": nvme, "offload_optimizer": nvme}}) == ("/a", "/a")
+    for zero in ({"offload_param": None}, {"stage": 3}, True):
+        assert zero_paths({"zero_optimization": zero}) == ()
+    assert zero_paths({}) == ()

@@ -7,13 +7,14 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
 from support.offloaders import make, step
+from torch import nn
 
 from ds_tba import report as report_module
 from ds_tba.cli import main
@@ -23,6 +24,7 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.report import SCHEMA, LittleMoved, OffloadReport, rank_path, write_file
 from ds_tba.storage.backends import aio
+from ds_tba.storage.probe import DriveProbe
 
 CONTRACT = {
     "backend", "steps", "packed_tensors", "offloaded_bytes", "written_bytes", "read_bytes", "forwarded_bytes",
@@ -69,6 +71,34 @@ def test_what_compression_leaves_is_told_and_is_the_wear(tmp_path: Path, codec: 
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + trials
     assert {"compression", "  before compression", "  ratio"} <= {name for name, _ in report.rows()}
     assert f"compression {codec}" in offloader.start_details()
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [({}, None), ({"ssd": {"rated_endurance_tbw": 600, "min_life_days": 1}}, "lz4"), ({"placement": "nvme"}, "lz4")],
+    ids=["left off", "the drive's life counts", "no plans"],
+)
+def test_a_codec_that_is_left_off_is_none_of_the_report_and_told_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    block: dict[str, Any],
+    expected: str | None,
+) -> None:
+    bytes_per_s = [2e9, 1e9]  # without, and with it
+    monkeypatch.setattr(DriveProbe, "_round_trips", lambda _: bytes_per_s.pop(0))
+    io = {"backend": "posix", "staging_bytes": 8 << 20, "compression": "lz4"}
+    offloader = make(tmp_path, rematerialize=False, **{"placement": "adaptive", "io": io, **block})
+    offloader.watch(nn.Linear(1, 1))
+    step(offloader, written_first=True)
+    offloader.close()
+    report = offloader.report()
+    assert report.compression == expected and report.uncompressed_bytes == report.offloaded_bytes > 0
+    assert (report.written_bytes < report.uncompressed_bytes) is (expected == "lz4")
+    assert ("compression lz4" in offloader.start_details()) is (expected == "lz4")
+    told = [one for one in caplog.messages if "costs more time here than it saves" in one]
+    assert len(told) == (block.get("placement") != "nvme")
+    assert all(("left off in this run" in one) is (expected is None) for one in told)
 
 
 def test_without_compression_nothing_of_it_is_told(tmp_path: Path) -> None:
@@ -349,6 +379,7 @@ import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 from support.offloaders import make, step
+from torch import nn
 offloader = make(Path({str(tmp_path)!r}), report={{"path": {str(tmp_path / "report.json")!r}}})
 step(offloader)
 if os.fork() == 0:

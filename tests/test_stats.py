@@ -136,6 +136,16 @@ def test_a_lane_without_work_says_no_more_than_a_range() -> None:
         assert drive.mib_per_s(W) == pytest.approx(found, rel=0.01)
 
 
+def test_a_rate_that_has_faded_stays_until_a_transfer_outweighs_it() -> None:
+    drive = Drive()
+    drive.move(W, 64, 1.0, times=4)
+    for rate in (drive.meter.writes.alone, drive.meter.writes.concurrent):
+        rate.fade()
+    assert drive.mib_per_s(W) == pytest.approx(64.0) and not drive.meter.writes.concurrent.is_known
+    drive.move(W, 1, 1.0)
+    assert drive.mib_per_s(W) == pytest.approx(1.0, rel=1e-3)
+
+
 def test_the_first_bytes_count_as_much_as_those_that_follow() -> None:
     rate = RecentRate(16 * MIB)
     for index in range(16):

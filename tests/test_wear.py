@@ -14,7 +14,7 @@ from support.offloaders import make, step
 from ds_tba import wear as drive_module
 from ds_tba.cli import main
 from ds_tba.report import OffloadReport
-from ds_tba.wear import Drive, examine, path_wear, write_limit_bytes_per_step
+from ds_tba.wear import Drive, examine, path_wear, share_a_drive, write_limit_bytes_per_step
 
 HEALTH = {"percentage_used": 7, "data_units_written": 20_000_000}
 SMART = {"model_name": "Example 990 PRO", "nvme_smart_health_information_log": HEALTH}
@@ -74,6 +74,17 @@ def test_life_is_unknown_without_a_rating_or_a_write(
 
 
 # ---- the drive ------------------------------------------------------------------------------------------------------
+
+
+def test_directories_are_on_one_drive_by_file_system_or_by_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ours").mkdir()
+    ours, to_be_made, elsewhere = tmp_path / "ours", tmp_path / "zero" / "of a run", Path("/proc")
+    assert share_a_drive([ours], [elsewhere, to_be_made])
+    assert not share_a_drive([ours], [elsewhere]) and not share_a_drive([ours], []) and not share_a_drive([], [ours])
+    monkeypatch.setattr(drive_module, "sysfs_device", lambda path: Path("/sys/nvme0"))  # two partitions of it
+    assert share_a_drive([ours], [elsewhere])
 
 
 @pytest.fixture

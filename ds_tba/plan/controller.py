@@ -26,7 +26,7 @@ from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import IncompatibleError
 from ds_tba.plan.agreement import Planning, Wish
-from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
+from ds_tba.plan.feedback import RATE_CHANGE, Action, Feedback, OptimizerStep
 from ds_tba.plan.policy import ByPlan, PlanInForce
 from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
@@ -105,7 +105,8 @@ class Controller:
         self._problem = ""  # the last that was said
         self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
-        self.feedback = Feedback()
+        self.feedback = Feedback(is_drive_shared=machine.is_drive_shared)
+        self._advises_second_drive = machine.is_drive_shared
         self.in_force: PlanInForce | None = None
         self.plans = 0
         self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
@@ -303,6 +304,8 @@ class Controller:
         self._make_plan()
 
     def _record(self) -> None:
+        if self.in_force is None:
+            self._machine.rates.fade()
         self._recording = Recording(self._scene)
 
     def _take(self, recording: Recording) -> None:
@@ -366,6 +369,18 @@ class Controller:
         self.plans, self._reason = self.plans + 1, self.feedback.reason
         if self._agreement.rank == 0:
             logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self._reason))
+            self._advise_second_drive()
+
+    def _advise_second_drive(self) -> None:
+        """Say once that ZeRO's traffic takes much of the drive."""
+        left = self._machine.rates.left() if self._advises_second_drive else 1.0
+        if left * RATE_CHANGE < 1:
+            self._advises_second_drive = False
+            logger.warning(
+                "ZeRO's offload to NVMe uses a drive of nvme_path, which gives activations %.0f%% of its rate beside "
+                "it. With either of them on a second drive, plans would offload more in the same time",
+                100 * left,
+            )
 
     def summary(self) -> dict[str, object]:
         """Return the fields of the report that are about plans."""

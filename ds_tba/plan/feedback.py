@@ -16,6 +16,11 @@ does not count. It is corrected where steps show better: no step is shorter for 
 nothing its steps are the kept ones. Two falls end in such a plan: where steps stay long because the machine is slow,
 these show it, and the share rises again.
 
+[Note: Shared drives] Where ZeRO reads and writes on the same drive, it waits for our lanes. The recorded steps, in
+which everything was offloaded, are longer by that, and as long as plans offload as much, no step shows a shorter one.
+So there the share begins where a fall from 1 would end, and rises as long as steps leave room beside the kept step that
+is seen then.
+
 Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """
 
@@ -31,8 +36,9 @@ from ds_tba.plan.policy import PlanInForce, PlanMismatch
 
 # Steps under a plan before it is judged, and the shortest and the longest wait of the back-off.
 MIN_STEPS, MAX_STEPS = 5, 640
-# Fraction of the movable bytes by which the share rises, and the least that it is.
+# Fraction of the movable bytes by which the share rises, and the least that it is; the factor by which it falls.
 INCREASE = 0.1
+DECREASE = 4
 # Factor of a drive's rate, up or down, that asks for another plan.
 RATE_CHANGE = 1.5
 # Fraction by which the bytes of a step may differ from those of the plan.
@@ -75,6 +81,9 @@ class Backoff:
 class Feedback:
     """See the notes.
 
+    Args:
+        is_drive_shared: ZeRO uses it, too.
+
     Attributes:
         share: fraction of the movable bytes that the next plan may offload; the same on all ranks.
         kept_s: seconds of a step with everything kept.
@@ -82,8 +91,8 @@ class Feedback:
         reason: why the last action was asked for.
     """
 
-    def __init__(self) -> None:
-        self.share = 1.0
+    def __init__(self, *, is_drive_shared: bool = False) -> None:
+        self.share = 1 / DECREASE if is_drive_shared else 1.0
         self.kept_s = 0.0
         self.growth = 0.0
         self.reason = ""
@@ -162,8 +171,8 @@ class Feedback:
             return
         self._backoff.run(step)
         if action is Action.FALL and self._plan is not None:
-            quarter = min(self.share, self._plan.moved_share) / 4
-            self.share = quarter if quarter >= INCREASE else 0.0
+            lower = min(self.share, self._plan.moved_share) / DECREASE
+            self.share = lower if lower >= INCREASE else 0.0
 
     def _ask(self, action: Action, reason: str) -> Action:
         self.reason = reason

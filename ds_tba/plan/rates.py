@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
 from ds_tba.device.copies import Copies
+from ds_tba.errors import StateError
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore, host_memory
+from ds_tba.storage.probe import DriveProbe
 from ds_tba.storage.staging import COPY_BYTES, CopyRates, measure_copies
 from ds_tba.wear import write_limit_bytes_per_step
 
@@ -27,24 +30,6 @@ from ds_tba.wear import write_limit_bytes_per_step
 LINK_FRACTION = 0.02
 # Fraction of a run that may be spent on measuring drives to which nothing is offloaded.
 MEASURING_FRACTION = 0.01
-
-
-class DriveMeter(Protocol):
-    """Measures the drives of a store."""
-
-    def measure(self) -> None:
-        """Have the lanes find their rates; blocks for a moment."""
-
-    def measure_plain(self) -> None:
-        """Measure them once without what else the lanes do, if they do more than to move bytes."""
-
-    def rates(self) -> list[tuple[float, float, float, float]]:
-        """Return, for each path that works, the rates of :class:`PathRates` as they are now."""
-        ...
-
-    def moved_bytes(self) -> int:
-        """Return the bytes that the lanes have written and read since the beginning."""
-        ...
 
 
 class Rates:
@@ -60,13 +45,14 @@ class Rates:
         staging_bytes: bound of what is between device and file.
     """
 
-    def __init__(self, drives: DriveMeter | None, accelerator: Accelerator, staging_bytes: int) -> None:
+    def __init__(self, drives: DriveProbe | None, accelerator: Accelerator, staging_bytes: int) -> None:
         self._drives = drives
         self._accelerator = accelerator
         self._staging_bytes = staging_bytes
         self.copies = CopyRates(math.inf, math.inf)
         self._copies = Copies(accelerator)  # once: a device has few streams, and more share these
         self._compute_s_per_byte = 0.0
+        self._idle: tuple[float, ...] = ()  # rates of the drives when they were measured last
         self._again_at_s = 0.0  # by ``time.monotonic()``: then measuring is affordable again
 
     @property
@@ -97,12 +83,29 @@ class Rates:
             moved_bytes = self._drives.moved_bytes() - before_bytes
             if moved_bytes and self.is_synchronous:  # either way was counted; a storage goes both
                 self._compute_s_per_byte = 2 * (time.process_time() - cpu_s) / moved_bytes
+            with suppress(StateError):  # a path had no room to be measured
+                self._idle = self.resources().rates
         staged = host_memory(min(COPY_BYTES, self._staging_bytes), self._accelerator)
         self.copies = measure_copies(self._accelerator, self._copies, staged)
         if not self.is_synchronous:
             self._compute_s_per_byte = LINK_FRACTION / self.copies.out_bytes_per_s
         now_s = time.monotonic()
         self._again_at_s = now_s + (now_s - started_s) / MEASURING_FRACTION
+
+    def drop_codec(self) -> bool:
+        """Leave off compression with which drives are slower; return whether they are to be measured again."""
+        return self._drives is not None and self._drives.drop_codec()
+
+    def fade(self) -> None:
+        """Count what steps show from now on, and the rates of idle drives only where they show nothing."""
+        if self._drives is not None:
+            self._drives.fade()
+
+    def left(self) -> float:
+        """Return the fraction of the idle drives' rates that is left, of the kind and path that has lost most."""
+        now = self.resources().rates
+        pairs = list(zip(now, self._idle, strict=True)) if len(now) == len(self._idle) else []  # else a path has failed
+        return min((rate / idle for rate, idle in pairs), default=1.0)
 
     def may_measure(self) -> bool:
         """Return whether there are drives, and measuring them again takes ``MEASURING_FRACTION`` of the run at most."""
@@ -154,6 +157,7 @@ class Machine:
         memory: of everything but saved tensors.
         clock: of the training device.
         sharers: ranks that share the device's memory.
+        is_drive_shared: ZeRO uses a drive of any rank, too.
     """
 
     config: OffloadConfig
@@ -162,6 +166,7 @@ class Machine:
     memory: MemoryMeter
     clock: Clock
     sharers: int = 1
+    is_drive_shared: bool = False
 
     def limits(self, step_s: float) -> Limits:
         """Return the limits of the cost of a plan for a step that takes so many seconds."""

@@ -124,11 +124,15 @@ class BlockIo:
     Args:
         integrity: takes and compares the checksums.
         ring: staging, with a buffer for each lane where there is a codec.
+
+    Attributes:
+        compresses: whether writes go through the codec. Blocks that it has made are read through it in any case.
     """
 
     def __init__(self, integrity: Integrity, ring: StagingRing, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
+        self.compresses = codec is not None
         self._ring = ring
         self._buffers: dict[IoHandle, Span] = {}
 
@@ -142,7 +146,7 @@ class BlockIo:
         Raises:
             TransferError: the drive or the codec failed.
         """
-        if self.codec is None:
+        if self.codec is None or not self.compresses:
             return (self._write_block(handle, staged, Block(0, staged.numel(), offset, staged.numel())),)
         blocks: list[Block] = []
         buffer = self._ring.view(self._buffers[handle])

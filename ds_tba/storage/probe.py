@@ -56,7 +56,7 @@ def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = t
         paths, slots = [path for path in space.paths if path.failure is None], space.ring.slots
         count = sum(len(path.writes.handles) + len(path.reads.handles) for path in paths)
         slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(count, 1))
-        noise = _noise(slot_bytes - slot_bytes % slots.alignment_bytes, are_numbers=io.codec is not None)
+        noise = _noise(slot_bytes - slot_bytes % slots.alignment_bytes, are_numbers=io.compresses)
         for path in paths:
             lanes += _lanes_of(path, probe, noise)
     probe.barrier = threading.Barrier(len(lanes) or 1, action=probe.begin_phase)
@@ -74,12 +74,17 @@ def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = t
 
 
 class DriveProbe:
-    """The drives of a store, as plans ask for them: measured together, and their rates of now."""
+    """The drives of a store, as plans ask for them: measured together, and their rates of now.
 
-    def __init__(self, space: SwapSpace, io: BlockIo) -> None:
+    Args:
+        may_drop_codec: whether a codec that makes them slower is left off.
+    """
+
+    def __init__(self, space: SwapSpace, io: BlockIo, *, may_drop_codec: bool = False) -> None:
         self._space = space
         self._io = io
-        self._plain_bytes_per_s: float | None = None  # of round trips without the codec
+        self._may_drop_codec = may_drop_codec
+        self._plain_bytes_per_s = self._packed_bytes_per_s = 0.0  # of round trips without and with a codec, once known
 
     def measure(self) -> None:
         """Measure all working paths; see :func:`measure_drives`."""
@@ -87,25 +92,42 @@ class DriveProbe:
 
     def measure_plain(self) -> None:
         """Measure them once without the codec, if there is one; the rates are unknown after that."""
-        if self._io.codec is None or self._plain_bytes_per_s is not None:
+        if self._io.codec is None or self._plain_bytes_per_s:
             return
         self._forget_rates()  # those with it, which are known where bytes are divided among paths
         measure_drives(self._space, BlockIo(self._io.integrity, self._space.ring))
         self._plain_bytes_per_s = self._round_trips()
         self._forget_rates()
 
+    def drop_codec(self) -> bool:
+        """Leave off a codec that has just made the drives slower; return whether they are to be measured again.
+
+        Decided once: under other load the comparison would fall out otherwise, and writes would go back and forth.
+        """
+        if self._io.codec is None or self._packed_bytes_per_s:
+            return False
+        self._packed_bytes_per_s = self._round_trips()
+        if self._is_codec_faster or not self._may_drop_codec:
+            return False
+        self._io.compresses = False
+        self._forget_rates()
+        return True
+
+    @property
+    def _is_codec_faster(self) -> bool:
+        return self._packed_bytes_per_s >= self._plain_bytes_per_s
+
     def advice(self) -> str:
         """Return what to say about a codec with which the drives are slower than without; empty where they are not."""
-        if self._io.codec is None or self._plain_bytes_per_s is None:
+        if self._io.codec is None or self._is_codec_faster:
             return ""
-        found = self._round_trips()
-        if found >= self._plain_bytes_per_s:
-            return ""
+        taken = "Leave it out unless the drive's life counts for more"
+        if not self._io.compresses:
+            taken = "It is left off in this run; ssd.min_life_days keeps it, where the drive's life counts for more"
         return (
             f'io.compression "{self._io.codec.name}" costs more time here than it saves: bytes go out and back at '
-            f"{found / 1e9:.2f} GB/s with it, at {self._plain_bytes_per_s / 1e9:.2f} GB/s without. Leave it out unless "
-            "the drive's life counts for more, or raise io.write_lanes and io.read_lanes: each compresses on a core "
-            "of its own"
+            f"{self._packed_bytes_per_s / 1e9:.2f} GB/s with it, at {self._plain_bytes_per_s / 1e9:.2f} GB/s without. "
+            f"{taken}. More io.write_lanes and io.read_lanes compress faster: each takes a core of its own"
         )
 
     def _round_trips(self) -> float:
@@ -116,6 +138,14 @@ class DriveProbe:
             for path in self._space.paths:
                 path.meter.writes.forget_rates()
                 path.meter.reads.forget_rates()
+
+    def fade(self) -> None:
+        """Have the rates of the next transfers outweigh those of now, as plans see them."""
+        with self._space.lock:
+            for path in self._space.paths:
+                for kind in (path.meter.writes, path.meter.reads):
+                    kind.alone.fade()
+                    kind.concurrent.fade()
 
     def rates(self) -> list[tuple[float, float, float, float]]:
         """Return :meth:`SwapPath.rates` of each path that works."""
@@ -242,7 +272,7 @@ class _Lane:
             self._written_bytes += nbytes
             if self._probe.clock() >= self._probe.until_s:
                 break
-        if self._probe.io.codec is not None and self._probe.failure is None:
+        if self._probe.io.compresses and self._probe.failure is None:
             self._request_bytes = self._largest_bytes = self._written_bytes = min(
                 self._request_bytes, self._written_bytes
             )
@@ -269,7 +299,7 @@ class _Lane:
         try:
             if kind is Kind.WRITE:
                 self._blocks = probe.io.write(handle, staged, offset, ITEM_BYTES)
-            elif probe.io.codec is not None:
+            elif probe.io.compresses:
                 for block in self._blocks:
                     probe.io.read(handle, block, staged)
             else:
@@ -280,7 +310,7 @@ class _Lane:
             if grows:
                 self._request_bytes = min(2 * nbytes, self._largest_bytes)
         finally:
-            drive_bytes = nbytes if probe.io.codec is None else sum(block.stored_bytes for block in self._blocks)
+            drive_bytes = sum(block.stored_bytes for block in self._blocks) if probe.io.compresses else nbytes
             with probe.space.lock:
                 meter.stop(transfer, moved=moved, is_typical=is_typical and not grows, drive_bytes=drive_bytes)
                 self.path.probe_bytes += drive_bytes if moved and kind is Kind.WRITE else 0

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
@@ -24,7 +25,7 @@ from ds_tba.storage.path import SwapPath
 from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
-from ds_tba.wear import Drive, PathWear, examine, path_wear
+from ds_tba.wear import Drive, PathWear, examine, path_wear, share_a_drive
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Tiers:
 
     Args:
         aio_config: DeepSpeed's ``"aio"`` block.
-        zero_uses_nvme: ZeRO's own NVMe offload is on.
+        zero_paths: directories of ZeRO's own offload to NVMe.
         ranks_on_node: ranks that share this machine's directories.
 
     Attributes:
@@ -57,7 +58,7 @@ class Tiers:
         aio_config: AioConfig,
         accelerator: Accelerator,
         *,
-        zero_uses_nvme: bool,
+        zero_paths: Sequence[str],
         rank: int,
         ranks_on_node: int,
     ) -> None:
@@ -65,6 +66,7 @@ class Tiers:
         self._rank = rank
         self._ranks_on_node = ranks_on_node
         self._accelerator = accelerator
+        self._zero_paths = zero_paths
         self.selection: Selection | None = None
         self.directories: list[SwapDirectory] = []
         self._drives: list[Drive] = []
@@ -79,7 +81,7 @@ class Tiers:
         with ExitStack() as undo:
             undo.callback(self.close)
             if config.uses_nvme:
-                self.nvme = self._open_nvme(aio_config, accelerator, zero_uses_nvme)
+                self.nvme = self._open_nvme(aio_config, accelerator)
                 self.by_placement[Placement.NVME] = self.nvme
             if uses_host:
                 taken = SpareMemory(accelerator, ranks_on_node) if budget_bytes is None else budget_bytes
@@ -92,6 +94,12 @@ class Tiers:
     @property
     def paths(self) -> list[SwapPath]:
         return self.nvme.paths if self.nvme is not None else []
+
+    @property
+    def shares_drive_with_zero(self) -> bool:
+        """True if ZeRO reads and writes on a drive of ours, too."""
+        zero = [Path(path).absolute() for path in self._zero_paths]
+        return share_a_drive([directory.path for directory in self.directories], zero)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -118,6 +126,7 @@ class Tiers:
             "paths": [str(directory.path) for directory in self.directories],
             "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
             "written_bytes": store.written_bytes,
+            "compression": self._compression,
             **self._compressed(),
             "read_bytes": store.read_bytes,
             "forwarded_bytes": store.forwarded_bytes,
@@ -131,6 +140,12 @@ class Tiers:
             "stall_s": store.stall_s,
             "bandwidth": self.bandwidth(),
         }
+
+    @property
+    def _compression(self) -> str | None:
+        """Name of the codec that writes go through."""
+        io = None if self.nvme is None else self.nvme.io
+        return None if io is None or io.codec is None or not io.compresses else io.codec.name
 
     def _compressed(self) -> dict[str, Any]:
         if self.nvme is None or self.nvme.io.codec is None:
@@ -173,6 +188,8 @@ class Tiers:
             f"backend {self.selection.backend.name}{why and f' ({why})'}, "
             f"{readable(sum(file.limit_bytes for file in files))} at most",
         ]
+        if self.shares_drive_with_zero and self._config.placement == "adaptive":
+            parts.append("ZeRO's offload uses a drive of these, too: plans begin with a quarter of the bytes")
         if not all(file.direct for file in files):
             parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
         if not all(file.preallocates for file in files):
@@ -186,7 +203,7 @@ class Tiers:
             f"saved storages of {config.min_tensor_bytes} bytes and more are moved",
             f"io.staging_bytes {config.io.ring_bytes}",
             f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}, "
-            f"compression {config.io.compression or 'none'}",
+            f"compression {self._compression or 'none'}",
         ]
         if self.host is not None and not self._host_is_first:
             parts.append(f"tensors refused by NVMe go to {self.host_in_words}")
@@ -235,7 +252,7 @@ class Tiers:
                     drive.device,
                 )
 
-    def _open_nvme(self, aio_config: AioConfig, accelerator: Accelerator, zero_uses_nvme: bool) -> NvmeStore:
+    def _open_nvme(self, aio_config: AioConfig, accelerator: Accelerator) -> NvmeStore:
         config = self._config
         limit_bytes = config.io.swap_file_bytes
         needed = limit_bytes or config.io.ring_bytes
@@ -246,7 +263,7 @@ class Tiers:
         self.selection = select_backend(
             config,
             aio_config,
-            zero_uses_nvme=zero_uses_nvme,
+            zero_uses_nvme=bool(self._zero_paths),
             pinned=not accelerator.is_synchronized_device(),
             device=accelerator.device().type,
             directories=[directory.path for directory in self.directories],
@@ -288,7 +305,7 @@ def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[floa
     io = {"staging_bytes": max(staging_bytes, REGION_BYTES), "swap_file_bytes": REGION_BYTES}
     only_nvme = {"placement": "nvme", "host_budget_bytes": 0, "io": config.io.model_copy(update=io)}
     config = config.model_copy(update=only_nvme)
-    tiers = Tiers(config, aio_config, CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
+    tiers = Tiers(config, aio_config, CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
     with closing(tiers):
         if tiers.nvme is None:
             return [], 0

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from support.traces import SIZE, resources, storage
 
 from ds_tba.config import Placement
 from ds_tba.plan.feedback import (
+    DECREASE,
     INCREASE,
     MAX_DRIFT,
     MAX_STEPS,
@@ -75,6 +76,7 @@ class World:
     Attributes:
         hidden_s: of moving everything.
         known_s: that moving is known to cost the kernels, in the recording too.
+        unseen_s: by which the recording was longer for moving without anybody's knowledge.
         noise_s: standard deviation of a step's time.
         plan: makes one for a share.
     """
@@ -82,6 +84,7 @@ class World:
     kept_s: float = KEPT_S
     hidden_s: float = 0.0
     known_s: float = 0.0
+    unseen_s: float = 0.0
     noise_s: float = 0.0
     plan: Callable[[float], PlanInForce] = plan_of
     feedback: Feedback = field(default_factory=Feedback)
@@ -92,7 +95,7 @@ class World:
     chance: random.Random = field(default_factory=lambda: random.Random(5))
 
     def __post_init__(self) -> None:
-        self.feedback.recorded(KEPT_S + self.known_s, self.known_s)
+        self.feedback.recorded(KEPT_S + self.known_s + self.unseen_s, self.known_s)
         self.feedback.change(Action.PLAN, self.step)
         self._follow()
 
@@ -285,6 +288,78 @@ def test_one_long_step_changes_nothing() -> None:
     world.kept_s = KEPT_S
     world.run(100)
     assert not world.actions and world.feedback.kept_s == pytest.approx(KEPT_S)
+
+
+@dataclass
+class SharedDrive(World):
+    """ZeRO reads what each step needs from the drive that takes activations, and both have their part of its rate.
+
+    Attributes:
+        zero_s, ours_s: of the drive alone, for what ZeRO reads in a step, and for all that may be offloaded.
+    """
+
+    zero_s: float = 0.6
+    ours_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.unseen_s = self._step_s(1.0) - KEPT_S  # all is offloaded in the recording
+        super().__post_init__()
+
+    def _step_s(self, share: float) -> float:
+        return max(KEPT_S, self.zero_s + self.ours_s * share)
+
+    def time_s(self) -> float:
+        return self._step_s(self.in_force.moved_share) + self.chance.gauss(0.0, self.noise_s)
+
+
+@pytest.mark.parametrize("noise_s", [0.0, 0.005])
+@pytest.mark.parametrize("zero_s", [0.3, 0.6, 0.9])
+def test_a_drive_that_zero_uses_gets_what_it_leaves_and_not_what_lanes_can_take_from_it(
+    zero_s: float, noise_s: float
+) -> None:
+    """From the idle drive's share on, every step is as long as the recorded ones, and none shows that."""
+    before = SharedDrive(zero_s=zero_s, noise_s=noise_s)
+    now = SharedDrive(zero_s=zero_s, noise_s=noise_s, feedback=Feedback(is_drive_shared=True))
+    assert (before.in_force.moved_share, now.in_force.moved_share) == (1.0, 1 / DECREASE)
+    before.run(400)
+    shares = []
+    for _ in range(400):
+        shares.append(now.in_force.moved_share)
+        now.run(1)
+    assert before.in_force.moved_share == 1.0 and fmean(before.times_s) == pytest.approx(zero_s + 1.0, abs=noise_s)
+    assert fmean(now.times_s) <= KEPT_S * (1 + 2 * OVERHEAD)  # it rises until steps are longer, and falls
+    assert fmean(shares) >= 0.5 * (KEPT_S - zero_s)
+
+
+def test_a_shared_drive_with_room_for_all_is_used_for_all_soon() -> None:
+    world = SharedDrive(zero_s=0.3, ours_s=0.5, feedback=Feedback(is_drive_shared=True))
+    world.run(60)
+    assert world.in_force.moved_share == 1.0 and set(world.times_s) == {KEPT_S}
+
+
+def test_the_planner_moves_no_more_than_is_left_by_the_recording_of_a_shared_drive() -> None:
+    """It knows the rates that lanes had in the recording, in which they took a part of ZeRO's."""
+    count, zero_s = 40, 0.6
+    recorded_s = zero_s + 1.0
+    part_s = recorded_s / (2 * count)
+    storages = (storage(at * part_s, (79 - at) * part_s, (80 - at) * part_s, (-1,)) for at in range(count))
+    rate = 2 * SIZE * count / recorded_s  # as much as came, in each half of the step
+    trace = Trace(tuple(storages), (), resources(rate, rate, 100 * rate), recorded_s)
+    found = {}
+    for is_shared in (False, True):
+        feedback = Feedback(is_drive_shared=is_shared)
+
+        def planned(share: float, feedback: Feedback = feedback) -> PlanInForce:
+            scaled = trace.scaled(feedback.kept_s / recorded_s)
+            limits = Limits(OVERHEAD, movable_share=share)
+            return PlanInForce.of(adaptive(scaled, limits), scaled, (), limits)
+
+        world = SharedDrive(zero_s=zero_s, plan=planned, feedback=feedback)
+        world.run(200)
+        found[is_shared] = world.in_force.moved_share, fmean(world.times_s)
+    (before_share, before_s), (share, step_s) = found[False], found[True]
+    assert before_share > 0.9 and before_s > 1.5
+    assert 0.1 <= share <= 0.6 and step_s <= KEPT_S * (1 + 2 * OVERHEAD)
 
 
 # ---- reviews --------------------------------------------------------------------------------------------------------

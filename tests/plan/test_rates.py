@@ -23,7 +23,7 @@ from ds_tba.plan.agreement import Alone, Value
 from ds_tba.plan.rates import LINK_FRACTION, MEASURING_FRACTION, Machine, Rates
 from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
-from ds_tba.storage.codec import Codec
+from ds_tba.storage.codec import BlockIo, Codec
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.probe import DriveProbe
 from ds_tba.storage.staging import TIMES, measure_copies
@@ -262,14 +262,22 @@ def test_ranks_measure_the_same_at_the_same_time() -> None:
         def measure(self) -> None:
             told.append("as they are")
 
+        def drop_codec(self) -> bool:
+            return drops.pop()
+
         def rates(self) -> list[tuple[float, float, float, float]]:
             return []
 
         def moved_bytes(self) -> int:
             return 0
 
+    drops = [False, True]
     _measure_together(Rates(Drives(), CpuAccelerator(), MIB), Ranks())
-    assert told == ["together", "plain", "together", "together", "as they are", "together"]
+    as_they_are = ["together", "as they are", "together"]
+    assert told == ["together", "plain", "together", *as_they_are, "together", *as_they_are]
+    told.clear()
+    _measure_together(Rates(Drives(), CpuAccelerator(), MIB), Ranks())
+    assert told == ["together", "plain", "together", *as_they_are, "together"]
 
 
 class SlowCodec(Codec):
@@ -312,8 +320,7 @@ def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_r
     path.file.reserve_first(64 * MIB)
     path.extents.grow(path.file.size_bytes)
     rates = Rates(drives, CpuAccelerator(), MIB)
-    rates.measure_plain()
-    rates.measure()
+    _measure_together(rates, Alone())
     (found,) = rates.resources().paths
     assert (found.write_bytes_per_s < 60e6) is makes_slower and (found.read_bytes_per_s > 120e6) is not makes_slower
     advice, plain = drives.advice(), drives._plain_bytes_per_s
@@ -323,11 +330,40 @@ def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_r
     assert not drives_of(make_store()).advice()
 
 
+@pytest.mark.parametrize("may_drop", [True, False])
+@pytest.mark.parametrize("packed_rate", [4.0, 16.0])
+def test_a_codec_that_makes_drives_slower_is_left_off_once_and_for_all(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, may_drop: bool, packed_rate: float
+) -> None:
+    store = make_store(codec=Halving())
+    drives = DriveProbe(store.space, store.io, may_drop_codec=may_drop)
+    seen: list[bool] = []
+
+    def measure(_: object, io: BlockIo) -> None:
+        seen.append(io.compresses)
+        clock = Clock()
+        store.paths[0].meter = meter = PathMeter(1, 1, clock)
+        for kind in Kind:
+            move(meter, clock, kind, packed_rate if io.compresses else 8.0)
+
+    monkeypatch.setattr("ds_tba.storage.probe.measure_drives", measure)
+    rates = Rates(drives, CpuAccelerator(), MIB)
+    _measure_together(rates, Alone())
+    is_dropped = may_drop and packed_rate < 8
+    assert seen == [False, True, *[False] * is_dropped] and store.io.compresses is not is_dropped
+    assert rates_of(rates.resources().paths[0])[:2] == pytest.approx([8.0 if is_dropped else packed_rate] * 2)
+    advice = drives.advice()
+    assert ("is left off in this run" in advice) is is_dropped and bool(advice) is (packed_rate < 8)
+    packed_rate = 100.0 / packed_rate  # under other load the other way is the faster one
+    _measure_together(rates, Alone())
+    assert seen[-1] is not is_dropped and store.io.compresses is not is_dropped and drives.advice() == advice
+
+
 def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(tmp_path: Path) -> None:
     config = OffloadConfig.model_validate(
         {"nvme_path": str(tmp_path), "ssd": {"rated_endurance_tbw": 10.0, "min_life_days": 1.0}, "io": IO}
     )
-    tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
+    tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
     with closing(tiers):
         memory = MemoryMeter(tiers._accelerator.memory, lambda: 0)
         machine = Machine(config, tiers, Rates(None, CpuAccelerator(), MIB), memory, CpuAccelerator().clock)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from curves.throttled import ThrottledBackend
 from support.doubles import CpuAccelerator
-from support.planned_training import FIRST_PLAN, WIDTH, Model, model, steps
+from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
@@ -24,20 +24,21 @@ PARTS = (1, 2, 10, 100)
 OVERHEAD = 0.5
 NOISE_FACTOR, NOISE_S = 1.25, 0.001
 ENOUGH_STEPS = FIRST_PLAN + 20  # for the monitor to have come to an end
-Make = Callable[[ThrottledBackend], tuple[Model, ActivationOffloader]]
+Make = Callable[..., tuple[Model, ActivationOffloader]]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made = []
 
-    def make(backend: ThrottledBackend) -> tuple[Model, ActivationOffloader]:
+    def make(backend: ThrottledBackend, *zero_paths: str) -> tuple[Model, ActivationOffloader]:
         monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(backend, "the test's"))
         io = {"staging_bytes": 16 << 20, "swap_file_bytes": 128 << 20}
         block: dict[str, Any] = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096}
         # Neither may take the drive's place.
         block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
-        offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), CpuAccelerator())
+        config = OffloadConfig.model_validate(block)
+        offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator(), zero_paths=zero_paths)
         ours = model()
         offloader.watch(ours, Alone())
         made.append(offloader)
@@ -142,3 +143,22 @@ def test_a_drive_that_is_fast_again_is_used_again(make: Make) -> None:
     assert moved_bytes(offloader) > (slow + fast) / 2
     train(ours, offloader, 2)
     assert offloader.report().step_peak_saved_bytes < peak
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_the_first_plan_counts_the_rates_that_steps_leave_of_a_drive_and_a_second_one_is_advised(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_shared: bool
+) -> None:
+    """Lanes sleep in steps as beside other traffic, and did not when the idle drive was measured."""
+    left = 8e6
+    backend = ThrottledBackend()
+    backend.throttle(FULL, FULL)
+    ours, offloader = make(backend, str(tmp_path / "zero") if is_shared else "/proc/zero")
+    backend.throttle(left, left)
+    steps(ours, offloader, [64] * (FIRST_PLAN + 3))  # 1 MiB: the idle drive was measured with 50 times as much
+    followed = controller_of(offloader).in_force
+    assert followed is not None and 0 < max(followed.trace.resources.rates) < 2.5 * left  # a lane alone could be half
+    assert followed.limits.movable_share == (0.25 if is_shared else 1.0)
+    told = [one for one in caplog.messages if "on a second drive, plans would offload more" in one]
+    assert len(told) == is_shared
+    assert ("plans begin with a quarter of the bytes" in offloader.start_line()) is is_shared

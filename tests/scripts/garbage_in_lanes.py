@@ -58,7 +58,7 @@ def main(directory: str, seconds: float) -> int:
         min_tensor_bytes=4096,
         io={"backend": "posix", "staging_bytes": 2 << 20, "swap_file_bytes": 64 << 20},
     )
-    tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
+    tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
     cache = TensorCache([tiers.by_placement[Placement.NVME]], "cpu", 4096, wait_for_staging=True)
     inputs = [torch.randn(rows, SIDE, requires_grad=True) for rows in ROWS]
     expected = [gradient(x) for x in inputs]

@@ -329,6 +329,18 @@ def test_a_store_that_has_rested_compresses_again(make_store: StoreFactory) -> N
         store.wake()
 
 
+def test_where_a_codec_is_left_off_its_blocks_are_still_read(make_store: StoreFactory) -> None:
+    store = make_store(codec=Codec("lz4"), staging_bytes=64 * MIB)
+    data = bytes_of(activations(4 * MIB))
+    before = saved(store, data.clone())
+    store.io.compresses = False
+    after = saved(store, data.clone())
+    assert all(block.packed_bytes for block in part_of(before).blocks)
+    assert [block.packed_bytes for block in part_of(after).blocks] == [0]
+    for ticket in (after, before, after):
+        assert torch.equal(store.get(ticket, CPU).data, data)
+
+
 # ---- who may have one ----
 
 
@@ -337,7 +349,7 @@ def block(tmp_path: Path, **io: object) -> dict[str, object]:
 
 
 def opened(config: OffloadConfig) -> Tiers:
-    return Tiers(config, AioConfig(), CpuAccelerator(), zero_uses_nvme=False, rank=0, ranks_on_node=1)
+    return Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
 
 
 def test_without_the_package_it_is_refused_with_the_line_that_installs_it(
