@@ -171,7 +171,7 @@ MUTANTS = [
     Mutant("a second read on another stream comes before the first one's copy", "ds_tba/core/saved.py",
            "            arrival.join()  # else", "            # else", "tests/storage/test_ordering.py"),
     Mutant("nothing refers to what a Function has read last", "ds_tba/core/originals.py",
-           "        last.tensors = tensors\n", "        pass\n", "tests/hazards/test_hazards.py"),
+           "        last.tensors += tensors\n", "        pass\n", "tests/hazards/test_hazards.py"),
     Mutant("the allocator is not told who makes from an operand", "ds_tba/remat/sites.py",
            "            self.accelerator.share(operand, self.accelerator.current_stream())\n", "            pass\n",
            "tests/remat/test_sites.py"),
