@@ -944,19 +944,6 @@ def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[
     return out
 
 
-class ReturnsItsConstant(torch.autograd.Function):
-    """The memory of what it returns may become that of ``.grad``."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
-        ctx.save_for_backward(constant)
-        return a * constant
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
-
-
 class PassesOn(torch.autograd.Function):
     """Returns the gradient that it gets, as DeepSpeed's Functions around modules do."""
 
