@@ -996,7 +996,7 @@ def a_parameter_behind_a_tensor_without_strides(saving: Saving) -> list[Tensor]:
     jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
     for first in ((leaf() * 2).to_sparse(), jagged):
         with saving():
-            loss = SavesBoth.apply(x.exp(), first, weight).sum()
+            loss = SavesBoth.apply(x, first, weight).sum() + leaf().exp().sum()
         loss.backward()
     return grads(x)
 
@@ -1050,7 +1050,7 @@ class ReadsByTheOldName(torch.autograd.Function):
 def a_gradient_that_was_read_by_the_old_name(saving: Saving) -> list[Tensor]:
     x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
     with saving():
-        loss = ReadsByTheOldName.apply(x, weight).sum()
+        loss = ReadsByTheOldName.apply(x, weight).sum() + leaf().exp().sum()
     loss.backward()
     x.grad.mul_(2)  # type: ignore[union-attr]
     return [*grads(x), weight]
