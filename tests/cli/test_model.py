@@ -84,14 +84,20 @@ def test_what_tiles_and_fused_losses_compute_is_what_the_whole_does() -> None:
     torch.testing.assert_close(weight.grad, logits.t() @ rows)
 
 
-def test_experts_in_one_tensor_are_frozen_as_by_all_linear(tmp_path: Path) -> None:
+def test_experts_in_one_tensor_have_adapters_as_peft_s(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     models = [recipe_of(str(tmp_path))(1, 8).model for _ in range(2)]
     add_lora(models[0], [one.module for one in find_blocks(models[0], None)], 4)
-    models[1] = peft.get_peft_model(models[1], peft.LoraConfig(r=4, target_modules="all-linear"))
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    linears = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = peft.LoraConfig(r=4, target_modules=linears, target_parameters=experts)
+    models[1] = peft.get_peft_model(models[1], config)
     ours, theirs = (sum(one.numel() for one in model.parameters() if one.requires_grad) for model in models)
-    assert ours == theirs > 0
+    assert ours == theirs > LAYERS * 4 * 4 * 3 * (WIDTH + MIDDLE)
+    weights = 4 * 3 * WIDTH * MIDDLE * 2  # which are made anew with their adapters, and saved
+    plain, adapted = planned(tmp_path, MIXTRAL), planned(tmp_path, MIXTRAL, 4)
+    assert adapted.saved_bytes > plain.saved_bytes - SEQUENCE * LAYERS * 64 * WIDTH + LAYERS * weights // 2
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_absent_or_disabled_is_nothing() -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"device_share": 1.5}, ["device_share", "1.5", "1 or less"]),
+        ({"device_share": 1.5}, ["device_share", "1.5", "less than or equal to 1"]),
         ({"device_share": "auto"}, ["device_share", "auto"]),
         ({"device_share": True}, ["device_share", "number"]),
         ({"chunk_bytes": 1}, ["chunk_bytes", "65536"]),

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from ds_tba.errors import ModelError
@@ -251,11 +252,47 @@ class _Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) * 2.0
 
 
+class _Experts(nn.Module):
+    """A parametrization: frozen weights of all experts in one tensor, with an adapter for each."""
+
+    def __init__(self, weight: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        experts, rows, columns = weight.shape
+        self.up = nn.Parameter(weight.new_empty(experts, rows, rank))
+        self.down = nn.Parameter(weight.new_empty(experts, rank, columns))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return torch.baddbmm(weight, self.up, self.down, alpha=2.0)
+
+
+def _adapt_experts(module: nn.Module, rank: int) -> None:
+    """Put adapters on the three-dimensional weights of a module, as peft's ``target_parameters`` does.
+
+    The sum of a weight and its adapter is made anew in each forward, as large as the weight, and saved for backward.
+    """
+    weights = [(name, one) for name, one in module.named_parameters(recurse=False) if one.dim() == 3]
+    if not weights or type(module).__module__.startswith("torch.nn"):  # a convolution's weight has three, too
+        return
+    for name, weight in weights:
+        parametrize.register_parametrization(module, name, _Experts(weight, rank), unsafe=True)
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with parametrize.cached():  # made once, however many experts read it
+            return plain(*args, **kwargs)
+
+    module.forward = forward
+
+
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
-    """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does."""
+    """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does.
+
+    Experts whose weights are one tensor have them, too.
+    """
     model.requires_grad_(False)
     for layer in layers:
         for parent in list(layer.modules()):
+            _adapt_experts(parent, rank)
             for name, child in list(parent.named_children()):
                 if type(child).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"):
                     weight: Any = child.weight
