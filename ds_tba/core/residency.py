@@ -16,11 +16,11 @@ the lock: with a budget until there is room, without one until they are no more 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -35,8 +35,6 @@ from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 
 logger = logging.getLogger(__name__)
-
-_numbers = itertools.count()  # of the accounts of each cache: two engines may save one storage
 
 
 class Residency:
@@ -66,7 +64,7 @@ class Residency:
     ) -> None:
         self.limit_bytes = math.inf
         self.is_limited = False
-        self._account = f"_ds_tba_account_{next(_numbers)}"  # attribute of each storage that is counted
+        self._account = f"_ds_tba_account_{uuid.uuid4().hex}"  # attribute of storages; two engines may save one
         self._setting = ""  # that asks for the limit
         self._gauge = stats.resident
         self.releases = Releases(accelerator, stats.resident)
