@@ -162,11 +162,11 @@ def mib(nbytes: float) -> str:
 
 
 def write_page(report: str, console: Console) -> None:
-    """Write the block's report as a page with drawings, beside it."""
+    """Write the block's report as a page beside it."""
     page = Path(report).with_suffix(".html")
     command = [sys.executable, "-m", "ds_tba", "report", report, "--html", str(page)]
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0:
-        console.print(f"What the block did in this run, with drawings: {page}", soft_wrap=True)
+        console.print(f"What the block did in this run: {page}", soft_wrap=True)
 
 
 def limit_of(result: dict[str, Any], part: float) -> int:
