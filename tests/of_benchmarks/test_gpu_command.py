@@ -76,7 +76,7 @@ def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path, wit
         while states().get("smoke") != BEGUN and time.monotonic() < deadline:
             time.sleep(0.1)
         interrupted.send_signal(signal.SIGINT)
-        assert interrupted.wait(30) != 0
+        assert interrupted.wait(120) != 0  # it ends a process that may still import torch, on a busy machine
     assert states() == {"probe": DONE, "smoke": BEGUN}
     before = json.loads(path.read_text())["pieces"]["probe"]
     ended(rehearsal(out, "--pieces", *QUICK[:4], path=without_deepspeed))
