@@ -198,7 +198,7 @@ def _torch_remat(model: Llama, is_cuda: bool) -> Iterator[None]:
         yield
 
 
-# What a training step runs in, from the model and whether there is a GPU.
+# The context of a training step, made from the model and whether there is a GPU.
 PEERS: dict[str, Callable[[Llama, bool], AbstractContextManager[Any]]] = {
     "torch checkpoint": _checkpointing,
     "torch save_on_cpu": _save_on_cpu,

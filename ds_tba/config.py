@@ -56,7 +56,7 @@ PREFETCH_FRACTION_OF_STAGING = 0.5
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
 STAGING_FRACTION = 1 / 16
 
-# Of a lane that compresses: a codec gains nothing by a longer buffer, and all buffers take a part of staging at most.
+# Bounds of the buffer of a lane that compresses: a codec gains nothing by a longer one, and all take a part of staging.
 BUFFER_BYTES = 4 << 20
 BUFFERS_FRACTION = 0.25
 

@@ -187,7 +187,7 @@ class Headline:
 
     @property
     def running(self) -> dict[str, tuple[Entrant, Runner]]:
-        """Those that have entered and not failed since."""
+        """Return the ways that have entered and not failed since."""
         entered = [one for one in self.entrants if one.state == "runs" and one.first]
         return {one.way.name: (one, self.race.runners[one.way.name]) for one in entered}
 

@@ -99,7 +99,7 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     for path in options.nvme_path:
         try:
             (directory,) = check_directories((path,), options.staging_bytes, 1)
-            # As a run does: quotas and limits of file sizes show only where space is reserved.
+            # Space is reserved as in a run: otherwise quotas and limits of file sizes would not show.
             with closing(SwapFile(directory.path, options.staging_bytes)) as file:
                 file.reserve_first(options.staging_bytes)
         except PathError as error:

@@ -318,7 +318,7 @@ class TensorCache(Keeper):
             self._end_operations(self._operation())
         why, excluded_by = self._eligibility_by_tensor(tensor), ""
         if why is Eligibility.ELIGIBLE:
-            excluded_by = "" if self._exclusion is None else self._exclusion.reason()
+            excluded_by = self._excluded_by()
             if not excluded_by:
                 return self._save(tensor)
         if why is Eligibility.PARAMETER:
@@ -340,9 +340,10 @@ class TensorCache(Keeper):
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory."""
         why = self._eligibility_by_tensor(tensor)
-        if why is Eligibility.ELIGIBLE and self._exclusion is not None and self._exclusion.reason():
-            return Eligibility.EXCLUDED
-        return why
+        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self._excluded_by() else why
+
+    def _excluded_by(self) -> str:
+        return "" if self._exclusion is None else self._exclusion.reason()
 
     def _eligibility_by_tensor(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor may leave device memory, whichever module saves it."""
@@ -396,7 +397,7 @@ class TensorCache(Keeper):
         record, answer = forward.by_key.get(key), None
         if record is not None and record.operation is not None:
             operation = self._operation()
-            # What one operation saves has the same bytes: nothing runs in between.
+            # Saves of one operation have the same bytes: nothing runs in between.
             if record.fingerprint is not None and record.operation != operation:
                 answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
                 if answer.is_done:

@@ -1,4 +1,4 @@
-"""Which saved-tensor hooks does autograd call? Ours, also after a forward, around a checkpoint and in compiled code.
+"""Autograd calls our saved-tensor hooks, also after a forward, around a checkpoint and in compiled code.
 
 Knows the hooks of this thread, PyTorch's checkpoint and compiler; cannot see what is saved.
 

@@ -187,7 +187,7 @@ class SavedTensors:
         state = self._of_thread
         last = None if state.last is None else state.last()
         if last is not None and last.tensors:
-            # What autograd has, too, is a gradient.
+            # A tensor to which autograd refers, too, is a gradient.
             last.tensors = [one for one in last.tensors if one._use_count() > 1]  # type: ignore[attr-defined]
         return state.reading
 

@@ -175,7 +175,7 @@ class Residency:
         Args:
             storage: that the user holds, or :meth:`count_until_free` is told of; None for memory without one.
         """
-        memory: CountedMemory | None = getattr(storage, self._account, None)
+        memory = self.memory_of(storage)
         if memory is None:
             memory = CountedMemory()
             if storage is not None:

@@ -110,7 +110,7 @@ def _from_function(path: Path, name: str) -> Recipe:
     if not path.is_file():
         raise ModelError(f"{at}: there is no file {path}; give its path from here.")
     directory = str(path.resolve().parent)
-    # As for a script: or it could not import what lies beside it.
+    # A script has its directory there, too: without it the file could not import what lies beside it.
     sys.path.insert(0, directory)
     try:
         found = runpy.run_path(str(path), run_name=f"ds_tba_plan_{path.stem}")
