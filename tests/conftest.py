@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import is_covering
 from operator_page import OperatorPage
 from support.compatibility_table import CompatibilityTable, covering
 from support.disks import EXT4, MIB, Disk, mounted, run, until
@@ -285,7 +284,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.stash[table].collect(items)
     for item in items:
         marker = item.get_closest_marker("compatible")
-        if marker is not None and item.get_closest_marker("engine") and not is_covering(*marker.args):
+        if marker is not None and item.get_closest_marker("engine") and not marker.kwargs.get("decides"):
             item.add_marker("thorough")
     trained = [item for item in items if item.get_closest_marker("rematerialized")]
     for item in set(trained) - covering(trained):

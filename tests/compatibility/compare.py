@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ class Compared:
         left_out = f"; {len(self.left_out)} blocks are not recomputed: {self.left_out[0]}" if self.left_out else ""
         steps = self.reports[0]["steps"]
         return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{again}{recomputed} in {steps} steps{left_out}"
+
+
+def row(section: str, name: str, *values: Any, decides: bool = False, marks: Iterable[Any] = ()) -> Any:
+    """Return the parameters of a test that makes a row.
+
+    Args:
+        decides: the row is run before a change lands; ``make test-all`` runs all. One does, at least, for each thing
+            that may go wrong in its own way: each stage of ZeRO and precision, where its states lie, what runs in
+            backward, what is read from checkpoints, what ranks have to agree on, who calls the engine. Stages and
+            placements take turns.
+    """
+    return pytest.param(*values, marks=[pytest.mark.compatible(section, name, decides=decides), *marks], id=name)
 
 
 def compare(

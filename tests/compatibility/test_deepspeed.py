@@ -3,44 +3,70 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import programs_deepspeed as programs
 import pytest
-from compare import COMPARED, PLANNED, RECOMPUTED, compare
+from compare import COMPARED, PLANNED, RECOMPUTED, compare, row
 from conftest import make_backend
 from forked import Program, run
 from support.runs import plain_config
 
 pytestmark = pytest.mark.engine
 
+SECTION = "DeepSpeed"
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 PLAN_STEPS = 10  # the first plan comes before
 
 
-def row(name: str, *values: Any, marks: Any = (), **more: Any) -> Any:
-    return pytest.param(*values, marks=[pytest.mark.compatible("DeepSpeed", name), *marks], id=name, **more)
+def rows(
+    name: str,
+    program: Program,
+    stages: Sequence[int],
+    ranks: int = 1,
+    config: dict[str, Any] | None = None,
+    decides: int | None = None,
+    on_ranks: int = 1,
+    **more: Any,
+) -> list[Any]:
+    """Return a row for each stage of ZeRO, of a program with these arguments.
+
+    Args:
+        ranks: their number ends the row's name, or where it is ``on_ranks`` is in it.
+        decides: the stage whose row decides whether a change lands.
+    """
+    of_ranks = "" if ranks == 1 else f", {ranks} ranks"
+    arguments = {"ranks": max(ranks, on_ranks), **more}
+    return [
+        row(
+            SECTION, f"{name}, ZeRO-{stage}{of_ranks}", program, config_of(stage, **config or {}), arguments,
+            decides=stage == decides,
+        )
+        for stage in stages
+    ]  # fmt: skip
 
 
 def config_of(stage: int, **more: Any) -> dict[str, Any]:
-    return plain_config(stage, **{"train_micro_batch_size_per_gpu": programs.BATCH, **more})
+    """A config, whose ``zero_optimization`` may have more than the stage."""
+    zero = more.pop("zero_optimization", {})
+    config = plain_config(stage, **{"train_micro_batch_size_per_gpu": programs.BATCH, **more})
+    config["zero_optimization"] |= zero
+    return config
 
 
 def offloaded(stage: int, **devices: str) -> dict[str, Any]:
     """ZeRO's own offload; ``nvme_path`` is filled in by the test."""
-    zero = {
+    zero: dict[str, Any] = {
         f"offload_{what}": {"device": device, **({"nvme_path": "NVME"} if device == "nvme" else {})}
         for what, device in devices.items()
     }
-    if "param" in devices:
-        zero["offload_param"] |= {"buffer_count": 24, "buffer_size": 1 << 20} if devices["param"] == "nvme" else {}
-    config = config_of(stage, bf16={"enabled": True}, zero_force_ds_cpu_optimizer=False)
-    config["zero_optimization"] |= zero
+    if devices.get("param") == "nvme":
+        zero["offload_param"] |= {"buffer_count": 24, "buffer_size": 1 << 20}
     if stage == 3:
-        config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 100}
-    return config
+        zero |= {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 100}
+    return config_of(stage, bf16={"enabled": True}, zero_force_ds_cpu_optimizer=False, zero_optimization=zero)
 
 
 def compare_placements(program: Program, config: dict[str, Any], directory: Path, **arguments: Any) -> str:
@@ -54,35 +80,83 @@ def compare_placements(program: Program, config: dict[str, Any], directory: Path
     return f"nvme: {nvme}; adaptive: {planned}"
 
 
-# ---- ZeRO and precision ---------------------------------------------------------------------------------------------
+# ---- under one placement, and under two -----------------------------------------------------------------------------
+
+CLIPPED = {"bf16": {"enabled": True}, "gradient_clipping": 0.1}
+PROFILED = {"flops_profiler": {"enabled": True, "profile_step": 3}, "wall_clock_breakdown": True}
+IN_TWO_PARTS = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+AUTO_TP = {"tensor_parallel": {"autotp_size": 2}}
+TWICE = {"gradient_accumulation_steps": 2}
+IN_HOST_MEMORY = {"activation_checkpointing": {"cpu_checkpointing": True}}
+BY_DEEPSPEED = "deepspeed.checkpointing.checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("program", "config", "arguments"),
+    [
+        *rows("the script's own torch.autocast", programs.trained, [2], autocast=True),
+        *rows("torch_autocast in the config", programs.trained, [1, 3], config={"torch_autocast": AUTOCAST}, decides=1),
+        *rows("a second partition within the host (zero_hpz_partition_size)", programs.trained, [3], 2, IN_TWO_PARTS,
+              decides=3),
+        *rows("two forwards before each backward, gradient accumulation 2", programs.trained_on_pairs, [2, 3],
+              config=TWICE, decides=3),
+        *rows("engine.no_sync", programs.trained_with_no_sync, [0, 1], decides=1),
+        *rows("two engines, both forwards before both backwards", programs.trained_two_engines, [2, 3], decides=2),
+        *rows("flops_profiler and wall_clock_breakdown", programs.trained, [2], config=PROFILED),
+        *rows("experts as leaf modules (set_z3_leaf_modules)", programs.with_leaf_modules, [3], decides=3),
+        *rows("zero.Init, GatheredParameters between steps, an external parameter", programs.trained_from_zero_init,
+              [3], decides=3),
+        *rows(f"{BY_DEEPSPEED} of masks, indices, None, numbers and several outputs", programs.with_odd_checkpoints,
+              [2], config={"activation_checkpointing": {}}),
+        *rows(f"{BY_DEEPSPEED} of these with cpu_checkpointing, and of one tensor twice",
+              programs.with_odd_checkpoints, [2], config=IN_HOST_MEMORY, decides=2),
+        *rows("TiledMLP", programs.tiled, [2, 3], how="TiledMLP", decides=2),
+        *rows("TiledFusedLogitsLoss", programs.tiled, [3], how="TiledFusedLogitsLoss"),
+        *rows("UlyssesSPAttentionHF with Llama", programs.ulysses_of_hugging_face, [2, 3], 2, decides=3),
+        *rows("AutoTP training of Llama", programs.with_tensor_parallelism, [0, 2], 2, AUTO_TP, 2),
+    ],
+)  # fmt: skip
+def test_way(
+    program: Program, config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]
+) -> None:
+    row_says(str(compare(program, config, tmp_path, **arguments)))
+
+
+@pytest.mark.parametrize(
+    ("program", "config", "arguments"),
+    [
+        row(SECTION, "ZeRO-0, nvme and adaptive", programs.trained, config_of(0), {}, decides=True,
+            marks=[pytest.mark.smoke]),
+        *[row(SECTION, f"ZeRO-{stage}, nvme and adaptive", programs.trained, config_of(stage), {})
+          for stage in range(1, 4)],
+        *rows("bf16, gradient clipping", programs.trained, [2, 3], config=CLIPPED, decides=3),
+        *rows("a new length in every step", programs.trained, [2, 3], lengths_change=True, decides=3),
+        *rows("deepspeed.moe, experts on 2 ranks", programs.with_experts, [0, 2], on_ranks=2, decides=2),
+    ],
+)  # fmt: skip
+def test_placements(
+    program: Program, config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]
+) -> None:
+    row_says(compare_placements(program, config, tmp_path, **arguments))
+
+
+# ---- ZeRO's own offload, loss scales --------------------------------------------------------------------------------
+
+
+ON_AIO = [pytest.mark.aio]
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        row("ZeRO-0, nvme and adaptive", config_of(0), marks=[pytest.mark.smoke]),
-        *[row(f"ZeRO-{stage}, nvme and adaptive", config_of(stage)) for stage in range(1, 4)],
-        row("bf16, gradient clipping, ZeRO-2", config_of(2, bf16={"enabled": True}, gradient_clipping=0.1)),
-        row("bf16, gradient clipping, ZeRO-3", config_of(3, bf16={"enabled": True}, gradient_clipping=0.1)),
+        row(SECTION, "optimizer on the CPU, ZeRO-2", offloaded(2, optimizer="cpu")),
+        row(SECTION, "parameters and optimizer on the CPU, ZeRO-3", offloaded(3, param="cpu", optimizer="cpu"),
+            decides=True),
+        row(SECTION, "parameters on NVMe, ZeRO-3", offloaded(3, param="nvme"), marks=ON_AIO),
+        row(SECTION, "parameters and optimizer on NVMe, ZeRO-3", offloaded(3, param="nvme", optimizer="nvme"),
+            decides=True, marks=ON_AIO),
     ],
-)
-def test_zero(config: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(compare_placements(programs.trained, config, tmp_path))
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        row("optimizer on the CPU, ZeRO-2", offloaded(2, optimizer="cpu")),
-        row("parameters and optimizer on the CPU, ZeRO-3", offloaded(3, param="cpu", optimizer="cpu")),
-        row("parameters on NVMe, ZeRO-3", offloaded(3, param="nvme"), marks=[pytest.mark.aio]),
-        row(
-            "parameters and optimizer on NVMe, ZeRO-3",
-            offloaded(3, param="nvme", optimizer="nvme"),
-            marks=[pytest.mark.aio],
-        ),
-    ],
-)
+)  # fmt: skip
 def test_offload_of_zero(config: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]) -> None:
     backend = "posix"
     if "nvme" in json.dumps(config):
@@ -95,11 +169,7 @@ def test_offload_of_zero(config: dict[str, Any], tmp_path: Path, row_says: Calla
 
 @pytest.mark.parametrize(
     "stage",
-    [
-        row("fp16 with skipped steps, ZeRO-1", 1),
-        row("fp16 with skipped steps, ZeRO-2", 2),
-        row("fp16 with skipped steps, ZeRO-3", 3),
-    ],
+    [row(SECTION, f"fp16 with skipped steps, ZeRO-{stage}", stage, decides=stage == 2) for stage in (1, 2, 3)],
 )
 def test_fp16(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = config_of(stage, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1})
@@ -109,158 +179,59 @@ def test_fp16(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> No
     row_says(f"{compared}, {min(skipped)} steps skipped")
 
 
-@pytest.mark.parametrize(
-    ("config", "autocast"),
-    [
-        row("the script's own torch.autocast, ZeRO-2", config_of(2), True),
-        row("torch_autocast in the config, ZeRO-1", config_of(1, torch_autocast=AUTOCAST), False),
-        row("torch_autocast in the config, ZeRO-3", config_of(3, torch_autocast=AUTOCAST), False),
-    ],
-)
-def test_autocast(config: dict[str, Any], autocast: bool, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(str(compare(programs.trained, config, tmp_path, autocast=autocast)))
-
-
-@pytest.mark.parametrize(
-    "ranks", [row("a second partition within the host (zero_hpz_partition_size), ZeRO-3, 2 ranks", 2)]
-)
-def test_zero_pp(ranks: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    config = config_of(3)
-    config["zero_optimization"]["zero_hpz_partition_size"] = ranks
-    row_says(str(compare(programs.trained, config, tmp_path, ranks=ranks)))
-
-
-# ---- batches and loops ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "stage", [row("a new length in every step, ZeRO-2", 2), row("a new length in every step, ZeRO-3", 3)]
-)
-def test_lengths(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(compare_placements(programs.trained, config_of(stage), tmp_path, lengths_change=True))
-
-
-@pytest.mark.parametrize(
-    ("program", "config"),
-    [
-        row(
-            "two forwards before each backward, gradient accumulation 2, ZeRO-2",
-            programs.trained_on_pairs,
-            config_of(2, gradient_accumulation_steps=2),
-        ),
-        row(
-            "two forwards before each backward, gradient accumulation 2, ZeRO-3",
-            programs.trained_on_pairs,
-            config_of(3, gradient_accumulation_steps=2),
-        ),
-        row("engine.no_sync, ZeRO-0", programs.trained_with_no_sync, config_of(0)),
-        row("engine.no_sync, ZeRO-1", programs.trained_with_no_sync, config_of(1)),
-        row("two engines, both forwards before both backwards, ZeRO-2", programs.trained_two_engines, config_of(2)),
-        row("two engines, both forwards before both backwards, ZeRO-3", programs.trained_two_engines, config_of(3)),
-        row(
-            "flops_profiler and wall_clock_breakdown, ZeRO-2",
-            programs.trained,
-            config_of(2, flops_profiler={"enabled": True, "profile_step": 3}, wall_clock_breakdown=True),
-        ),
-        row("experts as leaf modules (set_z3_leaf_modules), ZeRO-3", programs.with_leaf_modules, config_of(3)),
-        row(
-            "zero.Init, GatheredParameters between steps, an external parameter, ZeRO-3",
-            programs.trained_from_zero_init,
-            config_of(3),
-        ),
-    ],
-)
-def test_loop(program: Program, config: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(str(compare(program, config, tmp_path)))
-
-
 # ---- checkpointing --------------------------------------------------------------------------------------------------
 
+PARTITIONED = {"partition_activations": True}
+CONTIGUOUS = {
+    **PARTITIONED, "contiguous_memory_optimization": True, "number_checkpoints": programs.LAYERS,
+    "synchronize_checkpoint_boundary": True, "profile": True,
+}  # fmt: skip
 
-def checkpointing_row(name: str, call: str, stage: int, **activation_checkpointing: bool) -> Any:
-    config = config_of(stage, activation_checkpointing=activation_checkpointing)
+
+def checkpointing(
+    name: str, call: str, stages: Sequence[int], ranks: int = 1, decides: int | None = None, **settings: Any
+) -> list[Any]:
+    config: dict[str, Any] = {"activation_checkpointing": settings}
     if call == "selective":
-        config["zero_optimization"]["memory_efficient_linear"] = False  # see selective_checkpoint
-    return row(f"{name}, ZeRO-{stage}", call, config, 1)
+        config["zero_optimization"] = {"memory_efficient_linear": False}  # see selective_checkpoint
+    return rows(name, programs.checkpointed, stages, ranks, config, decides, call=call)
 
 
 @pytest.mark.parametrize(
-    ("call", "config", "ranks"),
+    ("program", "config", "arguments"),
     [
-        checkpointing_row("torch checkpointing, reentrant", "torch, reentrant", 2),
-        checkpointing_row("torch checkpointing, reentrant", "torch, reentrant", 3),
-        checkpointing_row("torch checkpointing, non-reentrant", "torch, non-reentrant", 2),
-        checkpointing_row("torch checkpointing, non-reentrant", "torch, non-reentrant", 3),
-        checkpointing_row("selective checkpointing", "selective", 2),
-        checkpointing_row("selective checkpointing", "selective", 3),
-        checkpointing_row("deepspeed.checkpointing.checkpoint", "deepspeed", 2),
-        checkpointing_row("deepspeed.checkpointing.checkpoint", "deepspeed", 3),
-        *[
-            checkpointing_row(
-                "deepspeed.checkpointing.checkpoint with cpu_checkpointing", "deepspeed", stage, cpu_checkpointing=True
-            )
-            for stage in (2, 3)
-        ],
-        checkpointing_row("deepspeed.checkpointing.non_reentrant_checkpoint", "deepspeed, non-reentrant", 2),
-        row(
-            "deepspeed.checkpointing.checkpoint with partition_activations, ZeRO-2, 2 ranks",
-            "deepspeed",
-            config_of(2, activation_checkpointing={"partition_activations": True}),
-            2,
-        ),
-        row(
-            "deepspeed.checkpointing.checkpoint with partition_activations and cpu_checkpointing, ZeRO-3, 2 ranks",
-            "deepspeed",
-            config_of(3, activation_checkpointing={"partition_activations": True, "cpu_checkpointing": True}),
-            2,
-        ),
-        row(
-            "deepspeed.checkpointing.checkpoint with contiguous_memory_optimization, ZeRO-2, 2 ranks",
-            "deepspeed",
-            config_of(
-                2,
-                activation_checkpointing={
-                    "partition_activations": True,
-                    "contiguous_memory_optimization": True,
-                    "number_checkpoints": programs.LAYERS,
-                    "synchronize_checkpoint_boundary": True,
-                    "profile": True,
-                },
-            ),
-            2,
-        ),
+        *checkpointing("torch checkpointing, reentrant", "torch, reentrant", [2, 3], decides=3),
+        *checkpointing("torch checkpointing, non-reentrant", "torch, non-reentrant", [2, 3]),
+        *checkpointing("selective checkpointing", "selective", [2, 3], decides=2),
+        *checkpointing(BY_DEEPSPEED, "deepspeed", [2, 3]),
+        *checkpointing(f"{BY_DEEPSPEED} with cpu_checkpointing", "deepspeed", [2, 3], 1, 2, cpu_checkpointing=True),
+        *checkpointing("deepspeed.checkpointing.non_reentrant_checkpoint", "deepspeed, non-reentrant", [2]),
+        *checkpointing(f"{BY_DEEPSPEED} with partition_activations", "deepspeed", [2], 2, **PARTITIONED),
+        *checkpointing(f"{BY_DEEPSPEED} with partition_activations and cpu_checkpointing", "deepspeed", [3], 2,
+                       **PARTITIONED, cpu_checkpointing=True),
+        *checkpointing(f"{BY_DEEPSPEED} with contiguous_memory_optimization", "deepspeed", [2], 2, 2, **CONTIGUOUS),
     ],
-)
+)  # fmt: skip
 def test_checkpointing(
-    call: str, config: dict[str, Any], ranks: int, tmp_path: Path, row_says: Callable[[str], None]
+    program: Program, config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]
 ) -> None:
-    compared = compare(programs.checkpointed, config, tmp_path, ranks=ranks, call=call)
+    compared = compare(program, config, tmp_path, **arguments)
     for result in (*compared.plain, *compared.results):
         assert result["runs"] == 2 * programs.LAYERS * result["micro_steps"], "nothing was made again in backward"
     row_says(str(compared))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        row("deepspeed.checkpointing.checkpoint of masks, indices, None, numbers and several outputs, ZeRO-2", {}),
-        row(
-            "deepspeed.checkpointing.checkpoint of these with cpu_checkpointing, and of one tensor twice, ZeRO-2",
-            {"cpu_checkpointing": True},
-        ),
-    ],
-)
-def test_arguments_of_checkpoints(settings: dict[str, bool], tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    config = config_of(2, activation_checkpointing=settings)
-    row_says(str(compare(programs.with_odd_checkpoints, config, tmp_path)))
-
-
 # ---- saving and resuming --------------------------------------------------------------------------------------------
+
+SAVING = "save_checkpoint and load_checkpoint"
 
 
 @pytest.mark.parametrize(
     "stage",
-    [row(f"save_checkpoint and load_checkpoint, with and without the block, ZeRO-{stage}", stage) for stage in (2, 3)],
+    [
+        row(SECTION, f"{SAVING}, with and without the block, ZeRO-{stage}", stage, decides=stage == 2)
+        for stage in (2, 3)
+    ],
 )
 def test_resuming(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     """Checkpoints saved with and without the block, each loaded with and without it."""
@@ -274,98 +245,29 @@ def test_resuming(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -
     row_says(f"{saved}; resumed: {again}")
 
 
-# ---- long sequences -------------------------------------------------------------------------------------------------
+# ---- blocks that run again ------------------------------------------------------------------------------------------
+
+RECOMPUTE = '"recompute": true'
 
 
 @pytest.mark.parametrize(
-    ("how", "stage"),
+    ("program", "config", "arguments"),
     [
-        row("TiledMLP, ZeRO-2", "TiledMLP", 2),
-        row("TiledMLP, ZeRO-3", "TiledMLP", 3),
-        row("TiledFusedLogitsLoss, ZeRO-3", "TiledFusedLogitsLoss", 3),
-    ],
-)
-def test_long_sequences(how: str, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(str(compare(programs.tiled, config_of(stage), tmp_path, how=how)))
-
-
-@pytest.mark.parametrize(
-    "stage", [row(f"UlyssesSPAttentionHF with Llama, ZeRO-{stage}, 2 ranks", stage) for stage in (2, 3)]
-)
-def test_ulysses_of_hugging_face(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(str(compare(programs.ulysses_of_hugging_face, config_of(stage), tmp_path, ranks=2)))
-
-
-# ---- experts and tensor parallelism ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stage", [row(f"deepspeed.moe, experts on 2 ranks, ZeRO-{stage}", stage) for stage in (0, 2)])
-def test_experts(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(compare_placements(programs.with_experts, config_of(stage), tmp_path, ranks=2))
-
-
-@pytest.mark.parametrize("stage", [row(f"AutoTP training of Llama, ZeRO-{stage}, 2 ranks", stage) for stage in (0, 2)])
-def test_automatic_tensor_parallelism(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    config = config_of(stage, tensor_parallel={"autotp_size": 2})
-    row_says(str(compare(programs.with_tensor_parallelism, config, tmp_path, ranks=2)))
-
-
-# ---- blocks that run again ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("program", "config", "arguments", "outcome"),
-    [
-        row('"recompute": true, ZeRO-3', programs.trained, config_of(3), {}, "recomputed"),
-        row('"recompute": true, frozen norms, ZeRO-3', programs.trained_but_for_norms, config_of(3), {}, "recomputed"),
-        row(
-            '"recompute": true, a new length in every step, ZeRO-2',
-            programs.trained,
-            config_of(2),
-            {"lengths_change": True},
-            "recomputed",
-        ),
-        row(
-            '"recompute": true, torch checkpointing, reentrant, ZeRO-3',
-            programs.checkpointed,
-            config_of(3),
-            {"call": "torch, reentrant"},
-            "the user's",
-        ),
-        row(
-            '"recompute": true, deepspeed.checkpointing.checkpoint, ZeRO-3',
-            programs.checkpointed,
-            config_of(3),
-            {"call": "deepspeed"},
-            "the user's",
-        ),
-        row('"recompute": true, TiledMLP, ZeRO-3', programs.tiled, config_of(3), {"how": "TiledMLP"}, "recomputed"),
-        row(
-            '"recompute": true, deepspeed.moe, experts on 2 ranks, ZeRO-2',
-            programs.with_experts,
-            config_of(2),
-            {"ranks": 2},
-            "recomputed",
-        ),
-        row(
-            '"recompute": true, AutoTP training of Llama, ZeRO-2, 2 ranks',
-            programs.with_tensor_parallelism,
-            config_of(2, tensor_parallel={"autotp_size": 2}),
-            {"ranks": 2},
-            "recomputed",
-        ),
+        *rows(RECOMPUTE, programs.trained, [3]),
+        *rows(f"{RECOMPUTE}, frozen norms", programs.trained_but_for_norms, [3]),
+        *rows(f"{RECOMPUTE}, a new length in every step", programs.trained, [2], lengths_change=True),
+        *rows(f"{RECOMPUTE}, torch checkpointing, reentrant", programs.checkpointed, [3], call="torch, reentrant"),
+        *rows(f"{RECOMPUTE}, {BY_DEEPSPEED}", programs.checkpointed, [3], call="deepspeed"),
+        *rows(f"{RECOMPUTE}, TiledMLP", programs.tiled, [3], how="TiledMLP", decides=3),
+        *rows(f"{RECOMPUTE}, deepspeed.moe, experts on 2 ranks", programs.with_experts, [2], on_ranks=2),
+        *rows(f"{RECOMPUTE}, AutoTP training of Llama", programs.with_tensor_parallelism, [2], 2, AUTO_TP),
     ],
 )
 def test_recomputing(
-    program: Program,
-    config: dict[str, Any],
-    arguments: dict[str, Any],
-    outcome: str,
-    tmp_path: Path,
-    row_says: Callable[[str], None],
+    program: Program, config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]
 ) -> None:
     compared = compare(program, config, tmp_path, block=RECOMPUTED, steps=2 * PLAN_STEPS, must_move=False, **arguments)
-    for report in compared.reports:
-        if outcome == "recomputed":
+    for report in compared.reports:  # blocks that the user checkpoints are the user's
+        if program is not programs.checkpointed:
             assert report["recomputed_bytes"] > 0, report["blocks_left_out"]
     row_says(str(compared))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from compare import PLANNED, RECOMPUTED, compare
+from compare import PLANNED, RECOMPUTED, compare, row
 from models import MODELS
 from programs_plain import plain_loop
 from support.runs import plain_config
@@ -14,12 +14,14 @@ from support.runs import plain_config
 pytestmark = pytest.mark.engine
 
 SECTION = "Models"
+DECIDING = {("Llama with tied embeddings", 3), "Mamba-2", ("Qwen3-MoE", 3, 2)}
+OF_RANKS = (("Llama", 3, 2), ("T5", 2, 2), ("Qwen3-MoE", 3, 2), ("GPT-2", 2, 4), ("BERT", 3, 4))
 
 
 @pytest.mark.parametrize(
     ("model", "stage"),
     [
-        pytest.param(model, stage, marks=pytest.mark.compatible(SECTION, f"{model}, ZeRO-{stage}"))
+        row(SECTION, f"{model}, ZeRO-{stage}", model, stage, decides=(model, stage) in DECIDING)
         for model in MODELS
         for stage in (2, 3)
     ],
@@ -30,8 +32,7 @@ def test_model(model: str, stage: int, tmp_path: Path, row_says: Callable[[str],
 
 
 @pytest.mark.parametrize(
-    "model",
-    [pytest.param(model, marks=pytest.mark.compatible(SECTION, f"{model}, ZeRO-3, recompute")) for model in MODELS],
+    "model", [row(SECTION, f"{model}, ZeRO-3, recompute", model, decides=model in DECIDING) for model in MODELS]
 )
 def test_recomputed_model(model: str, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(3, train_micro_batch_size_per_gpu=2)
@@ -43,13 +44,10 @@ def test_recomputed_model(model: str, tmp_path: Path, row_says: Callable[[str], 
 @pytest.mark.parametrize(
     ("model", "stage", "ranks"),
     [
-        pytest.param(
-            model, stage, ranks,
-            marks=pytest.mark.compatible(SECTION, f"{model}, ZeRO-{stage}, {ranks} ranks, adaptive"),
-        )
-        for model, stage, ranks in (("Llama", 3, 2), ("T5", 2, 2), ("Qwen3-MoE", 3, 2), ("GPT-2", 2, 4), ("BERT", 3, 4))
+        row(SECTION, f"{one[0]}, ZeRO-{one[1]}, {one[2]} ranks, adaptive", *one, decides=one in DECIDING)
+        for one in OF_RANKS
     ],
-)  # fmt: skip
+)
 def test_ranks(model: str, stage: int, ranks: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(stage, train_micro_batch_size_per_gpu=2)
     row_says(str(compare(plain_loop, config, tmp_path, ranks=ranks, block=PLANNED, model=model, steps=8)))

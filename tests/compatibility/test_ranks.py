@@ -10,7 +10,7 @@ from typing import Any
 import hosts
 import programs_deepspeed as programs
 import pytest
-from compare import MIB, PLANNED, compare
+from compare import MIB, PLANNED, compare, row
 from support.runs import SCRIPTS, plain_config, run_once, with_block
 
 pytestmark = pytest.mark.engine
@@ -27,7 +27,7 @@ def plan_of(report: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "stage"),
     [
-        pytest.param(ranks, stage, marks=pytest.mark.compatible("Ranks", f"{ranks} on one machine, ZeRO-{stage}"))
+        row("Ranks", f"{ranks} on one machine, ZeRO-{stage}", ranks, stage, decides=(ranks, stage) == (2, 2))
         for ranks in (1, 2, 4)
         for stage in (2, 3)
     ],
@@ -40,7 +40,9 @@ def test_ranks(ranks: int, stage: int, tmp_path: Path, row_says: Callable[[str],
     row_says(str(compared))
 
 
-@pytest.mark.compatible("Ranks", "2 hosts of 2 ranks, drives of 1000 and 100 MB/s in other directories, ZeRO-3")
+@pytest.mark.compatible(
+    "Ranks", "2 hosts of 2 ranks, drives of 1000 and 100 MB/s in other directories, ZeRO-3", decides=True
+)
 def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(3)
     script, arguments = SCRIPTS / "unequal.py", ("--steps", str(STEPS))

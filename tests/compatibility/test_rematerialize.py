@@ -8,12 +8,13 @@ from typing import Any
 
 import programs_deepspeed
 import pytest
-from compare import PLANNED, RECOMPUTED, compare, refusal
+from compare import PLANNED, RECOMPUTED, compare, refusal, row
 from programs_plain import plain_loop
 from support.runs import plain_config
 
 pytestmark = pytest.mark.engine
 
+SECTION = "Rematerialization"
 STEPS = 8  # a plan is in force for the last of them
 BUDGET_BYTES = 2 << 20
 ALONE: dict[str, Any] = {"placement": "keep", "nvme_path": None}
@@ -25,10 +26,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "adaptive with a budget": {"placement": "adaptive", "activation_budget_bytes": BUDGET_BYTES},
     "adaptive with recompute": RECOMPUTED,
 }
-
-
-def row(name: str, *values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.compatible("Rematerialization", name), id=name)
+DECIDING = {("Llama", "keep, without a drive"), ("Llama", "adaptive with recompute")}
 
 
 def config_of(stage: int, **more: Any) -> dict[str, Any]:
@@ -38,7 +36,7 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "stage", "block"),
     [
-        row(f"{model}, ZeRO-{stage}, {name}", model, stage, block)
+        row(SECTION, f"{model}, ZeRO-{stage}, {name}", model, stage, block, decides=(model, name) in DECIDING)
         for model, stage in (("Llama", 3), ("GPT-2", 2))
         for name, block in BLOCKS.items()
     ],
@@ -62,12 +60,14 @@ def test_placement(
 @pytest.mark.parametrize(
     ("config", "arguments"),
     [
-        row("ZeRO-0", config_of(0), {}),
-        row("ZeRO-1, bf16", config_of(1, bf16={"enabled": True}), {}),
-        row("ZeRO-3, autocast", config_of(3), {"autocast": True}),
-        row("ZeRO-2, lengths that change in every step", config_of(2), {"lengths_change": True, "steps": 12}),
-        row("ZeRO-3, accumulation, clipping", config_of(3, gradient_accumulation_steps=3, gradient_clipping=0.1), {}),
-        row("ZeRO-3, 2 ranks", config_of(3), {"ranks": 2}),
+        row(SECTION, "ZeRO-0", config_of(0), {}),
+        row(SECTION, "ZeRO-1, bf16", config_of(1, bf16={"enabled": True}), {}),
+        row(SECTION, "ZeRO-3, autocast", config_of(3), {"autocast": True}),
+        row(SECTION, "ZeRO-2, lengths that change in every step", config_of(2), {"lengths_change": True, "steps": 12},
+            decides=True),
+        row(SECTION, "ZeRO-3, accumulation, clipping",
+            config_of(3, gradient_accumulation_steps=3, gradient_clipping=0.1), {}),
+        row(SECTION, "ZeRO-3, 2 ranks", config_of(3), {"ranks": 2}),
     ],
 )  # fmt: skip
 def test_way(
@@ -79,7 +79,7 @@ def test_way(
     row_says(str(compared))
 
 
-@pytest.mark.compatible("Rematerialization", "ZeRO-3, parameters gathered between forward and backward")
+@pytest.mark.compatible(SECTION, "ZeRO-3, parameters gathered between forward and backward", decides=True)
 def test_parameters_that_are_gathered_in_between(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     compared = compare(programs_deepspeed.trained_with_a_look, config_of(3), tmp_path, block=ALONE, must_move=False)
     assert compared.rematerialized_bytes > 0

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from compare import PLANNED, RECOMPUTED, SMALL, agrees, compare
+from compare import PLANNED, RECOMPUTED, SMALL, agrees, compare, row
 from programs_hf import (
     BLOCK,
     FINE,
@@ -46,12 +46,13 @@ class Way:
     """A row for each stage: a program, and its arguments."""
 
     section: str
-    row: str
+    name: str
     program: Callable[..., dict[str, Any]]
     arguments: dict[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = (2, 3)
     block: dict[str, Any] | None = None
     ranks: int = 1
+    decides: int | None = None  # the stage whose row does
 
 
 TRAINER = "Transformers' Trainer"
@@ -65,8 +66,9 @@ NVME: dict[str, Any] = {"placement": "nvme"}
 WAYS = [
     Way(TRAINER, "gradient accumulation", trainer, {"gradient_accumulation_steps": 2}),
     Way(TRAINER, "bf16", trainer, {"bf16": True}),
-    Way(TRAINER, "evaluation, and generation of text between steps", trainer, {"generates": True, **EVALUATING}),
-    Way(TRAINER, "resuming from a checkpoint", resumed_trainer),
+    Way(TRAINER, "evaluation, and generation of text between steps", trainer, {"generates": True, **EVALUATING},
+        decides=2),
+    Way(TRAINER, "resuming from a checkpoint", resumed_trainer, decides=3),
     Way(TRAINER, "load_best_model_at_end", trainer,
         {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, **BEST}),
     Way(TRAINER, "gradient checkpointing, non-reentrant", trainer, checkpointing(False)),
@@ -74,23 +76,24 @@ WAYS = [
     Way(TRAINER, "gradient checkpointing, non-reentrant, recompute", trainer, {**checkpointing(False), "steps": 14},
         block=RECOMPUTED),
     Way(TRAINER, "gradient checkpointing, reentrant, recompute", trainer, {**checkpointing(True), "steps": 14},
-        block=RECOMPUTED),
+        block=RECOMPUTED, decides=3),
     Way(TRAINER, "lengths that change in every step, grouped by length", trainer, {**GROUPED, "steps": 12}),
     Way(TRAINER, "label smoothing, NEFTune and clipping", trainer, FINE),
     Way(TRAINER, "frozen layers", trainer, {"prepare": "frozen but the head"}),
     Way(TRAINER, "LoRA", trainer, {"prepare": "LoRA"}),
     Way(TRAINER, "LoRA with gradient checkpointing", trainer, {"prepare": "LoRA", **checkpointing(False)}),
-    Way(TRAINER, "gradient accumulation, 2 ranks", trainer, {"gradient_accumulation_steps": 2}, ranks=2),
+    Way(TRAINER, "gradient accumulation, 2 ranks", trainer, {"gradient_accumulation_steps": 2}, ranks=2, decides=3),
     Way(TRAINER, "lengths that change in every step, 4 ranks", trainer, {**GROUPED, "steps": 12}, stages=(3,), ranks=4),
-    Way(LOOPS, "`loss.backward()` called by the script", plain_loop, {"own_backward": True, "steps": 8}),
+    Way(LOOPS, "`loss.backward()` called by the script", plain_loop, {"own_backward": True, "steps": 8}, decides=3),
     Way(LOOPS, "evaluation in inference mode after each step", plain_loop, {"evaluates": True, "steps": 8}),
     Way(LOOPS, "anomaly detection", plain_loop, {"detects_anomalies": True, "steps": 8}),
-    Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`", accelerated),
+    Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`", accelerated, decides=2),
     Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`, 2 ranks", accelerated, ranks=2, stages=(3,)),
     Way(LOOPS, "Accelerate, a plugin without a DeepSpeed config", accelerated, {"in_json": False}),
     *(
-        Way(TRL, f"TRL {row}, {block['placement']}", program, arguments, block=block)
-        for row, program, arguments in (
+        Way(TRL, f"TRL {name}, {block['placement']}", program, arguments, block=block,
+            decides=2 if "packing" in arguments and block is PLANNED else None)
+        for name, program, arguments in (
             ("SFTTrainer", sft, {}),
             ("SFTTrainer with packing", sft, {"packing": True}),
             ("DPOTrainer", dpo, {}),
@@ -98,21 +101,18 @@ WAYS = [
         for block in (NVME, PLANNED)
     ),
     Way(TRL, "TRL SFTTrainer, recompute", sft, {"steps": 14}, block=RECOMPUTED, stages=(3,)),
-    Way(TRL, "TRL DPOTrainer with LoRA", dpo, {"prepare": "LoRA"}),
+    Way(TRL, "TRL DPOTrainer with LoRA", dpo, {"prepare": "LoRA"}, decides=2),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("way", "stage"),
     [
-        pytest.param(
-            way, stage, id=f"{way.row}-{stage}",
-            marks=pytest.mark.compatible(way.section, f"{way.row}, ZeRO-{stage}"),
-        )
+        row(way.section, f"{way.name}, ZeRO-{stage}", way, stage, decides=stage == way.decides)
         for way in WAYS
         for stage in way.stages
     ],
-)  # fmt: skip
+)
 def test_way(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = config_of_loop(stage) | {"optimizer": OPTIMIZER} if way.program is plain_loop else config_of(stage)
     block = way.block or BLOCKS[stage]
@@ -125,6 +125,7 @@ def test_way(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], Non
 
 # ---- accelerate launch ----------------------------------------------------------------------------------------------
 
+LAUNCH = "`accelerate launch`"
 LAUNCHED = {"distributed_type": "DEEPSPEED", "num_machines": 1, "num_processes": 2, "use_cpu": False}
 
 
@@ -150,12 +151,7 @@ def launched(
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(
-            way,
-            marks=pytest.mark.compatible(
-                section, "`accelerate launch` with a DeepSpeed config in a file, ZeRO-3, 2 ranks"
-            ),
-        )
+        row(section, f"{LAUNCH} with a DeepSpeed config in a file, ZeRO-3, 2 ranks", way, decides=way == "trainer")
         for way, section in (("trainer", TRAINER), ("loop", LOOPS))
     ],
 )
@@ -172,10 +168,8 @@ def test_launched_with_a_file(way: str, tmp_path: Path, row_says: Callable[[str]
 @pytest.mark.parametrize(
     "in_script",
     [
-        pytest.param(
-            in_script, marks=pytest.mark.compatible(LOOPS, f"`accelerate launch` without a DeepSpeed config, {row}")
-        )
-        for in_script, row in ((True, "ZeRO-2, 2 ranks"), (False, "the block in `DS_TBA_BLOCK`, ZeRO-2, 2 ranks"))
+        row(LOOPS, f"{LAUNCH} without a DeepSpeed config, ZeRO-2, 2 ranks", True),
+        row(LOOPS, f"{LAUNCH} without a DeepSpeed config, the block in `DS_TBA_BLOCK`, ZeRO-2, 2 ranks", False),
     ],
 )
 def test_launched_without_a_file(in_script: bool, tmp_path: Path, row_says: Callable[[str], None]) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy
 import torch
 import torch.autograd.forward_ad
-from support.awkward import ReturnsWhatItSaved
+from support.awkward import Read, function, returns_what_it_saved
 from support.late_device import LateDevice, LateEvent
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,6 +31,12 @@ class Part(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
+
+
+def part(forward: Callable[[Tensor], Tensor]) -> type[Part]:
+    """A decorator: a part without a state of its own, from its forward."""
+    own = {"forward": lambda self, x: forward(x), "__doc__": forward.__doc__}
+    return type(forward.__name__, (Part,), own)
 
 
 def weight(width: int, other: int | None = None) -> nn.Parameter:
@@ -133,31 +139,28 @@ class Tied(Part):
         return functional.linear(torch.tanh(functional.linear(x, self.weight)), self.weight.t())
 
 
-class Shuffled(Part):
+@part
+def Shuffled(x: Tensor) -> Tensor:
     """Indices and masks among the saved tensors."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        order = torch.randperm(x.shape[0])
-        return torch.where(x > 0, x, 0.3 * x)[order] * torch.sigmoid(x)
+    order = torch.randperm(x.shape[0])
+    return torch.where(x > 0, x, 0.3 * x)[order] * torch.sigmoid(x)
 
 
 # ---- in place, and views --------------------------------------------------------------------------------------------
 
 
-class InPlace(Part):
+@part
+def InPlace(x: Tensor) -> Tensor:
     """Fresh tensors changed before they are saved."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * 1.1
-        h.add_(0.1).mul_(0.9)
-        return torch.relu_(h) * h.sigmoid()
+    h = x * 1.1
+    h.add_(0.1).mul_(0.9)
+    return torch.relu_(h) * h.sigmoid()
 
 
-class ChangesInput(Part):
+@part
+def ChangesInput(x: Tensor) -> Tensor:
     """Changes what it was given, in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(0.9).sin()
+    return x.mul_(0.9).sin()
 
 
 class Gates(Part):
@@ -176,12 +179,11 @@ class Gates(Part):
         return o * (f * x + i * g).tanh()
 
 
-class Chunks(Part):
+@part
+def Chunks(x: Tensor) -> Tensor:
     """Views of one storage with equal shape and stride."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = (x * 1.2).chunk(2, 1)
-        return torch.cat([left * right.sigmoid(), right * left.sigmoid()], 1)
+    left, right = (x * 1.2).chunk(2, 1)
+    return torch.cat([left * right.sigmoid(), right * left.sigmoid()], 1)
 
 
 class Broadcast(Part):
@@ -195,33 +197,29 @@ class Broadcast(Part):
         return x * x.mean(1, keepdim=True).expand_as(x) + x * (self.row * 0.5).expand_as(x)
 
 
-class Strided(Part):
+@part
+def Strided(x: Tensor) -> Tensor:
     """Overlapping views, from ``as_strided``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * 1.1
-        rows, half = x.shape[0], self.width // 2
-        even = h.as_strided((rows, half), (self.width, 2), 0)
-        odd = h.as_strided((rows, half), (self.width, 2), 1)
-        return torch.cat([even * odd.sigmoid(), odd.sin()], 1)
+    h = x * 1.1
+    rows, width = x.shape
+    even, odd = (h.as_strided((rows, width // 2), (width, 2), start) for start in (0, 1))
+    return torch.cat([even * odd.sigmoid(), odd.sin()], 1)
 
 
-class Transposed(Part):
+@part
+def Transposed(x: Tensor) -> Tensor:
     """``x`` and ``x.t()``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ (x.t() @ x) / x.shape[0]
+    return x @ (x.t() @ x) / x.shape[0]
 
 
 # ---- kinds of tensors -----------------------------------------------------------------------------------------------
 
 
-class Complex(Part):
+@part
+def Complex(x: Tensor) -> Tensor:
     """Complex numbers and their conjugates."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.complex(x, x.roll(1, 0))
-        return (z * z.conj()).real.sqrt() * 0.5 + (z * z).imag.tanh()
+    z = torch.complex(x, x.roll(1, 0))
+    return (z * z.conj()).real.sqrt() * 0.5 + (z * z).imag.tanh()
 
 
 class Bf16(Part):
@@ -235,12 +233,11 @@ class Bf16(Part):
         return (x.bfloat16() @ self.weight.bfloat16()).tanh().float()
 
 
-class SliceFirst(Part):
+@part
+def SliceFirst(x: Tensor) -> Tensor:
     """Saves a small slice of an activation before all of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * 1.1
-        return h[:1] * h[:1] + h.sin()
+    h = x * 1.1
+    return h[:1] * h[:1] + h.sin()
 
 
 class ForwardAd(Part):
@@ -274,43 +271,25 @@ class Nested(Part):
 # ---- functions of the user's own ------------------------------------------------------------------------------------
 
 
-class _SavesViews(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a.t(), a[1:], a[:, ::2])
-        return a.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        turned, tail, _ = ctx.saved_tensors
-        return grad * turned.t().cos() + torch.cat([tail.new_zeros(1, tail.shape[1]), tail * 1e-3])
+def _views_and_tail(grad: Tensor, read: Read) -> Tensor:
+    turned, tail, _ = read()
+    return grad * turned.t().cos() + torch.cat([tail.new_zeros(1, tail.shape[1]), tail * 1e-3])
 
 
-class _Doubles(torch.autograd.Function):
-    """Its backward reuses the buffer it saved."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a.clone())
-        return a * a
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return ctx.saved_tensors[0].mul_(2).mul_(grad)
+_saves_views = function(lambda a: (a.sin(), [a.t(), a[1:], a[:, ::2]]), _views_and_tail)
+_doubles = function(lambda a: (a * a, [a.clone()]), lambda grad, read: read()[0].mul_(2).mul_(grad))
 
 
-class SavesViews(Part):
+@part
+def SavesViews(x: Tensor) -> Tensor:
     """A function that saves three views of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _SavesViews.apply(x)
+    return _saves_views(x)
 
 
-class ReusesBuffer(Part):
+@part
+def ReusesBuffer(x: Tensor) -> Tensor:
     """A function whose backward changes what it unpacks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Doubles.apply(x * 0.7)
+    return _doubles(x * 0.7)
 
 
 class _Returning(Part):
@@ -322,7 +301,7 @@ class _Returning(Part):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.01 * ReturnsWhatItSaved.apply(self.weight, self.constant()).tanh()
+        return x + 0.01 * returns_what_it_saved(self.weight, self.constant()).tanh()
 
 
 class ReturnsLeaf(_Returning):
@@ -403,57 +382,34 @@ def _read_late(holder: list[Tensor], number: int) -> Tensor:
     return found.view(dtype).as_strided(*view).clone()
 
 
-class _ReadsLate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, number: int) -> Tensor:
-        ctx.save_for_backward(a)
-        ctx.number = number
-        return a * a * 0.5
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _on_stream(ctx) * grad, None
+def _on_stream(number: int, read: Read) -> Tensor:
+    """Return what a function saved, unpacked and read while its stream is the current one."""
+    with nullcontext() if _playing is None else _playing.on(_streams[number]):
+        return _read_late([*read()], number)
 
 
-def _on_stream(ctx: Any) -> Tensor:
-    """Return what the function saved, unpacked and read while its stream is the current one."""
-    if _playing is None:
-        return _read_late([*ctx.saved_tensors], ctx.number)
-    with _playing.on(_streams[ctx.number]):
-        return _read_late([*ctx.saved_tensors], ctx.number)
+def _reading_late(number: int) -> Callable[..., Tensor]:
+    return function(lambda a: (a * a * 0.5, [a]), lambda grad, read: _on_stream(number, read) * grad)
 
 
-class TwoStreams(Part):
+_reads_late = [_reading_late(number) for number in range(2)]
+
+
+@part
+def TwoStreams(x: Tensor) -> Tensor:
     """One saved storage that two streams of backward read."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * 1.1
-        return _ReadsLate.apply(h, 0) + _ReadsLate.apply(h, 1)
+    h = x * 1.1
+    return _reads_late[0](h) + _reads_late[1](h)
 
 
-class SecondStream(Part):
+@part
+def SecondStream(x: Tensor) -> Tensor:
     """One saved storage that the usual stream reads first, or last, and another one too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x * 1.1
-        return h.sin() + _ReadsLate.apply(h, 0) + h.cos() * h
+    h = x * 1.1
+    return h.sin() + _reads_late[0](h) + h.cos() * h
 
 
-class _WritesLate(torch.autograd.Function):
-    """Saves a tensor that a kernel on a stream has yet to fill."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, number: int) -> Tensor:
-        ctx.number = number
-        ctx.save_for_backward(_written_late(a.detach(), number))
-        return a * a * 0.5
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _on_stream(ctx) * grad, None
-
-
-def _written_late(source: Tensor, number: int) -> Tensor:
+def _written_late(source: Tensor) -> Tensor:
     if _playing is None:
         return source.clone(memory_format=torch.contiguous_format)  # as below: sums depend on strides
     wanted = source.contiguous().view(torch.uint8).flatten().clone()
@@ -462,14 +418,17 @@ def _written_late(source: Tensor, number: int) -> Tensor:
     return data.view(source.dtype).view(source.shape)
 
 
-class LateWriter(Part):
-    """Forward makes on another stream what it saves."""
+# Saves a tensor that a kernel on a stream has yet to fill.
+_writes_late = function(
+    lambda a: (a * a * 0.5, [_written_late(a.detach())]), lambda grad, read: _on_stream(1, read) * grad
+)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if _playing is None:
-            return _WritesLate.apply(x, 1)
-        with _playing.on(_streams[1]):
-            return _WritesLate.apply(x, 1)
+
+@part
+def LateWriter(x: Tensor) -> Tensor:
+    """Forward makes on another stream what it saves."""
+    with nullcontext() if _playing is None else _playing.on(_streams[1]):
+        return _writes_late(x)
 
 
 # ---- what is not the same the second time ---------------------------------------------------------------------------
@@ -515,25 +474,23 @@ class Memory(Part):
 _tracked: dict[str, Tensor] = {}
 
 
-class Tracker(Part):
+@part
+def Tracker(x: Tensor) -> Tensor:
     """Random states in a global dict, swapped in and out as in Megatron."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = torch.get_rng_state()
-        torch.set_rng_state(_tracked["model-parallel"])
-        h = functional.dropout(x.sin(), 0.2)
-        _tracked["model-parallel"] = torch.get_rng_state()
-        torch.set_rng_state(before)
-        return h
+    before = torch.get_rng_state()
+    torch.set_rng_state(_tracked["model-parallel"])
+    h = functional.dropout(x.sin(), 0.2)
+    _tracked["model-parallel"] = torch.get_rng_state()
+    torch.set_rng_state(before)
+    return h
 
 
-class HooksInput(Part):
+@part
+def HooksInput(x: Tensor) -> Tensor:
     """Scales the gradient of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient * 0.5)
-        return x.sin()
+    if x.requires_grad:
+        x.register_hook(lambda gradient: gradient * 0.5)
+    return x.sin()
 
 
 class RunsBackward(Part):

@@ -46,14 +46,6 @@ def script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_graphs_that_are_garbage_are_freed_in_lanes(tmp_path: Path) -> None:
-    """A lane may free a graph that was dropped without backward while it holds the lock of the store."""
-    done = script("garbage_in_lanes.py", tmp_path, 5)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"GARBAGE (\d+) steps, 0 of them wrong, (\d+) graphs freed in lanes", done.stdout)
-    assert found is not None and int(found[1]) > 10 and int(found[2]) > 10, done.stdout
-
-
 def test_a_finalizer_that_asks_for_the_end_starts_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting a thread waits for it."""
     config = OffloadConfig(nvme_path=str(tmp_path), io={"backend": "posix", "staging_bytes": 1 << 20})
@@ -130,7 +122,7 @@ def test_an_interrupted_start_leaves_no_lane(monkeypatch: pytest.MonkeyPatch, tm
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     """At random moments, most of them in the middle of our own code, which may hold any lock."""
     runs = 10
-    done = script("closes_on_signal.py", tmp_path, runs)
+    done = script("signals.py", "closes", tmp_path, runs)
     assert done.returncode == 0, done.stderr
     ends = re.findall(r"^END \d+ (.*)$", done.stdout, re.MULTILINE)
     # A handler that raises may leave a lock taken: then closing gives up in time, and the process ends all the same.
@@ -172,16 +164,27 @@ def test_an_object_ends_without_a_line_of_ours() -> None:
 
 
 _IN_PYTHON = ("__del__", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet")
+_NEVER = ("core", "device", "explain", "plan", "recompute", "remat", "storage")
+
+
+def runs_python(node: ast.AST) -> bool:
+    """Return whether this is a weak reference that calls back, or a finalizer."""
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return name == "weakref.finalize" or (name == "weakref.ref" and len(node.args) > 1)  # type: ignore[attr-defined]
 
 
 def test_no_class_has_a_finalizer_in_python() -> None:
-    """See [Note: No Python in finalizers]: whoever adds one loses what a handler raises in it."""
+    """See [Note: No Python in finalizers]: whoever adds one loses what a handler raises in it.
+
+    Nor may a graph that is garbage wait for a lock wherever the collector runs, such as in a lane that has it.
+    """
     package = HERE.parent / "ds_tba"
     found = [
         f"{path.relative_to(package)}:{node.lineno}"
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if getattr(node, "name", getattr(node, "attr", "")) in _IN_PYTHON
+        or (path.relative_to(package).parts[0] in _NEVER and runs_python(node))
     ]
     assert found == []
 
@@ -190,25 +193,18 @@ def test_no_class_has_a_finalizer_in_python() -> None:
 @pytest.mark.parametrize("placement", ["nvme", "adaptive"])
 def test_a_handler_that_saves_a_checkpoint_and_exits_ends_the_training(tmp_path: Path, placement: str) -> None:
     """A scheduler sends one signal, and SIGKILL after that: what the handler raises must not be lost."""
-    done = script("exits_on_signal.py", tmp_path, 30, placement)
+    done = script("signals.py", "exits", tmp_path, 30, placement)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "LOST 0 OTHERS 0", done.stdout + done.stderr
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("placement", ["nvme", "adaptive"])
-def test_a_training_that_catches_what_a_handler_raises_goes_on_exactly(tmp_path: Path, placement: str) -> None:
-    done = script("trains_on_after_signal.py", tmp_path, placement, 0, 60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    inside, raised, refused = map(int, done.stdout.split()[1:])
-    assert inside > 5 and raised > 5 and refused <= raised, done.stdout
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("placement", ["nvme", "host"])
-def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(tmp_path: Path, placement: str) -> None:
+@pytest.mark.parametrize(("placement", "every"), [("nvme", 37), ("host", 37), ("adaptive", 97)])
+def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(
+    tmp_path: Path, placement: str, every: int
+) -> None:
     """A gradient is never wrong: neither is a step that waits for ever."""
-    done = script("interrupted_anywhere.py", tmp_path, placement, 1, 37)
+    done = script("signals.py", "anywhere", tmp_path, 1, every, placement)
     assert done.returncode == 0, done.stdout + done.stderr
     exact, refused, others = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1]))
     assert others == 0 and exact > 5 and refused > 5, done.stdout + done.stderr

@@ -5,6 +5,7 @@ Here because the hazards and the random programs both train with them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +27,35 @@ class DoubleInPlace(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
-class ReturnsWhatItSaved(torch.autograd.Function):
-    """Autograd may take the memory of the gradient that this returns, which is the saved tensor itself."""
+Read = Callable[[], tuple[Any, ...]]
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, constant: Tensor) -> Tensor:
-        ctx.save_for_backward(constant)
-        return (a * constant).sum()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0], None
+def function(
+    makes: Callable[..., tuple[Tensor, Sequence[Tensor | None]]], gradients: Callable[[Tensor, Read], Any]
+) -> Callable[..., Tensor]:
+    """Return a Function of the user's, to be called.
+
+    Args:
+        makes: returns the output and what is to be saved.
+        gradients: gets the gradient and a call that reads what was saved; returns gradients of the first inputs.
+    """
+
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            made, saved = makes(*inputs)
+            ctx.save_for_backward(*saved)
+            ctx.count = len(inputs)
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            found = gradients(grad, lambda: ctx.saved_tensors)
+            found = found if isinstance(found, tuple) else (found,)
+            return (*found, *[None] * (ctx.count - len(found)))
+
+    return Made.apply
+
+
+# Autograd may take the memory of the gradient that this returns, which is the saved tensor itself.
+returns_what_it_saved = function(lambda a, constant: ((a * constant).sum(), [constant]), lambda _, read: read()[0])

@@ -62,6 +62,7 @@ class CompatibilityTable:
 
     def __init__(self, marker: str = "compatible", titles: str = COLUMNS, *, is_part: bool = False) -> None:
         self.rows: dict[tuple[str, str], str] = {}
+        self.deciding: list[tuple[str, str]] = []  # those that are run before a change lands
         self._marker, self._titles, self._is_part = marker, titles, is_part
 
     def collect(self, items: Iterable[pytest.Item]) -> None:
@@ -70,6 +71,7 @@ class CompatibilityTable:
                 if row_of(marker) in self.rows:
                     raise pytest.UsageError(f"two tests make the row {row_of(marker)}")
                 self.rows[row_of(marker)] = "**not run on this machine**"
+                self.deciding += [row_of(marker)] if marker.kwargs.get("decides") else []
 
     def say(self, item: pytest.Item, outcome: str) -> None:
         for marker in item.iter_markers(self._marker):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
-from support.awkward import DoubleInPlace
+from support.awkward import DoubleInPlace, Read, function
 from support.doubles import CpuAccelerator
 from support.leftovers import after_a_while, held
 
@@ -53,36 +53,6 @@ def grads_after(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     """Gradients after backward, while what the caller has made in its forward is still alive."""
     loss.backward()
     return grads(*leaves)
-
-
-Read = Callable[[], tuple[Any, ...]]
-
-
-def function(
-    makes: Callable[..., tuple[Tensor, Sequence[Tensor | None]]], gradients: Callable[[Tensor, Read], Any]
-) -> Callable[..., Tensor]:
-    """Return a Function of the user's, to be called.
-
-    Args:
-        makes: returns the output and what is to be saved.
-        gradients: gets the gradient and a call that reads what was saved; returns gradients of the first inputs.
-    """
-
-    class Made(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Tensor:
-            made, saved = makes(*inputs)
-            ctx.save_for_backward(*saved)
-            ctx.count = len(inputs)
-            return made
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            found = gradients(grad, lambda: ctx.saved_tensors)
-            found = found if isinstance(found, tuple) else (found,)
-            return (*found, *[None] * (ctx.count - len(found)))
-
-    return Made.apply
 
 
 # ---- views and identity ---------------------------------------------------------------------------------------------
@@ -944,16 +914,8 @@ def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[
     return out
 
 
-class PassesOn(torch.autograd.Function):
-    """Returns the gradient that it gets, as DeepSpeed's Functions around modules do."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        return a.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+# Returns the gradient that it gets, as DeepSpeed's Functions around modules do.
+passes_on = function(lambda a: (a.clone(), []), lambda grad, _: grad)
 
 
 def a_saved_tensor_that_becomes_a_gradient_later(saving: Saving) -> list[Tensor]:
@@ -964,7 +926,7 @@ def a_saved_tensor_that_becomes_a_gradient_later(saving: Saving) -> list[Tensor]
         with saving():
             made = y * 2
             later = (z * made).sum()
-            passed, between = PassesOn.apply(x), (other * other.detach()).sum()
+            passed, between = passes_on(x), (other * other.detach()).sum()
             loss = between + returns_its_constant(passed, made).sum()
             del made, passed, between
         loss.backward()
@@ -973,60 +935,43 @@ def a_saved_tensor_that_becomes_a_gradient_later(saving: Saving) -> list[Tensor]
     return out
 
 
-class SavesBoth(torch.autograd.Function):
-    """Saves two tensors, and reads an attribute of the second, which is a parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, first: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(first, weight)
-        return a * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        weight = ctx.saved_tensors[1]
-        if not hasattr(weight, "of_the_user"):
-            raise Wrong("a Function did not get the parameter that it saved")
-        return grad * weight, None, None
-
-
 def a_parameter_behind_a_tensor_without_strides(saving: Saving) -> list[Tensor]:
     """It is found again among what a Function has saved, whatever stands before it."""
     x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
     weight.of_the_user = True
+
+    def look(grad: Tensor, read: Read) -> Tensor:
+        weight = read()[1]
+        if not hasattr(weight, "of_the_user"):
+            raise Wrong("a Function did not get the parameter that it saved")
+        return grad * weight
+
+    saves_both = function(lambda a, first, weight: (a * weight, [first, weight]), look)
     jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
     for first in ((leaf() * 2).to_sparse(), jagged):
         with saving():
-            loss = SavesBoth.apply(x, first, weight).sum() + leaf().exp().sum()
+            loss = saves_both(x, first, weight).sum() + leaf().exp().sum()
         loss.backward()
     return grads(x)
 
 
-class UpdatesItsState(torch.autograd.Function):
-    """Its backward updates a running mean that the user has, as a quantizer of gradients may."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, mean: Tensor, writes_past_version: bool) -> Tensor:
-        ctx.save_for_backward(a, mean)
-        ctx.writes_past_version = writes_past_version
-        return a * a
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        a, mean = ctx.saved_tensors
-        of_a = grad * (a + mean)
-        (mean.data if ctx.writes_past_version else mean).mul_(0.9).add_(a, alpha=0.1)
-        return of_a, None, None
-
-
 def a_state_that_backward_updates(saving: Saving) -> list[Tensor]:
+    """A running mean that the user has, as a quantizer of gradients may."""
     x, out = leaf(), []
     for writes_past_version in (False, True):
+
+        def gradient(grad: Tensor, read: Read, writes_past_version: bool = writes_past_version) -> Tensor:
+            a, mean = read()
+            of_a = grad * (a + mean)
+            (mean.data if writes_past_version else mean).mul_(0.9).add_(a, alpha=0.1)
+            return of_a
+
+        updates = function(lambda a, mean: (a * a, [a, mean]), gradient)
         for shape in ((SIDE, SIDE), (1, SIDE)):
             mean = torch.zeros(shape)
             for _ in range(3):
                 with saving():
-                    loss = UpdatesItsState.apply(x.mean(0, keepdim=True) if shape[0] == 1 else x * 2, mean,
-                                                 writes_past_version).sum()  # fmt: skip
+                    loss = updates(x.mean(0, keepdim=True) if shape[0] == 1 else x * 2, mean).sum()
                 loss.backward()
             out.append(mean)
     return [*grads(x), *out]
