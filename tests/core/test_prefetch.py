@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, part_of, wait_for_writes
-from support.late_device import LateDevice
 from support.prefetching import KIB, Spy, cache_over, chain
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import RecordState
 from ds_tba.device.copies import PendingCopy
-from ds_tba.errors import ActivationLostError, StateError
+from ds_tba.errors import ActivationLostError
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
 
@@ -153,7 +151,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert store.space.read_ahead.unwritten_bytes == 0
     gate.opened.set()
     wait_for_writes(store)
-    assert store.stats.forwarded_bytes == MIB
+    assert (store.stats.forwarded_bytes, store.stats.cancelled_bytes) == (MIB, which * MIB)
     del loaded
     for ticket in tickets:
         store.release(ticket)
@@ -229,20 +227,6 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
     nothing_is_held(store)
 
 
-def test_closing_while_something_is_wanted(store: NvmeStore, gate: Gate) -> None:
-    tickets = under_write(store, gate, noise(MIB), noise(MIB))
-    assert all(store.prefetch(ticket) for ticket in tickets)
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    gate.opened.set()
-    closing.join(30)
-    assert not closing.is_alive()
-    if store.ring.is_synchronous:
-        with pytest.raises(StateError, match="closed before backward"):
-            store.get(tickets[0], CPU)
-    assert store.prefetch(tickets[0])  # nothing to do
-
-
 @on_a_device
 def test_without_device_memory_it_is_not_brought_ahead(
     store: NvmeStore, gate: Gate, monkeypatch: pytest.MonkeyPatch
@@ -261,64 +245,6 @@ def test_without_device_memory_it_is_not_brought_ahead(
     assert torch.equal(store.get(ticket, CPU).data, data)
     store.release(ticket)
     nothing_is_held(store)
-
-
-@pytest.fixture
-def late() -> Iterator[LateDevice]:
-    device = LateDevice(longest_pause_s=0.05)
-    yield device
-    device.end()
-
-
-@pytest.mark.parametrize("given_up", [False, True])
-def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
-    late: LateDevice, make_store: StoreFactory, given_up: bool
-) -> None:
-    store = make_store(lanes=ONE_LANE, accelerator=late)
-    try:
-        for _ in range(10):
-            data = noise(MIB)
-            ticket = put(store, data.clone())
-            store.prefetch(ticket)
-            until(lambda ticket=ticket: part_of(ticket).state not in (PartState.QUEUED, PartState.WRITING), "the write")  # type: ignore[misc]
-            if not given_up:
-                assert torch.equal(store.get(ticket, CPU).data, data)
-            store.release(ticket)
-        nothing_is_held(store)
-        assert store.stats.read_bytes == 0
-    finally:
-        store.close()  # before its device ends
-
-
-@on_a_device
-def test_pieces_under_write_are_wanted_and_handed_over(store: NvmeStore, gate: Gate) -> None:
-    data = noise(6 * MIB)
-    ticket = store.put(data.clone(), wait=False)
-    assert isinstance(ticket, SwapTicket) and len(ticket.parts) == 3
-    gate.arrived.acquire()
-    assert store.prefetch(ticket) and store.space.read_ahead.unwritten_bytes == 6 * MIB
-    gate.opened.set()
-    wait_for_writes(store)
-    loaded = store.get(ticket, CPU)
-    assert loaded.stored and torch.equal(loaded.data, data) and store.stats.read_bytes == 0
-    store.release(ticket)
-    nothing_is_held(store)
-
-
-@on_the_cpu
-def test_a_read_that_fails_still_raises_for_what_was_handed_over_before(
-    store: NvmeStore, gate: Gate, drive: ScriptedBackend
-) -> None:
-    drive.script = failing_behind(gate, "read")
-    data = noise(MIB)
-    (ticket,) = under_write(store, gate, data)
-    assert store.prefetch(ticket)
-    gate.opened.set()
-    until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    with pytest.raises(ActivationLostError):
-        store.get(ticket, CPU)
-    assert store.stats.forwarded_bytes == MIB
 
 
 # ---- when it begins -------------------------------------------------------------------------------------------------

@@ -460,21 +460,6 @@ def test_a_trial_that_fails_ends_its_object(op: Any, monkeypatch: pytest.MonkeyP
     assert not made
 
 
-def test_torch_has_another_adamw(op: Any) -> None:
-    """So that the comparisons above can fail."""
-    generator = torch.Generator().manual_seed(0)
-    expected = State.fresh(1280, generator)
-    parameter = torch.nn.Parameter(expected.master.clone())
-    theirs = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    with adams(op, 1, 0.9, 0.999) as (stock,):
-        for step in range(1, 13):
-            parameter.grad = gradient_of(1280, generator)
-            expected.host_update(stock, step, HYPER, parameter.grad)
-            theirs.step()
-    assert not same_bits(expected.master, parameter.detach())
-    assert torch.allclose(expected.master, parameter.detach(), atol=1e-5)
-
-
 def test_bits_are_compared() -> None:
     zero = torch.tensor([0.0, torch.nan])
     assert same_bits(zero, -zero[:].neg()) and same_bits(zero, torch.tensor([0.0, -torch.nan]))
