@@ -102,11 +102,6 @@ def test_staging_is_derived_from_host_memory_where_it_is_null(
     assert found.model_copy(update={"io": parsed[0].io}) == parsed[0]
 
 
-def test_absent_or_disabled_is_none() -> None:
-    assert parse_block({"zero_optimization": {"stage": 3}}) is None
-    assert parse_block({BLOCK: {"enabled": False}}) is None
-
-
 WORSE = {"enabled": False, "placment": "nvme", "io": 3, "min_tensor_bytes": "auto", "max_step_overhead": 2, "": None}
 
 

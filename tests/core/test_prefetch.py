@@ -158,22 +158,6 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     nothing_is_held(store)
 
 
-@pytest.mark.parametrize("state", [PartState.QUEUED, PartState.WRITING, PartState.LOADED])
-def test_what_is_given_up_after_it_was_wanted_leaves_nothing(store: NvmeStore, gate: Gate, state: PartState) -> None:
-    tickets = under_write(store, gate, *(noise(MIB) for _ in range(2)))
-    ticket = tickets[state is PartState.QUEUED]
-    assert store.prefetch(ticket)
-    if state is PartState.LOADED:
-        gate.opened.set()
-        until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
-        assert store.space.read_ahead.prefetched_bytes == MIB
-    for one in tickets:
-        store.release(one)
-    gate.opened.set()
-    nothing_is_held(store)
-    assert store.space.read_ahead.unwritten_bytes == 0 and part_of(ticket).state is PartState.RELEASED
-
-
 def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(store: NvmeStore, gate: Gate) -> None:
     """Those that were given up and came from the drive in the end."""
     data = noise(MIB)

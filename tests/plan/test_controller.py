@@ -208,15 +208,6 @@ def test_recomputed_blocks_save_their_inputs_only_and_are_counted(make: Make) ->
     assert report.recomputed_bytes == (STEPS - FIRST_PLAN) * report.plan["bytes"]["recompute"] > 0
 
 
-def test_another_shape_asks_for_another_trace(make: Make) -> None:
-    ours, offloader = trained(make, FIRST_PLAN + 2)
-    before = offloader.report()
-    steps(ours, offloader, [2 * ROWS] * 14)
-    after = offloader.report()
-    assert before.plan is not None and after.plan is not None and after.plans > before.plans
-    assert sum(after.plan["bytes"].values()) > 1.9 * sum(before.plan["bytes"].values())
-
-
 class Counted:
     """A planner that counts its plans."""
 
@@ -254,15 +245,6 @@ def test_steps_of_the_optimizer_without_a_forward_are_no_steps(make: Make) -> No
         offloader.note_step()
         offloader.note_step()
     assert len(seen) == 3 and offloader.report().steps == FIRST_PLAN + 9
-
-
-def test_other_micro_steps_for_good_ask_for_another_trace(make: Make) -> None:
-    ours = model()
-    offloader = make(ours, recompute=False)
-    controller = controller_of(offloader)
-    steps(ours, offloader, [ROWS] * FIRST_PLAN)
-    steps(ours, offloader, [ROWS] * 20, micro_steps=3)
-    assert controller.in_force is not None and controller.in_force.trace.micro_steps == 3
 
 
 def test_other_blocks_than_planned_ask_for_another_trace(make: Make) -> None:

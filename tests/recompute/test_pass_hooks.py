@@ -131,13 +131,6 @@ def test_a_block_shows_the_signature_of_its_class_in_forwards(model: Model, bloc
         assert inspect.signature(model.layers[0].forward) == own
 
 
-def test_nothing_stays_on_the_model(model: Model, blocks: Blocks) -> None:
-    with blocks.listening():
-        model(torch.ones(3))
-    for module in model.modules():
-        assert not module._forward_hooks and not module._forward_pre_hooks and "forward" not in module.__dict__
-
-
 def test_a_compiled_block_is_told_of_and_one_inside_a_compiled_model_is_not(told: Told) -> None:
     model = Model()
     model.layers[0] = torch.compile(model.layers[0], backend="eager")

@@ -220,15 +220,6 @@ def test_bytes_that_cannot_be_decompressed_are_read_once_more_and_then_an_error(
         store.get(ticket, CPU)
 
 
-@pytest.mark.parametrize("verb", ["compress", "decompress"])
-def test_a_codec_without_memory_is_tried_again(make_store: StoreFactory, verb: str) -> None:
-    store = make_store(codec=Failing(verb, MemoryError("in the codec"), 1), lanes=Lanes(1, 1))
-    data = bytes_of(activations(MIB))
-    ticket = saved(store, data.clone())
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.paths[0].failure is None and not store.stats.rescued_bytes
-
-
 class Scarce:
     """blosc2, which raises so many times what it raises for want of memory."""
 

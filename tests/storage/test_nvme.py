@@ -512,60 +512,6 @@ def test_closing_waits_for_what_another_thread_is_copying_into_staging(
     assert store.ring._memory is None and store.stats.written_bytes == MIB
 
 
-class Lately(EventAccelerator):
-    """Events that are done when ``late`` is set, of the copies that were queued while ``is_late``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_late, self.late = False, threading.Event()
-        make = self.new_event
-
-        def new_event() -> Any:
-            event = make()
-            if self.is_late:
-                event.query, event.synchronize = self.late.is_set, lambda: self.late.wait(10)
-            return event
-
-        self.new_event = new_event
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Lanes find no memory: what they read ahead stays in staging."""
-        if threading.current_thread() is not threading.main_thread():
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().allocate(nbytes, device)
-
-
-def test_a_graph_may_go_while_a_store_is_closed(make_store: StoreFactory) -> None:
-    device, gate = Lately(), Gate()
-    backend = DeviceBackend(gate)
-    store = make_store(backend, accelerator=device, staging_bytes=4 * MIB, lanes=Lanes(1, 1))
-    first = store.put(noise(MIB), wait=False)
-    assert gate.arrived.acquire(timeout=10)
-    second = store.put(noise(MIB), wait=False)
-    assert store.prefetch(first)
-    device.is_late = True
-    store.get(second, CPU)  # handed over: its slot waits for this copy
-    device.is_late = False
-    gate.opened.set()
-    until(lambda: part_of(first).state is PartState.LOADED, "it stays in staging")
-    problems: list[BaseException] = []
-
-    def close() -> None:
-        try:
-            store.close()
-        except BaseException as error:  # noqa: BLE001 - told below
-            problems.append(error)
-
-    closing = threading.Thread(target=close)
-    closing.start()
-    time.sleep(0.2)
-    store.release(first)
-    time.sleep(0.1)
-    device.late.set()
-    closing.join(10)
-    assert not closing.is_alive() and not problems and not backend.staging
-
-
 def test_checksums_on_a_device_without_memory_take_none(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,18 +558,3 @@ def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) ->
         wait_for_writes(store)
         store.get(ticket, CPU)
         store.release(ticket)
-
-
-def test_a_closed_host_store_holds_memory_no_longer_than_copies_use_it() -> None:
-    device = Lately()
-    store = HostStore(device, 2 * MIB)
-    ticket, other = (store.put(noise(MIB // 2), wait=True) for _ in range(2))
-    store.close()
-    device.is_late = True
-    ticket.uses.append(device.new_event())
-    device.is_late = False
-    store.release(ticket)
-    assert len(store._held_after_close) == 1
-    device.late.set()
-    store.release(other)
-    assert not store._held_after_close
