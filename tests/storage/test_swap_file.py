@@ -60,23 +60,6 @@ def test_a_failed_step_gives_its_part_back(tmp_path: Path, monkeypatch: pytest.M
     file.close()
 
 
-def test_without_o_tmpfile_the_name_is_gone_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.open
-
-    def without_o_tmpfile(path: object, flags: int, *rest: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real(path, flags, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", without_o_tmpfile)
-    file = SwapFile(tmp_path, 1 << 20)
-    assert list(tmp_path.iterdir()) == []
-    assert file.grow(4096)
-    file.close()
-
-
 def test_without_o_tmpfile_nobody_can_put_a_link_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who may write into the directory swaps the file for a link whenever it is opened by its name."""
     directory, precious, real = tmp_path / "nvme", tmp_path / "precious", os.open
