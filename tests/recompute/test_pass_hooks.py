@@ -98,20 +98,16 @@ def test_a_pass_that_is_interrupted_is_over_with_the_forward(model: Model, told:
     assert told.of == PASSES
 
 
-def test_the_forward_of_a_block_stays_the_users(model: Model, blocks: Blocks, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "forward" not in model.layers[0].__dict__ and model.layers[0].forward.__func__ is Doubles.forward
-    monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x + 1)
-    with blocks.listening():
-        assert torch.equal(model(torch.ones(3)), torch.full((3,), 3.0))
-
-
-@pytest.mark.usefixtures("needs_recompute")
-def test_a_forward_that_is_replaced_in_the_class_runs_also_where_blocks_may_run_again(
-    model: Model, told: Told, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("may_recompute", [False, True])
+def test_the_forward_of_a_block_stays_the_users(
+    model: Model, told: Told, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, may_recompute: bool
 ) -> None:
-    blocks = Blocks(find_blocks(model, None), told)
+    if may_recompute:
+        request.getfixturevalue("needs_recompute")
+    blocks = Blocks(find_blocks(model, None), told, may_recompute=may_recompute)
     with blocks.listening():
         model(torch.ones(3))
+    assert "forward" not in model.layers[0].__dict__ and model.layers[0].forward.__func__ is Doubles.forward
     monkeypatch.setattr(Doubles, "forward", lambda self, x, fails=False: x + 1)
     with blocks.listening():
         assert torch.equal(model(torch.ones(3)), torch.full((3,), 3.0))
