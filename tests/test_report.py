@@ -391,17 +391,6 @@ def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
     assert list(report_module.parts()) == list(report_module.PARTS.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"),
-    [
-        ("offloaded_bytes", "bytes"), ("peak_saved_bytes_without", "bytes"), ("kept_bytes_by_reason", "bytes"),
-        ("write_bytes_per_s", "bytes/s"), ("stall_s", "s"), ("fallbacks", ""), ("fallbacks_by_reason", ""),
-    ],
-)  # fmt: skip
-def test_a_field_s_name_has_its_unit(name: str, unit: str) -> None:
-    assert report_module.unit_of(name) == unit
-
-
 def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finished(tmp_path, report={"path": str(tmp_path / "report.json")})
     assert main(["report", str(tmp_path / "report.json")]) == 0

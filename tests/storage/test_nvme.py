@@ -248,49 +248,6 @@ def test_a_lost_or_short_transfer_is_seen(
         store.get(ticket, CPU)
 
 
-# By place and length within an I/O block of 1 MiB; its first and last 4 KiB are sampled.
-LOSSES = {
-    "the block": (0, MIB),
-    "its first half": (0, MIB // 2),
-    "its second half": (MIB // 2, MIB // 2),
-    "its first 4 KiB": (0, 4096),
-    "its last 4 KiB": (MIB - 4096, 4096),
-}
-HOLES = {"128 KiB inside of it": (384 << 10, 128 << 10), "4 KiB inside of it": (MIB // 2, 4096),
-         "all but what is sampled": (4096, MIB - 8192)}  # fmt: skip
-
-
-def lose(store: NvmeStore, ticket: SwapTicket, start: int, nbytes: int) -> None:
-    """Have older bytes in the third I/O block of what is stored, as where a part of a write was lost."""
-    stale = store.ring.view(store.ring.slots.allocate(nbytes))  # type: ignore[arg-type]
-    stale.copy_(noise(nbytes))
-    store.paths[0].writes.handles[0].write(stale, part_of(ticket).extent.offset + 2 * MIB + start)
-
-
-@pytest.mark.parametrize("integrity", ["sampled", "full"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_what_sampling_finds(make_store: StoreFactory, integrity: str, loss: str) -> None:
-    store = make_store(integrity=integrity)
-    ticket = stored(store, noise(4 * MIB))
-    lose(store, ticket, *LOSSES[loss])
-    with pytest.raises(ActivationCorruptionError):
-        store.get(ticket, CPU)
-
-
-@pytest.mark.parametrize("hole", HOLES)
-def test_a_hole_inside_of_a_block_is_found_by_full_only(make_store: StoreFactory, hole: str) -> None:
-    """Such as where a kernel or a drive splits a request and loses a part."""
-    store, data = make_store(integrity="sampled"), noise(4 * MIB)
-    ticket = stored(store, data.clone())
-    lose(store, ticket, *HOLES[hole])
-    assert not torch.equal(store.get(ticket, CPU).data, data)
-    store = make_store(integrity="full")
-    ticket = stored(store, data.clone())
-    lose(store, ticket, *HOLES[hole])
-    with pytest.raises(ActivationCorruptionError):
-        store.get(ticket, CPU)
-
-
 def test_what_backward_holds_takes_no_staging_and_outlives_the_store(
     make_store: StoreFactory, backend: IoBackend
 ) -> None:

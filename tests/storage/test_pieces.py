@@ -10,12 +10,11 @@ import torch
 from conftest import StoreFactory
 from support import hazards
 from support.disks import until
-from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, wait_for_writes
 from support.each_hazard import Scenario, scenarios
 from support.stores import CPU, noise, store_is_empty
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.errors import ActivationLostError
 from ds_tba.stats import PathMeter
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Refusal
@@ -86,15 +85,6 @@ def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory
     data = noise(5 * MIB)
     ticket = put(nvme, data.clone())
     assert torch.equal(nvme.get(ticket, CPU).data, data) and nvme.stats.offloaded_bytes == 5 * MIB
-
-
-def test_a_lost_piece_raises(make_store: StoreFactory) -> None:
-    nvme = make_store(ScriptedBackend(fails("read", first=3)), staging_bytes=4 * MIB)
-    store = nvme
-    ticket = put(store, noise(6 * MIB))
-    wait_for_writes(nvme)
-    with pytest.raises(ActivationLostError):
-        store.get(ticket, CPU)
 
 
 @pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
