@@ -328,6 +328,18 @@ def test_a_lane_that_cannot_be_had_leaves_nothing(
     assert not any(thread.is_alive() for thread in started)
 
 
+def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_store: StoreFactory) -> None:
+    gate, copied = Gate(), threading.Event()
+    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1), accelerator=EventAccelerator(copied))
+    for ticket in [put(store, noise(MIB)) for _ in range(2)]:
+        store.release(ticket)
+    assert store.ring.slots.used_bytes == 2 * MIB
+    gate.opened.set()
+    copied.set()
+    nothing_is_held(store)
+    assert store.stats.written_bytes <= MIB
+
+
 @pytest.mark.parametrize("who", ["forward", "backward"])
 def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
