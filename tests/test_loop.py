@@ -19,7 +19,6 @@ from support.disks import until
 from support.ranks import environment, free_port
 from torch import nn
 
-import ds_tba
 from ds_tba.errors import BackendUnavailableError, ConfigError, IncompatibleError, StateError
 from ds_tba.loop import Offloader
 
@@ -152,10 +151,6 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
 
 
-def test_it_is_exported() -> None:
-    assert ds_tba.Offloader is Offloader
-
-
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
@@ -188,14 +183,12 @@ def test_values_of_a_program_are_those_of_a_file(tmp_path: Path) -> None:
         Offloader(placement="keep", min_tensor_bytes=True)
 
 
-def test_a_cuda_device_that_is_not_there_is_refused_by_name() -> None:
-    with pytest.raises(IncompatibleError, match=r"the device is cuda:99, and this process sees \d+ CUDA devices"):
-        Offloader(device="cuda:99", placement="keep")
-
-
-def test_another_device_is_refused_by_name() -> None:
-    with pytest.raises(IncompatibleError, match="the device is meta: without DeepSpeed"):
-        Offloader(device="meta", placement="keep")
+@pytest.mark.parametrize(
+    ("device", "told"), [("cuda:99", r", and this process sees \d+ CUDA devices"), ("meta", ": without DeepSpeed")]
+)
+def test_a_device_that_is_not_there_and_another_are_refused_by_name(device: str, told: str) -> None:
+    with pytest.raises(IncompatibleError, match=f"the device is {device}{told}"):
+        Offloader(device=device, placement="keep")
 
 
 def test_aio_without_deepspeed_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

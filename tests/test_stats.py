@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -195,27 +196,16 @@ def test_lanes_that_are_slowed_down_have_the_rate_of_the_drive(make_store: Store
 def test_the_copy_into_staging_is_not_the_time_of_the_drive(make_store: StoreFactory) -> None:
     copied, taken = threading.Event(), threading.Event()
 
-    class Accelerator(EventAccelerator):
-        """The clock moves while a lane waits for the copy."""
+    device = EventAccelerator(copied)
+    wait = device.new_event.synchronize
 
-        def __init__(self) -> None:
-            super().__init__(copied)
-            event = self.new_event
+    def synchronize(event: Any) -> None:
+        """The clock moves while a lane waits here for the copy."""
+        taken.set()
+        wait(event)
 
-            def new_event() -> object:
-                one = event()
-                wait = one.synchronize
-
-                def synchronize() -> None:
-                    taken.set()
-                    wait()
-
-                one.synchronize = synchronize
-                return one
-
-            self.new_event = new_event
-
-    store, clock = metered(make_store, lambda: 0.5, accelerator=Accelerator())
+    device.new_event.synchronize = synchronize  # type: ignore[method-assign]
+    store, clock = metered(make_store, lambda: 0.5, accelerator=device)
     once(store)
     assert taken.wait(30)
     clock.now_s += 100.0

@@ -41,19 +41,6 @@ def written(store: NvmeStore) -> tuple[TensorCache, Tensor, Tensor]:
 # ---- what is stored, and how often ----------------------------------------------------------------------------------
 
 
-def test_each_storage_is_written_once(make_store: StoreFactory) -> None:
-    store = make_store()
-    cache = cache_over(store)
-    x = torch.randn(256, 256, requires_grad=True)
-    with cache.saving():
-        y = x * 2
-        loss = (y[:128] * y[128:]).sum() + (y.t() @ y).sum() + (y.view(-1) * y.reshape(-1)).sum()
-    x_bytes = 256 * 256 * 4
-    assert store.stats.offloaded_bytes <= 2 * x_bytes  # y, and at most x: never one of the views
-    assert cache.stats.deduplicated_bytes >= 4 * x_bytes
-    loss.backward()
-
-
 def test_parameters_and_buffers_are_never_written(make_store: StoreFactory) -> None:
     store = make_store()
     cache = cache_over(store)
@@ -63,28 +50,6 @@ def test_parameters_and_buffers_are_never_written(make_store: StoreFactory) -> N
     stored = {record.nbytes for record in cache.forward.by_key.values() if record.state is not RecordState.KEPT}
     assert 256 * 256 * 4 not in stored
     assert cache.stats.passed_through_tensors > 0
-    loss.backward()
-
-
-def test_small_storages_are_kept_and_counted(make_store: StoreFactory) -> None:
-    store = make_store()
-    cache = TensorCache([store], "cpu", 1 << 20)
-    x = torch.randn(1000, requires_grad=True)
-    with cache.saving():
-        loss = x.exp().sum()
-    assert store.stats.offloaded_bytes == 0 and cache.stats.kept_bytes["small"] == 4000
-    loss.backward()
-
-
-def test_full_staging_keeps_the_tensor_and_counts_it(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), staging_bytes=MIB)
-    cache = cache_over(store)
-    x = torch.randn(128 * 1024, requires_grad=True)  # 512 KiB
-    with cache.saving():
-        loss = x.exp().sin().tanh().sigmoid().sum()
-    assert store.stats.fallbacks["staging full"] == 1 and cache.stats.kept_bytes["staging full"] == MIB // 2
-    gate.opened.set()
     loss.backward()
 
 

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, part_of, wait_for_writes
-from support.late_device import LateDevice
 from support.prefetching import KIB, Spy, cache_over, chain
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import RecordState
 from ds_tba.device.copies import PendingCopy
-from ds_tba.errors import ActivationLostError, StateError
+from ds_tba.errors import ActivationLostError
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
 
 ONE_LANE = Lanes(1, 1)
-devices = pytest.mark.parametrize(
-    "accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"]
-)
-MakeDevice = Callable[[], CpuAccelerator]
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate()
+
+
+@pytest.fixture
+def drive(gate: Gate) -> ScriptedBackend:
+    """Writes once the gate is open."""
+    return ScriptedBackend(gate)
+
+
+@pytest.fixture(params=[CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+def store(request: pytest.FixtureRequest, make_store: StoreFactory, drive: ScriptedBackend) -> NvmeStore:
+    """One lane each way, on either kind of device."""
+    return make_store(drive, lanes=ONE_LANE, staging_bytes=8 * MIB, accelerator=request.param())
+
+
+on_the_cpu = pytest.mark.parametrize("store", [CpuAccelerator], indirect=True)
+on_a_device = pytest.mark.parametrize("store", [EventAccelerator], indirect=True)
 
 
 def under_write(store: NvmeStore, gate: Gate, *pieces: torch.Tensor) -> list[SwapTicket]:
@@ -47,12 +62,7 @@ def failing_behind(gate: Gate, what: str) -> Callable[[str, int], None]:
     return script
 
 
-@devices
-def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(
-    make_store: StoreFactory, accelerator: MakeDevice
-) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
+def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(store: NvmeStore, gate: Gate) -> None:
     pieces = [noise(MIB + 1) for _ in range(3)]
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
@@ -71,9 +81,8 @@ def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(
     nothing_is_held(store)
 
 
-def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator(), staging_bytes=4 * MIB)
+@on_a_device
+def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(store: NvmeStore, gate: Gate) -> None:
     tickets = under_write(store, gate, *(noise(MIB) for _ in range(3)))
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
@@ -82,9 +91,8 @@ def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(ma
     assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
 
 
-def test_on_the_cpu_it_stays_in_its_slot_until_it_is_needed(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE)
+@on_the_cpu
+def test_on_the_cpu_it_stays_in_its_slot_until_it_is_needed(store: NvmeStore, gate: Gate) -> None:
     (ticket,) = under_write(store, gate, noise(MIB))
     store.prefetch(ticket)
     gate.opened.set()
@@ -94,10 +102,9 @@ def test_on_the_cpu_it_stays_in_its_slot_until_it_is_needed(make_store: StoreFac
     assert slots_in_use(store) == 0
 
 
-def test_reads_behind_what_is_being_written_are_not_held_up(make_store: StoreFactory) -> None:
+@on_the_cpu
+def test_reads_behind_what_is_being_written_are_not_held_up(store: NvmeStore, gate: Gate) -> None:
     """Six of eight slots are being written, more than the half that reads leave to writes."""
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, staging_bytes=8 * MIB)
     gate.opened.set()
     before = [stored(store, noise(MIB)) for _ in range(3)]
     gate.opened.clear()
@@ -107,12 +114,7 @@ def test_reads_behind_what_is_being_written_are_not_held_up(make_store: StoreFac
     gate.opened.set()
 
 
-@devices
-def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
-    make_store: StoreFactory, accelerator: MakeDevice
-) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, staging_bytes=8 * MIB, accelerator=accelerator())
+def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(store: NvmeStore, gate: Gate) -> None:
     gate.opened.set()
     early = [stored(store, noise(MIB)) for _ in range(10)]
     for ticket in early[:6]:
@@ -138,12 +140,9 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["being written", "queued"])
-@devices
 def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
-    make_store: StoreFactory, accelerator: MakeDevice, which: int
+    store: NvmeStore, gate: Gate, which: int
 ) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
     pieces = [noise(MIB) for _ in range(2)]
     tickets = under_write(store, gate, *pieces)
     assert store.prefetch(tickets[which])
@@ -152,41 +151,15 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert store.space.read_ahead.unwritten_bytes == 0
     gate.opened.set()
     wait_for_writes(store)
-    assert store.stats.forwarded_bytes == MIB
+    assert (store.stats.forwarded_bytes, store.stats.cancelled_bytes) == (MIB, which * MIB)
     del loaded
     for ticket in tickets:
         store.release(ticket)
     nothing_is_held(store)
 
 
-@pytest.mark.parametrize("state", [PartState.QUEUED, PartState.WRITING, PartState.LOADED])
-@devices
-def test_what_is_given_up_after_it_was_wanted_leaves_nothing(
-    make_store: StoreFactory, accelerator: MakeDevice, state: PartState
-) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
-    tickets = under_write(store, gate, *(noise(MIB) for _ in range(2)))
-    ticket = tickets[state is PartState.QUEUED]
-    assert store.prefetch(ticket)
-    if state is PartState.LOADED:
-        gate.opened.set()
-        until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
-        assert store.space.read_ahead.prefetched_bytes == MIB
-    for one in tickets:
-        store.release(one)
-    gate.opened.set()
-    nothing_is_held(store)
-    assert store.space.read_ahead.unwritten_bytes == 0 and part_of(ticket).state is PartState.RELEASED
-
-
-@devices
-def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(
-    make_store: StoreFactory, accelerator: MakeDevice
-) -> None:
+def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(store: NvmeStore, gate: Gate) -> None:
     """Those that were given up and came from the drive in the end."""
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
     data = noise(MIB)
     (ticket,) = under_write(store, gate, data)
     assert store.prefetch(ticket)
@@ -199,12 +172,10 @@ def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(
     nothing_is_held(store)
 
 
-@devices
 def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
-    make_store: StoreFactory, accelerator: MakeDevice
+    store: NvmeStore, gate: Gate, drive: ScriptedBackend
 ) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(failing_behind(gate, "write")), lanes=ONE_LANE, accelerator=accelerator())
+    drive.script = failing_behind(gate, "write")
     pieces = [noise(MIB) for _ in range(2)]
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
@@ -218,11 +189,10 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     nothing_is_held(store)
 
 
+@on_a_device
 def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+    store: NvmeStore, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator())
     first, second = under_write(store, gate, noise(MIB), noise(MIB))
     assert store.prefetch(second)
 
@@ -241,28 +211,10 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
     nothing_is_held(store)
 
 
-@devices
-def test_closing_while_something_is_wanted(make_store: StoreFactory, accelerator: MakeDevice) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=accelerator())
-    tickets = under_write(store, gate, noise(MIB), noise(MIB))
-    assert all(store.prefetch(ticket) for ticket in tickets)
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    gate.opened.set()
-    closing.join(30)
-    assert not closing.is_alive()
-    if store.ring.is_synchronous:
-        with pytest.raises(StateError, match="closed before backward"):
-            store.get(tickets[0], CPU)
-    assert store.prefetch(tickets[0])  # nothing to do
-
-
+@on_a_device
 def test_without_device_memory_it_is_not_brought_ahead(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+    store: NvmeStore, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator())
     data = noise(MIB)
     (ticket,) = under_write(store, gate, data)
 
@@ -277,63 +229,6 @@ def test_without_device_memory_it_is_not_brought_ahead(
     assert torch.equal(store.get(ticket, CPU).data, data)
     store.release(ticket)
     nothing_is_held(store)
-
-
-@pytest.fixture
-def late() -> Iterator[LateDevice]:
-    device = LateDevice(longest_pause_s=0.05)
-    yield device
-    device.end()
-
-
-@pytest.mark.parametrize("given_up", [False, True])
-def test_what_is_on_its_way_back_from_staging_may_be_asked_for_or_given_up(
-    late: LateDevice, make_store: StoreFactory, given_up: bool
-) -> None:
-    store = make_store(lanes=ONE_LANE, accelerator=late)
-    try:
-        for _ in range(10):
-            data = noise(MIB)
-            ticket = put(store, data.clone())
-            store.prefetch(ticket)
-            until(lambda ticket=ticket: part_of(ticket).state not in (PartState.QUEUED, PartState.WRITING), "the write")  # type: ignore[misc]
-            if not given_up:
-                assert torch.equal(store.get(ticket, CPU).data, data)
-            store.release(ticket)
-        nothing_is_held(store)
-        assert store.stats.read_bytes == 0
-    finally:
-        store.close()  # before its device ends
-
-
-def test_pieces_under_write_are_wanted_and_handed_over(make_store: StoreFactory) -> None:
-    gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), lanes=ONE_LANE, accelerator=EventAccelerator(), staging_bytes=8 * MIB)
-    store, data = nvme, noise(6 * MIB)
-    ticket = store.put(data.clone(), wait=False)
-    assert isinstance(ticket, SwapTicket) and len(ticket.parts) == 3
-    gate.arrived.acquire()
-    assert store.prefetch(ticket) and nvme.space.read_ahead.unwritten_bytes == 6 * MIB
-    gate.opened.set()
-    wait_for_writes(nvme)
-    loaded = store.get(ticket, CPU)
-    assert loaded.stored and torch.equal(loaded.data, data) and nvme.stats.read_bytes == 0
-    store.release(ticket)
-    nothing_is_held(nvme)
-
-
-def test_a_read_that_fails_still_raises_for_what_was_handed_over_before(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(failing_behind(gate, "read")), lanes=ONE_LANE)
-    data = noise(MIB)
-    (ticket,) = under_write(store, gate, data)
-    assert store.prefetch(ticket)
-    gate.opened.set()
-    until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    with pytest.raises(ActivationLostError):
-        store.get(ticket, CPU)
-    assert store.stats.forwarded_bytes == MIB
 
 
 # ---- when it begins -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from support.late_device import LateDevice
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
+from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Always, Refusal, Store, Ticket
 from ds_tba.storage.host import HostStore
@@ -25,38 +26,41 @@ from ds_tba.storage.space import SwapTicket
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
-Make = Callable[[StoreFactory, LateDevice], Store[Any]]
-DeviceFactory = Callable[..., LateDevice]
 
 
 @pytest.fixture
-def make_device() -> Iterator[DeviceFactory]:
+def make_device() -> Iterator[Callable[..., LateDevice]]:
     """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
     factory = Factory(LateDevice, LateDevice.end)
     yield factory
     factory.close()
 
 
-def nvme(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
-    return make_store(accelerator=device, staging_bytes=8 * MIB)
+@pytest.fixture
+def device(make_device: Callable[..., LateDevice]) -> LateDevice:
+    """Tells also of memory that was written after it was freed."""
+    return make_device(late_compute=True, longest_pause_s=0.0, watch_freed=True)
 
 
-def nvme_in_parts(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
-    return make_store(accelerator=device, staging_bytes=MIB)
+@pytest.fixture(params=["nvme", "nvme from the device", "host"])
+def store(request: pytest.FixtureRequest, device: LateDevice, make_store: StoreFactory) -> Iterator[Store[Any]]:
+    made: dict[str, Callable[[], Store[Any]]] = {
+        "nvme": lambda: make_store(accelerator=device, staging_bytes=8 * MIB),
+        "nvme in parts": lambda: make_store(accelerator=device, staging_bytes=MIB),
+        "nvme from the device": lambda: make_store(DeviceBackend(), accelerator=device, staging_bytes=8 * MIB),
+        "host": lambda: HostStore(device, 64 * MIB, ahead_bytes=4 * MIB),
+    }
+    store = made[request.param]()
+    yield store
+    store.close()
 
 
-def nvme_from_the_device(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
-    return make_store(DeviceBackend(), accelerator=device, staging_bytes=8 * MIB)
+every_store = pytest.mark.parametrize("store", ["nvme", "nvme in parts", "nvme from the device", "host"], indirect=True)
 
 
-def host(make_store: StoreFactory, device: LateDevice) -> HostStore:
-    return HostStore(device, 64 * MIB, ahead_bytes=4 * MIB)
-
-
-every_store = pytest.mark.parametrize(
-    "make", [nvme, nvme_in_parts, nvme_from_the_device, host], ids=lambda make: make.__name__
-)
-whole_stores = pytest.mark.parametrize("make", [nvme, nvme_from_the_device, host], ids=lambda make: make.__name__)
+def copies_of(store: Store[Any]) -> Copies:
+    copies: Copies = store._copies if isinstance(store, HostStore) else store.ring.copies  # type: ignore[attr-defined]
+    return copies
 
 
 def saved_by(store: Store[Any], device: LateDevice, nbytes: int = MIB, value: int = 7) -> Ticket:
@@ -78,11 +82,8 @@ def is_ahead(ticket: Any) -> bool:
 
 
 @every_store
-def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make
-) -> None:
-    device, count, budget_bytes = make_device(late_compute=True, longest_pause_s=0.0), 24, 8 * MIB
-    store = make(make_store, device)
+def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(device: LateDevice, store: Store[Any]) -> None:
+    count, budget_bytes = 24, 8 * MIB
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     cache.limit_resident(budget_bytes, "the budget")
     saved: list[Any] = []
@@ -107,16 +108,12 @@ def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(
     assert list(device.reserved_bytes) == [device.current_stream()]
     in_all = sum(device.reserved_bytes.values())
     assert budget_bytes // 2 < in_all <= budget_bytes + MIB  # and what forward is about to save
-    store.close()
 
 
 @every_store
-def test_a_copy_waits_until_its_memory_is_free(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make
-) -> None:
+def test_a_copy_waits_until_its_memory_is_free(device: LateDevice, store: Store[Any]) -> None:
     """Kernels that were queued before the allocation still write there, for its former tenant."""
-    device, gate, exact = make_device(late_compute=True, longest_pause_s=0.0), threading.Event(), list[bool]()
-    store = make(make_store, device)
+    gate, exact = threading.Event(), list[bool]()
     ticket = saved_by(store, device)
     device.current_stream().run(lambda: gate.wait(30))
     store.prefetch(ticket)
@@ -126,19 +123,14 @@ def test_a_copy_waits_until_its_memory_is_free(
     device.synchronize()
     assert exact == [True]
     store.release(ticket)
-    store.close()
 
 
 @pytest.mark.parametrize("verb", ["cancel_prefetch", "release", "close"])
-@whole_stores
 def test_memory_that_nobody_wants_any_more_is_held_until_its_copy_is_done(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make, verb: str
+    device: LateDevice, store: Store[Any], verb: str
 ) -> None:
-    device = make_device(late_compute=True, longest_pause_s=0.0, watch_freed=True)
-    store = make(make_store, device)
     ticket, gate = saved_by(store, device), threading.Event()
-    copies = store._copies if isinstance(store, HostStore) else store.ring.copies  # type: ignore[attr-defined]
-    copies._in_stream.run(lambda: gate.wait(30))
+    copies_of(store)._in_stream.run(lambda: gate.wait(30))
     assert store.prefetch(ticket)
     until(lambda: is_ahead(ticket), "the copy to be queued")
     threading.Timer(0.2, gate.set).start()
@@ -152,32 +144,25 @@ def test_memory_that_nobody_wants_any_more_is_held_until_its_copy_is_done(
     store.settle()
     assert device.allocated_bytes == 0
     assert not device.is_freed_memory_written()
-    store.close()
 
 
 @every_store
 def test_memory_that_its_caller_drops_at_once_is_held_until_its_copy_is_done(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make
+    device: LateDevice, store: Store[Any]
 ) -> None:
-    device = make_device(late_compute=True, longest_pause_s=0.0, watch_freed=True)
-    store = make(make_store, device)
     ticket = saved_by(store, device)
-    copies = store._copies if isinstance(store, HostStore) else store.ring.copies  # type: ignore[attr-defined]
-    copies._in_stream.longest_pause_s = 0.1
+    copies_of(store)._in_stream.longest_pause_s = 0.1
     for _ in range(4):
         store.get(ticket, CPU)
     device.synchronize()
     assert device.allocated_bytes == 0 and not device.is_freed_memory_written()
     store.release(ticket)
-    store.close()
 
 
 @every_store
 def test_without_device_memory_nothing_is_read_ahead_and_nothing_taken(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make, monkeypatch: pytest.MonkeyPatch
+    device: LateDevice, store: Store[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = make_device(late_compute=True, longest_pause_s=0.0)
-    store = make(make_store, device)
     ticket = saved_by(store, device)
 
     def full(*_: object) -> Tensor:
@@ -194,13 +179,12 @@ def test_without_device_memory_nothing_is_read_ahead_and_nothing_taken(
     device.synchronize()
     assert seen == [True] and store.prefetch(ticket)
     store.release(ticket)
-    store.close()
 
 
 def test_reloads_ahead_of_a_late_device_wait_for_its_copies_and_take_no_memory_beside_staging(
-    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+    device: LateDevice, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, gate = make_device(late_compute=True, longest_pause_s=0.0), threading.Event()
+    gate = threading.Event()
     store = make_store(accelerator=device, staging_bytes=MIB)
     tickets = [saved_by(store, device, 256 * KIB, value) for value in range(6)]
     monkeypatch.setattr(store.ring, "overflow", lambda nbytes: pytest.fail("memory beside staging"))
@@ -223,7 +207,7 @@ def test_reloads_ahead_of_a_late_device_wait_for_its_copies_and_take_no_memory_b
 
 
 def test_what_is_given_up_while_another_thread_waits_for_it_is_no_hang(
-    make_device: DeviceFactory, make_store: StoreFactory
+    make_device: Callable[..., LateDevice], make_store: StoreFactory
 ) -> None:
     device, gate = make_device(longest_pause_s=0.0), Gate("read")
     store = make_store(ScriptedBackend(gate), accelerator=device)

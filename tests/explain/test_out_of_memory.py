@@ -7,12 +7,13 @@ import logging
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Factory
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +23,7 @@ from ds_tba.explain.out_of_memory import Diagnosis
 from ds_tba.offloader import ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+Make = Callable[..., ActivationOffloader]
 STEPS = 6
 MORE_THAN_THERE_IS = 1 << 58
 # The drive may take next to nothing.
@@ -82,8 +84,14 @@ class Model(nn.Module):
         return loss
 
 
-def make(directory: Path, model: nn.Module, **block: Any) -> ActivationOffloader:
-    return offloader_of(directory, model, **{"min_tensor_bytes": 2048, **block})
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    factory = Factory(
+        lambda model, **block: offloader_of(tmp_path, model, **{"min_tensor_bytes": 2048, **block}),
+        ActivationOffloader.close,
+    )
+    yield factory
+    factory.close()
 
 
 def seeded(**options: bool) -> Model:
@@ -95,11 +103,11 @@ def train(
     model: Model, offloader: ActivationOffloader | None, phase: str, *, keeps_error: bool = False
 ) -> list[list[torch.Tensor]]:
     """As a program that halves a batch which does not fit. In each step the first try fails; gradients of all steps."""
-    torch.manual_seed(1)
+    chance = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found, errors = [], []
     for step in range(STEPS):
-        x = torch.randn(8, 16, 32)
+        x = torch.randn(8, 16, 32, generator=chance)
         model.layers[step % 3].fails_in = phase
         try:
             forward(model, x, offloader).backward()
@@ -134,17 +142,16 @@ def train(
     ids=["keep", "nvme", "nvme, nothing again", "adaptive", "recompute"],
 )
 def test_a_program_that_tries_again_with_less_has_the_same_gradients(
-    tmp_path: Path, block: dict[str, Any], phase: str, tied: bool, caplog: pytest.LogCaptureFixture
+    make: Make, block: dict[str, Any], phase: str, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = train(seeded(tied=tied), None, phase)
     model = seeded(tied=tied)
-    offloader = make(tmp_path, model, **block)
+    offloader = make(model, **block)
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
         found = train(model, offloader, phase)
     gc.collect()
     offloader.cache.settle()
     left_bytes, records = offloader.cache.stats.resident.now, offloader.cache.live_records
-    offloader.close()
     for step, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), step
     told = [one.getMessage() for one in caplog.records]
@@ -153,21 +160,20 @@ def test_a_program_that_tries_again_with_less_has_the_same_gradients(
     assert (left_bytes, records) == (0, 0)
 
 
-def test_errors_that_the_program_keeps_change_no_gradient(tmp_path: Path) -> None:
+def test_errors_that_the_program_keeps_change_no_gradient(make: Make) -> None:
     expected = train(seeded(), None, "forward", keeps_error=True)
     model = seeded()
-    offloader = make(tmp_path, model, placement="adaptive")
+    offloader = make(model, placement="adaptive")
     found = train(model, offloader, "forward", keeps_error=True)
-    offloader.close()
     assert all(
         torch.equal(a, b) for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True)
     )
 
 
-def test_an_error_that_was_told_of_holds_no_tensor(tmp_path: Path) -> None:
+def test_an_error_that_was_told_of_holds_no_tensor(make: Make) -> None:
     """The frames of an error hold all that was saved: with a reference to it the next try would have less memory."""
     model = seeded()
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     model.layers[3].fails_in = "forward"
     held = []
     hook = model.layers[0].up.register_forward_hook(lambda _module, _inputs, output: held.append(weakref.ref(output)))
@@ -178,7 +184,6 @@ def test_an_error_that_was_told_of_holds_no_tensor(tmp_path: Path) -> None:
     hook.remove()
     assert held[0]() is None
     assert offloader.cache.stats.resident.now == 0
-    offloader.close()
 
 
 def fail(*_: Any) -> Any:
@@ -189,10 +194,10 @@ def fail(*_: Any) -> Any:
     ("owner", "name"), [(Diagnosis, "verdict"), (Explainer, "explain"), (ActivationOffloader, "report")]
 )
 def test_what_fails_in_telling_hides_nothing(
-    tmp_path: Path, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, placement="keep", report={"path": str(tmp_path / "report.json")})
+    offloader = make(model, placement="keep", report={"path": str(tmp_path / "report.json")})
     model.layers[3].fails_in = "forward"
     with pytest.raises(RuntimeError, match="allocate memory") as caught:
         try:
@@ -208,14 +213,13 @@ def test_what_fails_in_telling_hides_nothing(
     assert caught.value.__context__ is None
 
 
-def test_an_error_without_words_hides_nothing(tmp_path: Path) -> None:
+def test_an_error_without_words_hides_nothing(make: Make) -> None:
     class Mute(RuntimeError):
         def __str__(self) -> str:
             raise KeyError("no words")
 
-    offloader = make(tmp_path, seeded(), placement="keep")
+    offloader = make(seeded(), placement="keep")
     offloader.note_failure(Mute())
-    offloader.close()
 
 
 def told(offloader: ActivationOffloader, run: Callable[[], object], caplog: pytest.LogCaptureFixture) -> str:
@@ -234,10 +238,10 @@ def told(offloader: ActivationOffloader, run: Callable[[], object], caplog: pyte
 
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_the_module_and_the_line_are_told_in_steps_that_are_looked_at_and_in_others(
-    tmp_path: Path, step: int, caplog: pytest.LogCaptureFixture
+    make: Make, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(step - 1):
         forward(model, torch.randn(8, 16, 32), offloader).backward()
@@ -245,14 +249,13 @@ def test_the_module_and_the_line_are_told_in_steps_that_are_looked_at_and_in_oth
         end_step(optimizer, offloader)
     model.layers[2].fails_in = "forward"
     text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
-    offloader.close()
     assert f"step {step}, in the forward" in text
     assert "in layers.2 (" in text
     assert "test_out_of_memory.py:" in text
     assert "torch.empty(MORE_THAN_THERE_IS)" in text
 
 
-def test_the_largest_tensor_of_the_functions_that_ran_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_largest_tensor_of_the_functions_that_ran_is_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     class Head(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,26 +268,24 @@ def test_the_largest_tensor_of_the_functions_that_ran_is_told(tmp_path: Path, ca
             return scores + wide[:1] + large[0, 0] + torch.empty(MORE_THAN_THERE_IS)
 
     model = Head()
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     text = told(offloader, lambda: forward(model, torch.randn(4), offloader), caplog)
-    offloader.close()
     assert "beside scores [300, 300] float32 of test_out_of_memory.py:" in text
 
 
-def test_a_layer_that_a_checkpoint_runs_again_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_a_checkpoint_runs_again_is_named(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model = seeded(checkpoints=True)
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     loss = forward(model, torch.randn(8, 16, 32), offloader)
     model.layers[2].fails_in = "forward"
     text = told(offloader, loss.backward, caplog)
-    offloader.close()
     assert "in the backward" in text
     assert "layers.2, which runs again in backward (gradient checkpointing)" in text
 
 
-def test_a_layer_that_we_run_again_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_we_run_again_is_named(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, **RECOMPUTED)
+    offloader = make(model, **RECOMPUTED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(6):
         forward(model, torch.randn(8, 16, 32), offloader).backward()
@@ -295,71 +296,47 @@ def test_a_layer_that_we_run_again_is_named(tmp_path: Path, caplog: pytest.LogCa
     for layer in model.layers:
         layer.fails_in = "forward"
     text = told(offloader, loss.backward, caplog)
-    offloader.close()
     assert 'runs again in backward ("recompute": true)' in text
 
 
 def test_the_optimizers_step_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     forward(model, torch.randn(8, 16, 32), offloader).backward()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros_like", lambda *_, **__: torch.empty(MORE_THAN_THERE_IS))
         text = told(offloader, optimizer.step, caplog)
-    offloader.close()
     assert "in the optimizer step" in text
 
 
-def test_two_threads_fail_and_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_threads_fail_and_go_on(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     expected = train(seeded(), None, "forward")
     found: dict[int, list[list[torch.Tensor]]] = {}
-    offloaders = []
 
     def run(number: int, model: Model, offloader: ActivationOffloader) -> None:
-        found[number] = gradients_of(model, offloader)
-
-    def gradients_of(model: Model, offloader: ActivationOffloader) -> list[list[torch.Tensor]]:
-        generator = torch.Generator().manual_seed(1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gradients = []
-        for step in range(STEPS):
-            x = torch.randn(8, 16, 32, generator=generator)
-            model.layers[step % 3].fails_in = "forward"
-            try:
-                forward(model, x, offloader)
-            except RuntimeError as error:
-                offloader.note_failure(error)
-            for half in x.chunk(2):
-                forward(model, half, offloader).backward()
-                note_backward(offloader)
-            gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
-            end_step(optimizer, offloader)
-        return gradients
+        found[number] = train(model, offloader, "forward")
 
     threads = []
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
         for number in range(2):
             model = seeded()
-            offloaders.append(make(tmp_path, model, placement="nvme"))
-            threads.append(threading.Thread(target=run, args=(number, model, offloaders[-1])))
+            threads.append(threading.Thread(target=run, args=(number, model, make(model, placement="nvme"))))
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    for offloader in offloaders:
-        offloader.close()
     for number in range(2):
         for one, other in zip(expected, found[number], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert len(caplog.records) == 2 * STEPS
 
 
-def test_a_graph_that_was_retained_survives_a_failure(tmp_path: Path) -> None:
+def test_a_graph_that_was_retained_survives_a_failure(make: Make) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, placement="nvme")
+    offloader = make(model, placement="nvme")
     loss = forward(model, torch.randn(8, 16, 32), offloader)
     parameters = list(model.parameters())
     expected = torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -368,13 +345,12 @@ def test_a_graph_that_was_retained_survives_a_failure(tmp_path: Path) -> None:
         torch.autograd.grad(loss, parameters, retain_graph=True)
     offloader.note_failure(caught.value)
     found = torch.autograd.grad(loss, parameters)
-    offloader.close()
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_what_earlier_steps_left_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_earlier_steps_left_is_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = []
     for _ in range(3):
@@ -388,49 +364,44 @@ def test_what_earlier_steps_left_is_told(tmp_path: Path, caplog: pytest.LogCaptu
     kept.clear()
     del loss
     assert "earlier steps" not in offloader.explain()
-    offloader.close()
 
 
 def test_a_module_under_another_name_has_its_path_when_the_run_began(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     model.stack, model.layers = model.layers, nn.ModuleList([*model.layers, Layer()])
     model.layers[4].fails_in = "forward"  # of a module that nobody has seen
     text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
-    offloader.close()
     assert "layers.*" in text
     assert "test_out_of_memory.py:" in text
 
 
-def test_ten_thousand_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_ten_thousand_modules(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Identity(), nn.Tanh()) for _ in range(3400)))
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     x = torch.randn(4, 64, requires_grad=True)
     model[3399].register_forward_hook(lambda *_: torch.empty(MORE_THAN_THERE_IS))
     text = told(offloader, lambda: forward(model, x, offloader), caplog)
-    offloader.close()
     assert "*.*" in text
     assert len(text.splitlines()) < 30
 
 
-def test_compiled_layers_are_told_of_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_layers_are_told_of_as_they_are(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model = seeded()
-    offloader = make(tmp_path, model, placement="keep")
+    offloader = make(model, placement="keep")
     for layer in model.layers:
         layer.norm.compile(backend="eager")
     model.layers[2].fails_in = "forward"
     text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
-    offloader.close()
     assert "in layers.2 (" in text
 
 
-def test_memory_of_the_device_that_a_library_lacks_is_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    offloader = make(tmp_path, seeded(), placement="keep")
+def test_memory_of_the_device_that_a_library_lacks_is_memory(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    offloader = make(seeded(), placement="keep")
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
         for text in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"):
             offloader.note_failure(RuntimeError(text))
         offloader.note_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    offloader.close()
     assert len(caplog.records) == 2

@@ -8,7 +8,6 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,6 @@ from ds_tba.core.saved import Hooks, RecordState
 from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.plan import Limits, Plan
-from ds_tba.plan.search import adaptive
-from ds_tba.plan.trace import Trace
 from ds_tba.stats import Gauge
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
@@ -206,20 +202,6 @@ def test_longer_inputs_have_a_plan_made_for_them_without_another_recording(make:
     assert sum(large.plan["bytes"].values()) > 1.8 * sum(small.plan["bytes"].values())
     steps(ours, offloader, [32, 64, 48, 16] * 4)
     assert "larger" not in offloader.report().plan["reason"] or offloader.report().plans == large.plans
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_two_forwards_before_a_backward_get_a_plan(make: Make) -> None:
-    def without_recompute(trace: Trace, limits: Limits) -> Plan:
-        return adaptive(trace, replace(limits, recompute=False))
-
-    ours = fresh()
-    offloader = make(ours, planner=without_recompute, max_step_overhead=1000.0, recompute=True)  # or no block is seen
-    _, peaks = train(ours, offloader, [256] * 20, 2)
-    report = offloader.report()
-    assert report.plans >= 1 and report.plan is not None
-    assert report.plan["blocks"] == 2 * len(ours.blocks)
-    assert peaks[-1] <= 1.05 * report.plan["peak_saved_bytes"] < report.peak_saved_bytes_without
 
 
 @pytest.mark.usefixtures("one_thread")

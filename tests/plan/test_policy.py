@@ -67,17 +67,6 @@ def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
     assert policy.mismatch.unknown_saves == 0
 
 
-def test_a_micro_step_as_it_was_planned_misses_nothing() -> None:
-    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
-    policy.choose("x0", SIZE)
-    policy.enter("a")
-    policy.choose("x0", SIZE)
-    policy.leave()
-    chosen(policy, "x2", "x3", "x4")
-    policy.end()
-    assert policy.mismatch.missed_bytes == 0
-
-
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
     policy = by_plan(NVME, KEEP, KEEP, KEEP, NVME)
     choices = [policy.choose(key, SIZE) for key in ("x0", "x1", "x2", "x3", "x4", "new")]

@@ -229,14 +229,6 @@ def test_the_bounds_of_the_store_hold_with_a_distance_too() -> None:
     assert len(store.tickets) == 3
 
 
-def test_nothing_is_asked_for_while_forward_runs() -> None:
-    store = Asked()
-    step = MicroStep()
-    step.add(Record(store))
-    step.read_ahead(prefetched)
-    assert not store.tickets
-
-
 class Interleaved:
     """Three forwards of two records each, of which two are ahead of the first backward."""
 

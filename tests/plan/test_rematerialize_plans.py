@@ -45,26 +45,6 @@ def lifetimes(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = (
 PAIR = (storage(0.0, 2.5, 2.75), made(storage(0.25, 1.5, 1.75), 0.25, 0))
 
 
-def test_what_is_made_again_is_gone_in_between_and_takes_its_time_at_its_first_use() -> None:
-    trace = one_block(*PAIR, storage(0.5, 1.0, 1.25), machine=traces.resources())
-    assert cost(trace, K, K, K).peak_saved_bytes == 3 * SIZE
-    outcome, found = run(trace, K, M, K)
-    assert (found.peak_saved_bytes, found.step_s, found.stall_s) == (2 * SIZE, 3.25, 0.0)
-    assert (found.rematerialized_s, found.rematerialized_bytes, found.recomputed_s) == (0.25, SIZE, 0.0)
-    assert outcome.assignment.placements.tolist() == [K, M, K]
-
-
-def test_it_is_there_until_forward_no_longer_needs_it() -> None:
-    late = replace(PAIR[1], last_forward_use_s=0.75)
-    trace = one_block(PAIR[0], late, storage(0.5, 1.0, 1.25), machine=traces.resources())
-    assert cost(trace, K, M, K).peak_saved_bytes == 3 * SIZE
-
-
-def test_a_step_makes_it_again_in_each_of_its_micro_steps() -> None:
-    found = cost(replace(one_block(*PAIR, machine=traces.resources()), micro_steps=3), K, M)
-    assert (found.step_s, found.rematerialized_s, found.rematerialized_bytes) == (9.75, 0.75, 3 * SIZE)
-
-
 def test_a_source_that_was_moved_is_back_when_the_first_that_is_made_of_it_is_needed() -> None:
     trace = one_block(*PAIR, machine=traces.resources())
     assert cost(trace, N, K).stall_s == 0.0  # read from 1.5 to 2.5
@@ -78,14 +58,6 @@ def test_reads_follow_the_order_in_which_sources_are_needed() -> None:
     trace = one_block(first, second, made(storage(0.5, 1.75), 0.0, 0), machine=traces.resources(copy=UNLIMITED))
     assert run(trace, N, N, K)[0].order == [1, 0]
     assert run(trace, N, N, M)[0].order == [0, 1]
-
-
-def test_a_source_stays_until_all_that_is_made_of_it_is_there() -> None:
-    source = storage(0.0, 1.0, 1.25)
-    trace = one_block(source, made(storage(0.25, 2.0), 0.5, 0), storage(0.5, 2.25), machine=traces.resources())
-    _, found = run(trace, K, M, K)
-    assert lifetimes(trace, K, M, K).freed_s.tolist() == [2.0, 2.0, 2.25]
-    assert found.peak_saved_bytes == 3 * SIZE  # with its source, while it is made
 
 
 @pytest.mark.parametrize("first", [K, H, N])
@@ -103,12 +75,6 @@ def test_in_a_chain_each_is_made_before_what_is_made_of_it(first: Placement) -> 
     assert (found.rematerialized_s, found.step_s) == (0.75, 3.75)
     # The middle one alone is wanted at 2.0, and its source only then.
     assert lifetimes(trace, first, M, K, K).need_s.tolist() == [2.0, 2.0, 1.5, 1.6]
-
-
-def test_what_has_no_recipe_is_kept() -> None:
-    trace = one_block(storage(0.0, 2.5), storage(0.25, 1.5), machine=traces.resources())
-    assert run(trace, M, M)[1] == cost(trace, K, K)
-    assert run(trace, M, M)[0].assignment.placements.tolist() == [K, K]
 
 
 def test_what_may_not_be_moved_may_be_made_again() -> None:
@@ -337,8 +303,3 @@ def test_forwards_with_other_sites_or_sources_are_not_alike() -> None:
 @pytest.mark.parametrize("chosen", [True, False])
 def test_the_config_says_whether_storages_may_be_made_again(chosen: bool) -> None:
     assert Limits.of(OffloadConfig(nvme_path="/local_nvme", rematerialize=chosen), UNLIMITED).rematerialize is chosen
-
-
-def test_limits_without_it_leave_all_sites_alone() -> None:
-    trace = on(False, with_sites(layers(16, 4, rate=1.0), seconds=0.0))
-    assert made_again(adaptive(trace, Limits(rematerialize=False))) == 0

@@ -25,11 +25,6 @@ K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIA
 # ---- by hand: SIZE bytes take a second to write and a second to read ------------------------------------------------
 
 
-def test_what_is_kept_costs_no_time_and_lies_from_pack_to_release() -> None:
-    trace = one_block(storage(0.2, 2.0, 2.5), storage(0.5, 1.5, 1.8), machine=traces.resources())
-    assert cost(trace, K, K) == Prediction(2 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0)
-
-
 @pytest.mark.parametrize(("place", "written"), [(N, SIZE), (H, 0)])
 def test_what_backward_never_uses_does_not_come_back(place: Placement, written: int) -> None:
     unused = replace(storage(0.2, 3.0), is_used=False)

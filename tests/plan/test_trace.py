@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import traces
 
@@ -11,6 +11,7 @@ from ds_tba.wear import write_limit_bytes_per_step
 
 
 @given(traces.traces() | traces.rematerializable())
+@example(traces.pipeline(4, 2))
 @settings(derandomize=True, deadline=None)
 def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
     assert traces.read(trace.to_json()) == trace

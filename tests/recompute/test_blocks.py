@@ -15,7 +15,6 @@ import torch
 from conftest import StoreFactory
 from support.block_passes import Listener, assert_same
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -178,28 +177,6 @@ def test_the_cache_sees_the_inputs_of_a_recomputed_pass_and_nothing_inside(
         assert seen[index] == ((1, True) if index in wanted else (many, False))
     assert 0 < offloaded_bytes < all_bytes
     assert bench.listener.count("recompute") == 2 * len(wanted)
-
-
-def test_what_is_given_back_while_a_pass_is_recomputed_is_what_was_saved(make_store: StoreFactory) -> None:
-    """Every block, several micro-steps in flight, through a store: the inputs come back from the file."""
-    store = make_store()
-    cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
-    bench = settled()
-    bench.listener.wanted = {0, 1, 2, 3}
-    outcome = []
-    for model in (bench.model, bench.twin):
-        model.zero_grad()
-        losses = []
-        for seed in range(3):
-            torch.manual_seed(seed)
-            with bench.listening(cache.saving) if model is bench.model else nullcontext():
-                losses.append(model(torch.randn(BATCH, LENGTH, WIDTH)))
-        for loss in (losses[1], losses[0], losses[2]):
-            loss.backward()
-        outcome.append({name: one.grad for name, one in model.named_parameters()})
-    assert_same(outcome[0], outcome[1])
-    assert bench.listener.count("recompute") == 12
-    assert store.stats.offloaded_bytes > 0
 
 
 # ---- who is told ----------------------------------------------------------------------------------------------------
@@ -566,22 +543,6 @@ def test_double_backward() -> None:
     assert bench.listener.count("recompute") >= 4
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_of_the_users_inside_a_block(reentrant: bool) -> None:
-    class Checkpointed(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            x = (
-                x
-                + checkpoint(lambda h: self.drop(functional.gelu(self.up(h))), x, use_reentrant=reentrant)[..., :WIDTH]
-            )
-            return super().forward(x)
-
-    bench = settled(Checkpointed)
-    bench.check(0, 1, 2, 3)
-    bench.check(0, 2, seed=2)
-    assert bench.listener.count("recompute") == 6
-
-
 def around_each(how: Callable[[nn.Module, Tensor], Tensor]) -> type[Net]:
     class Around(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -597,22 +558,6 @@ def as_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(layer, x, use_reentrant=False)
 
 
-def saved_on_cpu(layer: nn.Module, x: Tensor) -> Tensor:
-    with save_on_cpu():
-        return layer(x)
-
-
-@pytest.mark.parametrize("how", [as_checkpoint, saved_on_cpu], ids=["checkpoint", "save_on_cpu"])
-def test_blocks_whose_saved_tensors_the_user_takes_are_left_to_the_user(
-    how: Callable[[nn.Module, Tensor], Tensor],
-) -> None:
-    bench = settled(net=around_each(how))
-    bench.check(0, 1, 2, 3)
-    assert bench.listener.count("enter") == 4 and bench.listener.count("recompute") == 0
-    assert all("saved-tensor hooks around it" in why for why in bench.blocks.left_out().values())
-    assert len(bench.blocks.left_out()) == 4
-
-
 def test_one_pass_that_the_user_takes_is_enough() -> None:
     class Twice(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -624,12 +569,6 @@ def test_one_pass_that_the_user_takes_is_enough() -> None:
     assert not any(bench.blocks.is_recomputable(block) for block in bench.blocks.all)
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 0
-
-
-def test_a_reentrant_checkpoint_around_a_block_runs_it_plainly() -> None:
-    bench = settled(net=around_each(lambda layer, x: checkpoint(layer, x, use_reentrant=True)))
-    bench.check(0, 1, 2, 3)
-    assert bench.listener.events == []
 
 
 def test_frozen_blocks() -> None:
@@ -817,26 +756,6 @@ def test_buffers_are_what_any_checkpoint_makes_of_them() -> None:
     bench.check(0, 1, 2, 3)
 
 
-def test_nothing_is_recomputed_where_nobody_may_recompute() -> None:
-    runs: list[int] = []
-
-    class Counts(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            runs.append(1)
-            return super().forward(x)
-
-    model = Net(Counts)
-    listener = Listener()
-    listener.wanted = {0, 1, 2, 3}
-    blocks = Blocks(find_blocks(model, None), listener, may_recompute=False)
-    for _ in range(3):
-        with blocks.listening():
-            loss = model(torch.randn(BATCH, LENGTH, WIDTH))
-        loss.backward()
-    assert len(runs) == listener.count("enter") == 12 and listener.count("recompute") == 0
-    assert not any(blocks.is_recomputable(block) for block in blocks.all) and blocks.left_out() == {}
-
-
 # ---- hooks ----------------------------------------------------------------------------------------------------------
 
 
@@ -968,24 +887,6 @@ def test_parameters_of_a_block_that_are_not_there_come_with_its_hooks() -> None:
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_compiled_as_a_whole_tells_of_nothing() -> None:
-    bench = settled(lambda: Layer(dropout=0.0))
-    torch._dynamo.reset()
-    graphs: list[Any] = []
-
-    def count(graph: Any, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(bench.model, backend=count)
-    bench.listener.wanted = {0, 1, 2, 3}
-    with bench.blocks.listening():
-        ours = run(compiled, 7)
-    assert_same({name.removeprefix("_orig_mod."): one for name, one in ours.items()}, run(bench.twin, 7))
-    assert bench.listener.events == []
-    assert len(graphs) == 1
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_blocks_compiled_one_by_one(backend: str) -> None:
     torch._dynamo.reset()
@@ -1002,12 +903,3 @@ def test_blocks_compiled_one_by_one(backend: str) -> None:
             ours = run(model, 7)
         assert_same(ours, run(twin, 7))
     assert listener.count("enter") == 12 and listener.count("recompute") == 4
-
-
-def test_blocks_compiled_in_place_tell_of_nothing() -> None:
-    bench = settled(lambda: Layer(dropout=0.0))
-    torch._dynamo.reset()
-    for layer in bench.model.layers:
-        layer.compile(backend="eager")
-    bench.check(0, 1, 2, 3)
-    assert bench.listener.events == []

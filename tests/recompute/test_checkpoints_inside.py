@@ -224,41 +224,6 @@ def test_a_pytorch_that_cannot_recompute_is_named(
     assert blocks.OLD_PYTORCH in line and "update PyTorch" in line
 
 
-class KeyCache:
-    """Keeps the keys of each layer, as transformers' caches do."""
-
-    def __init__(self) -> None:
-        self.keys: list[list[Tensor]] = [[] for _ in range(DEPTH)]
-
-
-class Generates(Plain):
-    number = 0
-
-    def forward(self, x: Tensor, cache: KeyCache | None = None) -> Tensor:
-        if cache is not None:
-            cache.keys[self.number].append(x.detach())
-        return super().forward(x)
-
-
-class Caching(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        cache = KeyCache()
-        for number, layer in enumerate(self.layers):
-            layer.number = number
-            x = layer(x, cache)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
-
-
-def test_a_cache_of_keys_is_one_reason_for_all_layers(
-    make: Callable[..., ActivationOffloader], caplog: pytest.LogCaptureFixture
-) -> None:
-    report = check(make, Generates, Caching, recompute=True).report()
-    assert report.recomputed_bytes == 0
-    (line,) = reasons_said(caplog)
-    assert "use_cache=False" in line
-
-
 def test_the_advice_of_a_budget_that_nothing_fits_is_not_what_is_set_already(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

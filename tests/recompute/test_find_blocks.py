@@ -50,84 +50,81 @@ def paths(model: nn.Module, named: list[str] | None = None) -> list[str]:
     return [block.path for block in blocks]
 
 
-def test_a_list_of_equal_layers() -> None:
+def between_others() -> nn.Module:
     model = nn.Module()
     model.first, model.layers, model.last = nn.Linear(4, 4), nn.ModuleList(Layer() for _ in range(3)), mlp()
-    assert paths(model) == ["layers.0", "layers.1", "layers.2"]
+    return model
 
 
-def test_layers_between_others_in_a_sequential() -> None:
-    assert paths(nn.Sequential(nn.Embedding(4, 8), Layer(), Layer(), nn.Linear(8, 4))) == ["1", "2"]
+def layers(*modules: nn.Module) -> nn.Module:
+    return nn.ModuleList(modules)
 
 
-def test_members_of_a_dict() -> None:
-    assert paths(nn.ModuleDict({"a": Layer(), "b": Layer()})) == ["a", "b"]
-
-
-def test_small_layers_in_a_sequential_are_none() -> None:
-    assert paths(mlp()) == []
-    assert paths(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])) == []
-
-
-def test_sequentials_are_layers_where_nothing_repeats_inside() -> None:
-    assert paths(nn.Sequential(*(mlp() for _ in range(3)))) == ["0", "1", "2"]
-    assert paths(nn.Sequential(nn.Sequential(Layer(), Layer()), nn.Sequential(Layer(), Layer()))) == [
-        "0.0", "0.1", "1.0", "1.1",
-    ]  # fmt: skip
-
-
-def test_a_layer_with_nothing_but_parameters() -> None:
-    assert paths(nn.ModuleList([Bare(), Bare()])) == ["0", "1"]
-    model = nn.ModuleList(nn.Sequential(Bare(), nn.Tanh(), Bare()) for _ in range(2))
-    assert paths(model) == ["0", "1"]  # in a Sequential it may be the user's own activation function
-
-
-def test_experts_are_part_of_their_layer() -> None:
-    assert paths(nn.ModuleList(Mixture() for _ in range(2))) == ["0", "1"]
-
-
-def test_stages_of_different_width_give_their_layers() -> None:
-    found = paths(nn.ModuleList([Stage(8, 2), Stage(16, 3)]))
-    assert found == ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1", "1.layers.2"]
-
-
-def test_the_first_layer_may_differ_a_little() -> None:
-    layers = [Layer(), Layer()]
-    layers[0].table = nn.Embedding(3, 8)
-    model = nn.ModuleDict({"a": nn.ModuleList(layers), "b": nn.ModuleList([Mixture(), Mixture()])})
-    assert paths(model) == ["a.0", "a.1", "b.0", "b.1"]
-
-
-def test_half_of_the_parameters_must_be_alike() -> None:
-    class Stem(Stage):
-        def __init__(self, width: int, depth: int) -> None:
-            super().__init__(width, depth)
-            self.in_common, self.more = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    assert paths(nn.ModuleList([Stem(8, 2), Stem(16, 2)])) == ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"]
-
-
-def test_shapes_are_those_before_zero_3_took_the_parameters_apart() -> None:
-    model = nn.ModuleList([Stage(8, 2), Stage(16, 2)])
-    for parameter in model.parameters():
-        parameter.ds_shape = parameter.shape
-        parameter.data = torch.empty(0)
-    assert paths(model) == ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"]
-
-
-def test_one_layer_in_many_places_is_one_block() -> None:
+def with_table() -> nn.Module:
+    """A first layer that differs a little from the others."""
     layer = Layer()
-    assert paths(nn.ModuleList([layer, layer, layer])) == ["0"]
+    layer.table = nn.Embedding(3, 8)
+    return layer
 
 
-def test_a_lone_layer_counts_where_nothing_repeats() -> None:
-    assert paths(nn.ModuleDict({"layers": nn.ModuleList([Layer()])})) == ["layers.0"]
-    assert paths(nn.ModuleList([Layer(), nn.ModuleList([Mixture(), Mixture()])])) == ["1.0", "1.1"]
+class Stem(Stage):
+    """A stage of whose own parameters half are alike in all stages, and no more."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(width, depth)
+        self.in_common, self.more = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
-def test_encoder_and_decoder_both_count() -> None:
-    model = nn.Transformer(8, 2, 2, 3, 16)
-    assert paths(model) == [*(f"encoder.layers.{i}" for i in range(2)), *(f"decoder.layers.{i}" for i in range(3))]
+def apart() -> nn.Module:
+    """Stages as ZeRO-3 leaves them: the parameters' shapes are those before it took them apart."""
+    model = layers(Stage(8, 2), Stage(16, 2))
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
+        parameter.data = torch.empty(0)
+    return model
+
+
+IN_STAGES = ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"]
+ENCODER = [f"encoder.layers.{number}" for number in range(2)]
+DECODER = [f"decoder.layers.{number}" for number in range(3)]
+MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "a list of equal layers": (between_others, ["layers.0", "layers.1", "layers.2"]),
+    "layers between others in a Sequential": (
+        lambda: nn.Sequential(nn.Embedding(4, 8), Layer(), Layer(), nn.Linear(8, 4)), ["1", "2"]
+    ),
+    "members of a dict": (lambda: nn.ModuleDict({"a": Layer(), "b": Layer()}), ["a", "b"]),
+    "small layers in a Sequential": (mlp, []),
+    "small layers in a list": (lambda: layers(nn.Linear(4, 4), nn.Linear(4, 4)), []),
+    "Sequentials in which nothing repeats": (lambda: nn.Sequential(mlp(), mlp(), mlp()), ["0", "1", "2"]),
+    "Sequentials of layers": (
+        lambda: nn.Sequential(*(nn.Sequential(Layer(), Layer()) for _ in range(2))), ["0.0", "0.1", "1.0", "1.1"]
+    ),
+    "layers with nothing but parameters": (lambda: layers(Bare(), Bare()), ["0", "1"]),
+    # It may be the user's own activation function.
+    "the same in a Sequential": (
+        lambda: layers(*(nn.Sequential(Bare(), nn.Tanh(), Bare()) for _ in range(2))), ["0", "1"]
+    ),
+    "experts are part of their layer": (lambda: layers(Mixture(), Mixture()), ["0", "1"]),
+    "stages of different width": (lambda: layers(Stage(8, 2), Stage(16, 3)), [*IN_STAGES, "1.layers.2"]),
+    "a first layer that differs a little": (
+        lambda: nn.ModuleDict({"a": layers(with_table(), Layer()), "b": layers(Mixture(), Mixture())}),
+        ["a.0", "a.1", "b.0", "b.1"],
+    ),
+    "half of the parameters alike": (lambda: layers(Stem(8, 2), Stem(16, 2)), IN_STAGES),
+    "ZeRO-3": (apart, IN_STAGES),
+    "one layer in many places": (lambda: layers(*[Layer()] * 3), ["0"]),
+    "a lone layer where nothing repeats": (lambda: nn.ModuleDict({"layers": layers(Layer())}), ["layers.0"]),
+    "a lone layer where something repeats": (
+        lambda: layers(Layer(), layers(Mixture(), Mixture())), ["1.0", "1.1"]
+    ),
+    "encoder and decoder": (lambda: nn.Transformer(8, 2, 2, 3, 16), ENCODER + DECODER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_layers_of_a_model_are_found(name: str) -> None:
+    make, expected = MODELS[name]
+    assert paths(make()) == expected
 
 
 # ---- paths ----------------------------------------------------------------------------------------------------------

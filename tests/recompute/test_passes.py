@@ -378,18 +378,6 @@ def test_a_function_that_reads_twice_is_named(make: Callable[..., ActivationOffl
     assert offloader.report().recomputed_bytes > 0
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_first_plan_is_in_force_from_the_fourth_step_on(
-    make: Callable[..., ActivationOffloader], recompute: bool
-) -> None:
-    ours = Net(Plain)
-    offloader = make(ours, recompute=recompute)
-    plans = []
-    for _ in steps(ours, offloader, 4):
-        plans.append(offloader.report().plans)
-    assert plans[2:] == [1, 1] and (offloader.report().recomputed_bytes > 0) is recompute
-
-
 def test_an_evaluation_with_gradients_under_a_plan_is_exact(make: Callable[..., ActivationOffloader]) -> None:
     torch.manual_seed(0)
     begin()

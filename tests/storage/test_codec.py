@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, ScriptedBackend, part_of
+from support.doubles import DeviceBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
 from ds_tba.config import BUFFER_BYTES, AioConfig, Compression, OffloadConfig, lane_buffer_bytes, validate
@@ -64,16 +64,6 @@ def test_every_bit_of_every_dtype_comes_back(make_store: StoreFactory, name: str
         assert torch.equal(store.get(ticket, CPU).data, data)
         store.release(ticket)
     nothing_is_held(store)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_payloads_of_nan_and_signs_of_zero_stay(make_store: StoreFactory, name: str) -> None:
-    bits = torch.tensor([0x7FC0, 0x7F81, 0xFFFF - (1 << 16), 0x0001, 0x8000 - (1 << 16)], dtype=torch.int16)
-    data = bytes_of(bits.repeat(200_000))
-    store = make_store(codec=Codec(name))
-    ticket = stored(store, data.clone())
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    assert part_of(ticket).stored_bytes < data.numel() / 8
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [*product(NAMES, (1, 4095, 4096, 4097, 3 * MIB + 17, 20 * MIB + 1))])
@@ -145,18 +135,6 @@ def test_torn_and_stale_blocks_are_found(make_store: StoreFactory, name: str, wh
     lose(store, block.offset + (block.stored_bytes - 4096 if where == "last page" else 0), length)
     with pytest.raises(ActivationCorruptionError, match="bytes read back are not the bytes written"):
         store.get(ticket, CPU)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_stale_bytes_after_a_lost_rewrite_are_found(make_store: StoreFactory, name: str) -> None:
-    backend = ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None)
-    store = make_store(backend, codec=Codec(name))
-    first = saved(store, bytes_of(activations(MIB)))
-    store.release(first)
-    second = saved(store, bytes_of(activations(MIB)))
-    assert part_of(second).extent == part_of(first).extent
-    with pytest.raises(ActivationCorruptionError):
-        store.get(second, CPU)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -242,15 +220,6 @@ def test_bytes_that_cannot_be_decompressed_are_read_once_more_and_then_an_error(
         store.get(ticket, CPU)
 
 
-@pytest.mark.parametrize("verb", ["compress", "decompress"])
-def test_a_codec_without_memory_is_tried_again(make_store: StoreFactory, verb: str) -> None:
-    store = make_store(codec=Failing(verb, MemoryError("in the codec"), 1), lanes=Lanes(1, 1))
-    data = bytes_of(activations(MIB))
-    ticket = saved(store, data.clone())
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.paths[0].failure is None and not store.stats.rescued_bytes
-
-
 class Scarce:
     """blosc2, which raises so many times what it raises for want of memory."""
 
@@ -315,18 +284,6 @@ def test_buffers_of_lanes_are_a_part_of_staging(make_store: StoreFactory) -> Non
     assert lane_buffer_bytes(1 << 30, 4, 4096) == BUFFER_BYTES
     assert lane_buffer_bytes(MIB, 128, 8192) == 8192
     assert make_store().ring.buffers == []
-
-
-def test_a_store_that_has_rested_compresses_again(make_store: StoreFactory) -> None:
-    store = make_store(codec=Codec("lz4"))
-    data = bytes_of(activations(MIB))
-    for _ in range(2):
-        ticket = saved(store, data.clone())
-        assert torch.equal(store.get(ticket, CPU).data, data) and part_of(ticket).blocks[0].packed_bytes
-        store.release(ticket)
-        nothing_is_held(store)
-        until(store.rest, "rest")
-        store.wake()
 
 
 def test_where_a_codec_is_left_off_its_blocks_are_still_read(make_store: StoreFactory) -> None:

@@ -114,6 +114,10 @@ def test_memory_that_a_copy_still_reads_outlives_the_store_and_its_last_ticket()
     del ticket
     gc.collect()
     assert memory() is not None
+    done.set()
+    store.settle()
+    gc.collect()
+    assert memory() is None
 
 
 # ---- memory that the machine can spare ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import gc
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import (
+    CpuAccelerator,
     DeviceBackend,
     EventAccelerator,
     Gate,
@@ -28,7 +28,6 @@ from support.doubles import (
 )
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
-from ds_tba import stats as path_meter
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
@@ -37,20 +36,6 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import Part, PartState, SwapTicket
 from ds_tba.storage.swap_file import SwapFile
-
-
-@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 3 * MIB + 17])
-def test_bytes_come_back_and_nothing_is_held(make_store: StoreFactory, backend: IoBackend, nbytes: int) -> None:
-    store = make_store(backend)
-    data = noise(nbytes)
-    ticket = stored(store, data.clone())
-    for _ in range(2):
-        loaded = store.get(ticket, CPU)
-        assert loaded.stored and torch.equal(loaded.data, data)
-    store.release(ticket)
-    nothing_is_held(store)
-    padded = -(-nbytes // 4096) * 4096
-    assert (store.stats.written_bytes, store.stats.read_bytes) == (padded, 2 * padded)
 
 
 def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
@@ -74,39 +59,6 @@ def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: Stor
     store.part_bytes = store.ring.slots.capacity_bytes  # not cut
     ticket = stored(store, noise(3 * MIB))
     assert store.prefetch(ticket)
-
-
-def test_an_unfinished_write_is_handed_over_from_memory(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
-    data = noise(2 * MIB)
-    ticket = put(store, data)
-    gate.arrived.acquire()
-    loaded = store.get(ticket, CPU)
-    assert loaded.stored and torch.equal(loaded.data, data)
-    gate.opened.set()
-    until(lambda: part_of(ticket).state is PartState.STORED, "the write to go on")
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.stats.forwarded_bytes == 2 * MIB and store.stats.read_bytes == 2 * MIB
-    store.release(ticket)
-    nothing_is_held(store)
-
-
-def test_a_write_not_begun_is_cancelled(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
-    blocker, data = put(store, noise(MIB)), noise(MIB)
-    gate.arrived.acquire()
-    forwarded, dropped = put(store, data), put(store, noise(MIB))
-    loaded = store.get(forwarded, CPU)
-    assert not loaded.stored and torch.equal(loaded.data, data)
-    store.release(dropped)
-    gate.opened.set()
-    until(lambda: part_of(blocker).state is PartState.STORED, "the blocker")
-    assert store.stats.cancelled_bytes == 2 * MIB and store.stats.written_bytes == MIB
-    store.release(forwarded)
-    store.release(blocker)
-    nothing_is_held(store)
 
 
 def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,19 +142,6 @@ def test_the_limit_of_the_swap_file_means_keep(
     put(store, noise(MIB))
 
 
-def test_two_paths_share_the_bytes(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), paths=2)
-    pieces = [noise(MIB) for _ in range(8)]
-    tickets = [put(store, piece) for piece in pieces]
-    gate.opened.set()
-    assert {part_of(ticket).path.file.directory for ticket in tickets} == {path.file.directory for path in store.paths}
-    assert [path.extents.used_bytes for path in store.paths] == [4 * MIB, 4 * MIB]
-    for ticket, piece in zip(tickets, pieces, strict=True):
-        until(lambda ticket=ticket: part_of(ticket).state is PartState.STORED, "stored")  # type: ignore[misc]
-        assert torch.equal(store.get(ticket, CPU).data, piece)
-
-
 def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFactory) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), paths=3, staging_bytes=64 * MIB)
@@ -216,55 +155,12 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
         store.release(ticket)
 
 
-def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(path_meter, "STEADY_BYTES", 4 * MIB)
-    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, 8 * MIB))
-    slow_files: set[int] = set()
-
-    class UnequalBackend(PosixBackend):
-        """A drive is slow while its descriptor is in the set: 40 ms for a MiB, far above what a busy machine takes."""
-
-        def open_handle(self, fd: int) -> IoHandle:
-            return _Delayed(super().open_handle(fd), lambda nbytes: 4e-8 * nbytes if fd in slow_files else 0.0)
-
-    store = make_store(UnequalBackend(), paths=2, lanes=Lanes(1, 1))
-    first, second = store.paths
-    assert first.meter.writes.recent.bytes_per_s > 0 and second.meter.reads.recent.bytes_per_s > 0
-    before = first.busy_s(MIB)
-    slow_files.add(first.file.fd)
-    for _ in range(6):
-        for ticket in [stored(store, noise(MIB)) for _ in range(8)]:
-            store.get(ticket, CPU)
-            store.release(ticket)
-    assert first.busy_s(MIB) > 2 * before and first.busy_s(MIB) > 2 * second.busy_s(MIB)
-    for ticket in (tickets := [put(store, noise(MIB)) for _ in range(9)]):
-        assert part_of(ticket).extent.nbytes == MIB
-    assert first.extents.used_bytes < second.extents.used_bytes
-    assert len(tickets) == 9
-
-
 def _already_reserved(init: Callable[..., None], nbytes: int) -> Callable[..., None]:
     def __init__(self: SwapFile, directory: Path, limit_bytes: int) -> None:
         init(self, directory, limit_bytes)
         self.reserve_first(nbytes)
 
     return __init__
-
-
-class _Delayed(IoHandle):
-    def __init__(self, inner: IoHandle, delay_s: Callable[[int], float]) -> None:
-        self._inner = inner
-        self._delay_s = delay_s
-
-    def write(self, data: torch.Tensor, offset: int) -> None:
-        time.sleep(self._delay_s(data.numel()))
-        self._inner.write(data, offset)
-
-    def read(self, data: torch.Tensor, offset: int) -> None:
-        time.sleep(self._delay_s(data.numel()))
-        self._inner.read(data, offset)
 
 
 def test_a_path_that_fails_its_first_transfer_is_refused(
@@ -314,33 +210,6 @@ def test_a_path_that_fails_leaves_the_set(make_store: StoreFactory) -> None:
     assert all(part_of(ticket).path is not broken for ticket in later)
 
 
-def test_a_write_that_fails_while_it_is_handed_over(make_store: StoreFactory) -> None:
-    arrived, go = threading.Semaphore(0), threading.Event()
-
-    def script(verb: str, number: int) -> None:
-        if verb == "write":
-            arrived.release()
-            go.wait(30)
-            raise OSError(errno.EIO, "Input/output error")
-
-    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
-    data = noise(MIB)
-    ticket = put(store, data)
-    arrived.acquire()
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    go.set()
-    until(lambda: part_of(ticket).state is PartState.RESCUED, "the failure")
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    store.release(ticket)
-    nothing_is_held(store)
-
-
-def test_a_failed_read_is_tried_once_more(make_store: StoreFactory) -> None:
-    store = make_store(ScriptedBackend(fails("read", last=0)))
-    data = noise(MIB)
-    assert torch.equal(store.get(stored(store, data), CPU).data, data)
-
-
 def test_bytes_that_came_wrong_are_read_once_more(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("read", 0) else None))
     data = noise(MIB)
@@ -356,17 +225,7 @@ def test_bytes_that_cannot_be_read_back_raise_with_the_place(make_store: StoreFa
     for _ in range(2):
         with pytest.raises(ActivationLostError, match=r"offset 0, 1048576 bytes.*Input/output error.*checkpoint"):
             store.get(ticket, CPU)
-    store.release(ticket)
-    nothing_is_held(store)
-
-
-def test_a_failed_prefetch_raises_when_its_bytes_are_wanted(make_store: StoreFactory) -> None:
-    store = make_store(ScriptedBackend(fails("read")))
-    ticket = stored(store, noise(MIB))
-    assert store.prefetch(ticket)
-    until(lambda: part_of(ticket).state is PartState.LOST, "the read")
-    with pytest.raises(ActivationLostError):
-        store.get(ticket, CPU)
+        assert part_of(ticket).state is PartState.LOST
     store.release(ticket)
     nothing_is_held(store)
 
@@ -374,92 +233,19 @@ def test_a_failed_prefetch_raises_when_its_bytes_are_wanted(make_store: StoreFac
 @pytest.mark.parametrize("loss", ["drop", "half"])
 @pytest.mark.parametrize("integrity", ["sampled", "full"])
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_lost_or_short_transfer_is_seen(make_store: StoreFactory, loss: str, integrity: str, verb: str) -> None:
-    store = make_store(ScriptedBackend(lambda what, number: loss if what == verb else None), integrity=integrity)
+@pytest.mark.parametrize("backend", [ScriptedBackend, DeviceBackend], ids=["from host memory", "from the device"])
+def test_a_lost_or_short_transfer_is_seen(
+    make_store: StoreFactory, loss: str, integrity: str, verb: str, backend: type[ScriptedBackend]
+) -> None:
+    device = EventAccelerator() if backend is DeviceBackend else CpuAccelerator()
+    drive = backend(lambda what, number: loss if what == verb else None)
+    store = make_store(drive, integrity=integrity, accelerator=device)
     ticket = stored(store, noise(8 * MIB))
     store.ring._memory.random_(0, 256)  # type: ignore[union-attr]  # or the slot would still hold the right bytes
     with pytest.raises(
         ActivationCorruptionError, match=r"offset \d+ have checksum 0x[0-9a-f]{16}, expected 0x[0-9a-f]{16}"
     ):
         store.get(ticket, CPU)
-
-
-@pytest.mark.parametrize("block", range(8))
-def test_every_single_block_is_sampled(make_store: StoreFactory, block: int) -> None:
-    store = make_store()
-    ticket = stored(store, noise(8 * MIB))
-    stale = noise(MIB)
-    handle = store.paths[0].writes.handles[0]
-    buffer = store.ring.view(store.ring.slots.allocate(MIB))  # type: ignore[arg-type]
-    buffer.copy_(stale)
-    handle.write(buffer, part_of(ticket).extent.offset + block * MIB)
-    with pytest.raises(ActivationCorruptionError, match=f"file offset {block * MIB} "):
-        store.get(ticket, CPU)
-
-
-# By place and length within an I/O block of 1 MiB; its first and last 4 KiB are sampled.
-LOSSES = {
-    "the block": (0, MIB),
-    "its first half": (0, MIB // 2),
-    "its second half": (MIB // 2, MIB // 2),
-    "its first 4 KiB": (0, 4096),
-    "its last 4 KiB": (MIB - 4096, 4096),
-}
-HOLES = {"128 KiB inside of it": (384 << 10, 128 << 10), "4 KiB inside of it": (MIB // 2, 4096),
-         "all but what is sampled": (4096, MIB - 8192)}  # fmt: skip
-
-
-def lose(store: NvmeStore, ticket: SwapTicket, start: int, nbytes: int) -> None:
-    """Have older bytes in the third I/O block of what is stored, as where a part of a write was lost."""
-    stale = store.ring.view(store.ring.slots.allocate(nbytes))  # type: ignore[arg-type]
-    stale.copy_(noise(nbytes))
-    store.paths[0].writes.handles[0].write(stale, part_of(ticket).extent.offset + 2 * MIB + start)
-
-
-@pytest.mark.parametrize("integrity", ["sampled", "full"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_what_sampling_finds(make_store: StoreFactory, integrity: str, loss: str) -> None:
-    store = make_store(integrity=integrity)
-    ticket = stored(store, noise(4 * MIB))
-    lose(store, ticket, *LOSSES[loss])
-    with pytest.raises(ActivationCorruptionError):
-        store.get(ticket, CPU)
-
-
-@pytest.mark.parametrize("hole", HOLES)
-def test_a_hole_inside_of_a_block_is_found_by_full_only(make_store: StoreFactory, hole: str) -> None:
-    """Such as where a kernel or a drive splits a request and loses a part."""
-    store, data = make_store(integrity="sampled"), noise(4 * MIB)
-    ticket = stored(store, data.clone())
-    lose(store, ticket, *HOLES[hole])
-    assert not torch.equal(store.get(ticket, CPU).data, data)
-    store = make_store(integrity="full")
-    ticket = stored(store, data.clone())
-    lose(store, ticket, *HOLES[hole])
-    with pytest.raises(ActivationCorruptionError):
-        store.get(ticket, CPU)
-
-
-def test_stale_bytes_after_a_lost_rewrite_are_seen(make_store: StoreFactory) -> None:
-    store = make_store(ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None))
-    first = stored(store, noise(MIB))
-    store.release(first)
-    second = stored(store, noise(MIB))
-    assert part_of(second).extent == part_of(first).extent
-    with pytest.raises(ActivationCorruptionError):
-        store.get(second, CPU)
-
-
-def test_a_lane_survives_what_no_backend_should_raise(make_store: StoreFactory) -> None:
-    def script(verb: str, number: int) -> None:
-        if number == 0:
-            raise ZeroDivisionError("a bug in a backend")
-
-    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
-    data = noise(MIB)
-    ticket = put(store, data)
-    until(lambda: part_of(ticket).state is PartState.RESCUED, "the rescue")
-    assert torch.equal(store.get(ticket, CPU).data, data)
 
 
 def test_what_backward_holds_takes_no_staging_and_outlives_the_store(
@@ -484,42 +270,6 @@ def test_what_was_loaded_may_be_resized_and_is_read_by_a_forked_child(make_store
     assert os.waitpid(child, 0)[1] == 0
     found.untyped_storage().resize_(2 * MIB)
     assert torch.equal(found, data)
-
-
-class NoMemory(RuntimeError):  # as torch.OutOfMemoryError is
-    pass
-
-
-def test_a_hand_over_without_device_memory_may_be_tried_again(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The script may catch an out-of-memory error and skip the batch; nothing may leak, nothing be lost."""
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
-    pieces = [noise(MIB) for _ in range(3)]
-    tickets = [put(store, piece) for piece in pieces]
-    gate.arrived.acquire()
-
-    def no_memory(*_: object, **__: object) -> torch.Tensor:
-        raise NoMemory
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store.ring.copies, "into", no_memory)
-        for ticket in tickets:
-            with pytest.raises(NoMemory):
-                store.get(ticket, CPU)
-    assert torch.equal(store.get(tickets[1], CPU).data, pieces[1])
-    gate.opened.set()
-    until(lambda: part_of(tickets[2]).state is PartState.STORED, "the writes")
-    with monkeypatch.context() as patch:
-        patch.setattr(store.ring.copies, "into", no_memory)
-        with pytest.raises(NoMemory):
-            store.get(tickets[0], CPU)
-    for index in (0, 2):
-        assert torch.equal(store.get(tickets[index], CPU).data, pieces[index])
-    for ticket in tickets:
-        store.release(ticket)
-    nothing_is_held(store)
 
 
 def test_without_host_memory_a_failed_write_stays_in_its_slot(
@@ -644,25 +394,7 @@ def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: Store
     store.close()
     with pytest.raises(StateError, match="closed before backward"):
         store.get(wanted, CPU)
-
-
-def test_release_from_a_finalizer_inside_a_critical_section(make_store: StoreFactory) -> None:
-    """The garbage collector may run a finalizer while this very thread holds the store's lock."""
-    store = make_store()
-    ticket = stored(store, noise(MIB))
-
-    class Cycle:
-        def __del__(self) -> None:
-            store.release(ticket)
-
-    cycle = Cycle()
-    cycle.itself = cycle  # type: ignore[attr-defined]
-    del cycle
-    with store.space.lock:
-        gc.collect()
-        assert part_of(ticket).state is PartState.STORED
-    stored(store, noise(MIB))
-    assert part_of(ticket).state is PartState.RELEASED
+    assert part_of(wanted).host is None and part_of(wanted).slot is None
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
@@ -724,17 +456,6 @@ def test_staging_that_nobody_uses_gives_its_pages_back_and_takes_them_again(make
     assert torch.equal(store.get(again, CPU).data, data)
 
 
-def test_a_store_that_is_closed_takes_no_memory_for_reads(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=2 * MIB)
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    tickets = [stored(store, noise(MIB)) for _ in range(4)]
-    store.close()
-    for ticket in tickets:
-        with pytest.raises(StateError, match="closed before backward"):
-            store.get(ticket, CPU)
-    assert all(part_of(ticket).host is None and part_of(ticket).slot is None for ticket in tickets)
-
-
 def test_closing_waits_for_what_another_thread_is_copying_into_staging(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -758,60 +479,6 @@ def test_closing_waits_for_what_another_thread_is_copying_into_staging(
     for thread in threads:
         thread.join(10)
     assert store.ring._memory is None and store.stats.written_bytes == MIB
-
-
-class Lately(EventAccelerator):
-    """Events that are done when ``late`` is set, of the copies that were queued while ``is_late``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_late, self.late = False, threading.Event()
-        make = self.new_event
-
-        def new_event() -> Any:
-            event = make()
-            if self.is_late:
-                event.query, event.synchronize = self.late.is_set, lambda: self.late.wait(10)
-            return event
-
-        self.new_event = new_event
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Lanes find no memory: what they read ahead stays in staging."""
-        if threading.current_thread() is not threading.main_thread():
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().allocate(nbytes, device)
-
-
-def test_a_graph_may_go_while_a_store_is_closed(make_store: StoreFactory) -> None:
-    device, gate = Lately(), Gate()
-    backend = DeviceBackend(gate)
-    store = make_store(backend, accelerator=device, staging_bytes=4 * MIB, lanes=Lanes(1, 1))
-    first = store.put(noise(MIB), wait=False)
-    assert gate.arrived.acquire(timeout=10)
-    second = store.put(noise(MIB), wait=False)
-    assert store.prefetch(first)
-    device.is_late = True
-    store.get(second, CPU)  # handed over: its slot waits for this copy
-    device.is_late = False
-    gate.opened.set()
-    until(lambda: part_of(first).state is PartState.LOADED, "it stays in staging")
-    problems: list[BaseException] = []
-
-    def close() -> None:
-        try:
-            store.close()
-        except BaseException as error:  # noqa: BLE001 - told below
-            problems.append(error)
-
-    closing = threading.Thread(target=close)
-    closing.start()
-    time.sleep(0.2)
-    store.release(first)
-    time.sleep(0.1)
-    device.late.set()
-    closing.join(10)
-    assert not closing.is_alive() and not problems and not backend.staging
 
 
 def test_checksums_on_a_device_without_memory_take_none(
@@ -860,18 +527,3 @@ def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) ->
         wait_for_writes(store)
         store.get(ticket, CPU)
         store.release(ticket)
-
-
-def test_a_closed_host_store_holds_memory_no_longer_than_copies_use_it() -> None:
-    device = Lately()
-    store = HostStore(device, 2 * MIB)
-    ticket, other = (store.put(noise(MIB // 2), wait=True) for _ in range(2))
-    store.close()
-    device.is_late = True
-    ticket.uses.append(device.new_event())
-    device.is_late = False
-    store.release(ticket)
-    assert len(store._held_after_close) == 1
-    device.late.set()
-    store.release(other)
-    assert not store._held_after_close

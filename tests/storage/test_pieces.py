@@ -10,12 +10,11 @@ import torch
 from conftest import StoreFactory
 from support import hazards
 from support.disks import until
-from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
+from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, wait_for_writes
 from support.each_hazard import Scenario, scenarios
 from support.stores import CPU, noise, store_is_empty
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.errors import ActivationLostError
 from ds_tba.stats import PathMeter
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Refusal
@@ -66,18 +65,6 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
     assert len(ticket.parts) == 12
 
 
-def test_what_was_only_in_staging_is_handed_over_as_the_only_copy(make_store: StoreFactory) -> None:
-    gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
-    store, data = nvme, noise(6 * MIB)
-    ticket = put(store, data.clone())
-    loaded = store.get(ticket, CPU)
-    assert not loaded.stored and torch.equal(loaded.data, data)
-    gate.opened.set()
-    store.release(ticket)
-    assert store_is_empty(nvme)
-
-
 def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: StoreFactory) -> None:
     gate = Gate()
     nvme = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, accelerator=EventAccelerator())
@@ -98,45 +85,6 @@ def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory
     data = noise(5 * MIB)
     ticket = put(nvme, data.clone())
     assert torch.equal(nvme.get(ticket, CPU).data, data) and nvme.stats.offloaded_bytes == 5 * MIB
-
-
-def test_a_copy_that_fails_gives_the_pieces_back(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvme = make_store(staging_bytes=8 * MIB, accelerator=EventAccelerator())
-    monkeypatch.setattr(nvme.ring.copies, "out", _fails_after(2, nvme.ring.copies.out))
-    with pytest.raises(MemoryError):
-        nvme.put(noise(8 * MIB), wait=True)
-    assert store_is_empty(nvme)
-
-
-def test_a_get_that_fails_half_way_may_be_tried_again(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the pieces that came were the only copies."""
-    gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=EventAccelerator())
-    store, data = nvme, noise(8 * MIB)
-    ticket = put(store, data.clone())
-    with monkeypatch.context() as patch:
-        patch.setattr(nvme.ring.copies, "into", _fails_after(3, nvme.ring.copies.into))
-        with pytest.raises(MemoryError):
-            store.get(ticket, CPU)
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    gate.opened.set()
-
-
-def test_a_lost_piece_raises(make_store: StoreFactory) -> None:
-    nvme = make_store(ScriptedBackend(fails("read", first=3)), staging_bytes=4 * MIB)
-    store = nvme
-    ticket = put(store, noise(6 * MIB))
-    wait_for_writes(nvme)
-    with pytest.raises(ActivationLostError):
-        store.get(ticket, CPU)
-
-
-def test_no_part_is_larger_than_a_part_of_staging(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=4 * MIB)
-    tickets = [store.put(noise(nbytes), wait=True) for nbytes in (MIB, MIB + 1)]
-    assert [len(one.parts) for one in tickets if isinstance(one, SwapTicket)] == [1, 2]
 
 
 @pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])

@@ -32,15 +32,6 @@ def test_lowest_address_first_so_that_written_extents_are_written_again() -> Non
     assert spans.allocate(8192) == Span(0, 8192)
 
 
-def test_a_full_region_refuses_and_recovers() -> None:
-    spans = SpanAllocator(8192, 4096)
-    taken = spans.allocate(8192)
-    assert spans.allocate(1) is None
-    assert taken is not None
-    spans.free(taken)
-    assert spans.allocate(1) == Span(0, 4096)
-
-
 @pytest.mark.parametrize("span", [Span(0, 4096), Span(4096, 8192), Span(1 << 20, 4096)])
 def test_giving_back_what_is_free_raises(span: Span) -> None:
     spans = SpanAllocator(1 << 20, 4096)

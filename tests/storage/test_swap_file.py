@@ -60,23 +60,6 @@ def test_a_failed_step_gives_its_part_back(tmp_path: Path, monkeypatch: pytest.M
     file.close()
 
 
-def test_without_o_tmpfile_the_name_is_gone_before_the_first_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.open
-
-    def without_o_tmpfile(path: object, flags: int, *rest: int) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(95, "Operation not supported")
-        return real(path, flags, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", without_o_tmpfile)
-    file = SwapFile(tmp_path, 1 << 20)
-    assert list(tmp_path.iterdir()) == []
-    assert file.grow(4096)
-    file.close()
-
-
 def test_without_o_tmpfile_nobody_can_put_a_link_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody who may write into the directory swaps the file for a link whenever it is opened by its name."""
     directory, precious, real = tmp_path / "nvme", tmp_path / "precious", os.open
@@ -293,35 +276,43 @@ def examined(base: Path, setup: str, path: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_an_overlay_on_tmpfs_is_memory(tmp_path: Path) -> None:
-    setup = """
+MEMORY = " on tmpfs, which is memory"
+MOUNTS = {
+    "an overlay on tmpfs": ("""
 mkdir ram low on
 mount -t tmpfs none ram
 mkdir "ram/an up" ram/work
 mount -t overlay overlay -o "lowerdir=$PWD/low,upperdir=$PWD/ram/an up,workdir=$PWD/ram/work" on
-"""
-    kind, said = examined(tmp_path, setup, f"{tmp_path}/on")
-    assert kind == "overlay" and "is on overlay on tmpfs, which is memory" in said
-
-
-def test_an_overlay_on_a_drive_is_taken(tmp_path: Path) -> None:
-    setup = """
+""", "on", "overlay", f"is on overlay{MEMORY}"),
+    "an overlay on a drive": ("""
 mkdir low up work on
 mount -t overlay overlay -o "lowerdir=$PWD/low,upperdir=$PWD/up,workdir=$PWD/work" on
-"""
-    assert examined(tmp_path, setup, f"{tmp_path}/on") == ["overlay", "taken"]
-
-
-def test_a_loop_device_on_tmpfs_is_memory(tmp_path: Path) -> None:
-    setup = """
+""", "on", "overlay", "taken"),
+    "a loop device on tmpfs": ("""
 mkdir ram on
 mount -t tmpfs none ram
 truncate -s 16M ram/image
 mkfs.ext4 -q ram/image
 mount -o loop ram/image on
-"""
-    kind, said = examined(tmp_path, setup, f"{tmp_path}/on")
-    assert kind == "ext4" and " on tmpfs, which is memory" in said
+""", "on", "ext4", MEMORY),
+    "another's mount whose name is no UTF-8": ("""
+mkdir mine $'caf\\xe9'
+mount -t tmpfs none $'caf\\xe9'
+""", "mine", "", "taken"),
+    "a mount that another one hides": ("""
+mkdir -p a/b c/b
+mount -t tmpfs none a/b
+mount --bind c a
+""", "a/b", "", "taken"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOUNTS)
+def test_memory_is_told_from_drives_through_all_mounts(tmp_path: Path, name: str) -> None:
+    setup, path, expected, verdict = MOUNTS[name]
+    kind, said = examined(tmp_path, setup, f"{tmp_path}/{path}")
+    assert said == verdict if verdict == "taken" else verdict in said
+    assert kind == expected if expected else kind not in ("tmpfs", "unknown")
 
 
 @pytest.mark.parametrize("name", ["über", "two words", "back\\slash", "tab\there", "new\nline", "日本"])
@@ -330,22 +321,6 @@ def test_tmpfs_has_any_name(tmp_path: Path, name: str) -> None:
     directory.mkdir()
     kind, said = examined(tmp_path, "mount -t tmpfs none */", str(directory))
     assert kind == "tmpfs" and "tmpfs, which is memory" in said
-
-
-def test_a_mount_of_somebody_else_whose_name_is_no_utf_8(tmp_path: Path) -> None:
-    setup = "mkdir mine $'caf\\xe9'; mount -t tmpfs none $'caf\\xe9'"
-    kind, said = examined(tmp_path, setup, f"{tmp_path}/mine")
-    assert said == "taken" and kind not in ("tmpfs", "unknown")
-
-
-def test_a_mount_that_another_one_hides_is_not_looked_at(tmp_path: Path) -> None:
-    setup = """
-mkdir -p a/b c/b
-mount -t tmpfs none a/b
-mount --bind c a
-"""
-    kind, said = examined(tmp_path, setup, f"{tmp_path}/a/b")
-    assert said == "taken" and kind != "tmpfs"
 
 
 def test_where_the_kernel_tells_no_number_names_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,3 +45,12 @@ def step(offloader: ActivationOffloader, *, written_first: bool = False) -> None
         wait_for_writes(offloader._tiers.nvme)
     loss.backward()
     offloader.note_step()
+
+
+def finished(directory: Path, steps: int = 1, *, written_first: bool = False, **block: object) -> ActivationOffloader:
+    """Make one, train so many steps with it and close it."""
+    offloader = make(directory, **block)
+    for _ in range(steps):
+        step(offloader, written_first=written_first)
+    offloader.close()
+    return offloader

@@ -134,35 +134,6 @@ def test_large_sizes(op: Any, threads: int, adamw: bool) -> None:
     update_both(op, 3_000_077, 3, lambda _: replace(HYPER, adamw=adamw))
 
 
-@pytest.mark.parametrize("start", [0, 1, 57, 99_999])
-def test_a_resumed_run(op: Any, start: int) -> None:
-    """The powers come from ``pow`` at the first step, from products after it."""
-    generator = torch.Generator().manual_seed(0)
-    expected = State.fresh(1280, generator)
-    found, powers = expected.clone(), Powers(0.9, 0.999)
-    with adams(op, 1, 0.9, 0.999) as (stock,):
-        for step in [*range(1, 6), *range(start + 1, start + 30), 3, 4]:
-            gradient = gradient_of(1280, generator)
-            expected.host_update(stock, step, HYPER, gradient)
-            found.update(gradient, powers.scalars(step, HYPER))
-            assert differing(expected, found) == 0, f"step {step}"
-
-
-@pytest.mark.parametrize("of_others", [{}, {"beta2": 0.95}, {"beta1": 0.5}, {"lr": 1e-4, "weight_decay": 0.0}])
-def test_two_groups_on_one_object(op: Any, of_others: dict[str, float]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    expected = [State.fresh(1280, generator), State.fresh(512, generator)]
-    found, powers = [one.clone() for one in expected], Powers(0.9, 0.999)
-    hypers = [HYPER, replace(HYPER, **of_others)]
-    with adams(op, 1, 0.9, 0.999) as (stock,):
-        for step in range(1, 21):
-            for mine, theirs, hyper in zip(found, expected, hypers, strict=True):
-                gradient = gradient_of(len(mine.master), generator)
-                theirs.host_update(stock, step, hyper, gradient)
-                mine.update(gradient, powers.scalars(step, hyper))
-                assert differing(theirs, mine) == 0, f"step {step}"
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_a_call_without_elements_takes_the_object_to_its_step(op: Any, seed: int) -> None:
     """One object gets all of the sub-groups, the other some of them or parts, and calls without elements."""
@@ -458,21 +429,6 @@ def test_a_trial_that_fails_ends_its_object(op: Any, monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match="out of memory"):
         is_exact(Counting(), CPU, adamw=True)
     assert not made
-
-
-def test_torch_has_another_adamw(op: Any) -> None:
-    """So that the comparisons above can fail."""
-    generator = torch.Generator().manual_seed(0)
-    expected = State.fresh(1280, generator)
-    parameter = torch.nn.Parameter(expected.master.clone())
-    theirs = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-    with adams(op, 1, 0.9, 0.999) as (stock,):
-        for step in range(1, 13):
-            parameter.grad = gradient_of(1280, generator)
-            expected.host_update(stock, step, HYPER, parameter.grad)
-            theirs.step()
-    assert not same_bits(expected.master, parameter.detach())
-    assert torch.allclose(expected.master, parameter.detach(), atol=1e-5)
 
 
 def test_bits_are_compared() -> None:
