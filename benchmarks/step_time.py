@@ -7,6 +7,9 @@
 torch.utils.checkpoint, ``save_on_cpu`` PyTorch's hooks. ``lz4`` and ``zstd`` are ``nvme`` with ``io.compression``; with
 ``--drive_mbps`` the lanes of these three sleep for as long as a drive of that rate each way would have taken.
 
+With ``--parameters_on_drive`` ZeRO-3 reads and writes parameters in the same directory, in all variants. A control
+group with a limit of I/O (``blkio.throttle``, ``io.max``) makes the drive slow for both.
+
 Every measurement is a process of its own; the variants take turns, in a new random order each round, because machines
 are noisy; processor time is less so. Reported are medians over the rounds of each process's median step time and of its
 peak memory, divided by keep's of the same round. Peak memory is what the accelerator reports, or on a CPU-only machine
@@ -50,6 +53,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "bf16": {"enabled": options.bf16},
         "zero_optimization": {"stage": options.zero},
     }
+    if options.parameters_on_drive:
+        # With these no parameter stays in memory between two of its uses.
+        offload = {"device": "nvme", "nvme_path": options.nvme_path, "max_in_cpu": 0, "buffer_count": 8}
+        offload["buffer_size"] = 8 * options.width**2
+        none_stays = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+        config["zero_optimization"] = {"stage": 3, "offload_param": offload, **none_stays}
+        config["aio"] = {"block_size": 1 << 20, "queue_depth": 16, "overlap_events": True}
     if options.variant in ("nvme", *CODECS):
         codec = options.variant if options.variant in CODECS else None
         io = {"backend": options.backend, "staging_bytes": options.staging_mib << 20, "compression": codec}
@@ -183,6 +193,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--staging_mib", type=int, default=48)
     parser.add_argument("--nvme_path", default=".")
     parser.add_argument("--drive_mbps", type=float, help="MB/s each way of a slower drive than the one that is there")
+    parser.add_argument("--parameters_on_drive", action="store_true", help="those of ZeRO-3; wants --bf16")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=(*VARIANTS, *CODECS))
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     add_process_options(parser, (*VARIANTS, *CODECS))

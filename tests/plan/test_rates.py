@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import StoreFactory
-from curves.throttled import ThrottledBackend
 from support.doubles import Clock, CpuAccelerator, EventAccelerator
 from support.late_device import LateDevice
+from support.modelled_drive import ModelledDrive
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryMeter
@@ -313,8 +313,7 @@ class Halving(Codec):
 def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_rates(
     make_store: StoreFactory, makes_slower: bool
 ) -> None:
-    backend = ThrottledBackend()
-    backend.throttle(100e6, 100e6)
+    backend = ModelledDrive(100e6)
     drives = drives_of(make_store(backend, codec=SlowCodec(0.5) if makes_slower else Halving()))
     (path,) = drives._space.paths
     path.file.reserve_first(64 * MIB)

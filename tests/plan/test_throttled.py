@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from curves.throttled import ThrottledBackend
 from support.doubles import CpuAccelerator
+from support.modelled_drive import ModelledDrive
 from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -19,7 +19,7 @@ from ds_tba.storage.backends.select import Selection
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 2048  # 0.5 MiB, and 2 MiB in the middle of a block: too large to share a request
-FULL = 800e6  # bytes per second, whatever the machine's drive can do
+FULL = 800e6  # bytes per second
 PARTS = (1, 2, 10, 100)
 OVERHEAD = 0.5
 NOISE_FACTOR, NOISE_S = 1.25, 0.001
@@ -31,9 +31,11 @@ Make = Callable[..., tuple[Model, ActivationOffloader]]
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made = []
 
-    def make(backend: ThrottledBackend, *zero_paths: str) -> tuple[Model, ActivationOffloader]:
+    def make(
+        backend: ModelledDrive, *zero_paths: str, staging_bytes: int = 16 << 20
+    ) -> tuple[Model, ActivationOffloader]:
         monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(backend, "the test's"))
-        io = {"staging_bytes": 16 << 20, "swap_file_bytes": 128 << 20}
+        io = {"staging_bytes": staging_bytes, "swap_file_bytes": 128 << 20}
         block: dict[str, Any] = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096}
         # Neither may take the drive's place.
         block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
@@ -87,8 +89,7 @@ def settled(ours: Model, offloader: ActivationOffloader) -> None:
 def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
     found = []
     for part in PARTS:
-        backend = ThrottledBackend()
-        backend.throttle(FULL / part, FULL / part)
+        backend = ModelledDrive(FULL / part)
         ours, offloader = make(backend)
         settled(ours, offloader)
         plan = planned(offloader)
@@ -103,8 +104,7 @@ def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
 def test_where_a_drive_becomes_slower_in_mid_run_results_are_exact(make: Make, part: int) -> None:
     count = FIRST_PLAN + ENOUGH_STEPS
     expected = train(model(), None, count)
-    backend = ThrottledBackend()
-    backend.throttle(FULL, FULL)
+    backend = ModelledDrive(FULL)
     ours, offloader = make(backend)
     seen: list[Any] = []
     forward = ours.forward
@@ -126,8 +126,7 @@ def test_where_a_drive_becomes_slower_in_mid_run_results_are_exact(make: Make, p
 
 @pytest.mark.thorough
 def test_a_drive_that_is_fast_again_is_used_again(make: Make) -> None:
-    backend = ThrottledBackend()
-    backend.throttle(FULL, FULL)
+    backend = ModelledDrive(FULL)
     ours, offloader = make(backend)
     train(ours, offloader, ENOUGH_STEPS)
     fast = moved_bytes(offloader)
@@ -150,12 +149,13 @@ def test_the_first_plan_counts_the_rates_that_steps_leave_of_a_drive_and_a_secon
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_shared: bool
 ) -> None:
     """Lanes sleep in steps as beside other traffic, and did not when the idle drive was measured."""
-    left = 8e6
-    backend = ThrottledBackend()
-    backend.throttle(FULL, FULL)
-    ours, offloader = make(backend, str(tmp_path / "zero") if is_shared else "/proc/zero")
+    left = 16e6
+    backend = ModelledDrive(FULL)
+    # So little staging that what backward wants is read, not taken from writes that wait.
+    zero_path = str(tmp_path / "zero") if is_shared else "/proc/zero"
+    ours, offloader = make(backend, zero_path, staging_bytes=1 << 20)
     backend.throttle(left, left)
-    steps(ours, offloader, [64] * (FIRST_PLAN + 3))  # 1 MiB: the idle drive was measured with 50 times as much
+    steps(ours, offloader, [256] * (FIRST_PLAN + 3))  # 4 MiB: the idle drive was measured with 12 times as much
     followed = controller_of(offloader).in_force
     assert followed is not None and 0 < max(followed.trace.resources.rates) < 2.5 * left  # a lane alone could be half
     assert followed.limits.movable_share == (0.25 if is_shared else 1.0)

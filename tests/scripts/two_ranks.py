@@ -3,7 +3,7 @@
     RANK=0 python two_ranks.py DIRECTORY CASE
 
 Writes to ``DIRECTORY/CASE.RANK.json`` the losses, a digest of the parameters, and for each step what plan was in force.
-Drives are as slow as the case says, whatever the machine's are.
+Drives are modelled: they are as slow as the case says, whatever the machine's are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ sys.path[:0] = [
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from curves.throttled import ThrottledBackend  # noqa: E402
 from planners import PLANNERS  # noqa: E402
+from support.modelled_drive import ModelledDrive  # noqa: E402
 from support.planned_training import DEPTH, ROWS, WIDTH, Block, Model  # noqa: E402
 from support.stepping import end_step, forward, note_backward  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -65,9 +65,7 @@ def model_of(rank: int, case: str) -> torch.nn.Module:
 
 
 def offloader_of(model: torch.nn.Module, rank: int, directory: Path, case: str) -> ActivationOffloader:
-    backend = ThrottledBackend()
-    rate = SLOW if rank == 1 and case == "drives" else FAST
-    backend.throttle(rate, rate)
+    backend = ModelledDrive(SLOW if rank == 1 and case == "drives" else FAST)
     ds_tba.storage.tiers.select_backend = lambda *_, **__: Selection(backend, "the test's")
     own = directory / f"{case}{rank}"
     own.mkdir()
