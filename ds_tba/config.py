@@ -277,6 +277,13 @@ class OffloadConfig(Block):
         return {key: found for key, found in (("only", self.only), ("except", self.except_)) if found is not None}
 
     @property
+    def shared_keys(self) -> str:
+        """Name the keys for which ranks talk to each other, whatever else they have."""
+        plans = 'placement "adaptive"' if self.placement == "adaptive" else "report.trace_path" * self.is_planned
+        names = "only or except" if self.patterns else ""
+        return " and ".join(filter(None, (plans, names))) or "none of them"
+
+    @property
     def uses_nvme(self) -> bool:
         """True if any tensor may go to a swap file; under ``host`` with a path those for which the host has no room."""
         return self.placement in ("adaptive", "nvme") or (self.placement == "host" and self.nvme_path is not None)

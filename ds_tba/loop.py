@@ -53,7 +53,7 @@ class Offloader:
         keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings; ``"except"`` as ``except_``.
 
     Raises:
-        ConfigError: a key is unknown or has a bad value, or it asks for what a loop cannot tell.
+        ConfigError: a key is unknown or has a bad value, the device too, or it asks for what a loop cannot tell.
         IncompatibleError: the device is neither a CPU nor a CUDA device of this process.
         PathError, BackendUnavailableError: training cannot start; the message names the repair.
     """
@@ -94,9 +94,7 @@ class Offloader:
         Raises:
             StateError: the offloader is closed.
         """
-        # A closed one has no store any more: its forwards would keep everything, without a word.
-        if self._offloader.is_closed:
-            raise StateError("saving() after close(): make a new ds_tba.Offloader for another training.")
+        self._refuse_closed("saving")
         skip_frames(())
         if self._model is not None:
             self._owned.mark(self._model)
@@ -107,7 +105,12 @@ class Offloader:
         self._has_forward = torch.is_grad_enabled()
 
     def step(self) -> None:
-        """Note that the optimizer has stepped; call it once after each ``optimizer.step()``."""
+        """Note that the optimizer has stepped; call it once after each ``optimizer.step()``.
+
+        Raises:
+            StateError: the offloader is closed.
+        """
+        self._refuse_closed("step")
         self._has_forward = False
         self._offloader.note_micro_step()
         self._offloader.note_step()
@@ -136,6 +139,12 @@ class Offloader:
                 "no forward with gradients ran inside of Offloader.saving(), so that nothing was offloaded: put the "
                 "forward and its loss into it"
             )
+
+    def _refuse_closed(self, call: str) -> None:
+        # A closed one has no store any more: its forwards would keep everything, without a word, and no report has its
+        # steps.
+        if self._offloader.is_closed:
+            raise StateError(f"{call}() after close(): make a new ds_tba.Offloader for another training.")
 
     def _end_micro_step(self) -> None:
         """End the micro-step of the last forward if its backward has begun: a loop does not say when it is over."""
@@ -167,7 +176,7 @@ def _built(model: nn.Module | None, device: torch.device | str | None, keys: Map
     def make() -> ActivationOffloader:  # all that may fail: what fails before, on one rank, leaves the others waiting
         config = parse_keywords(keys, "ds_tba.Offloader")
         _refuse_untold(config, model)
-        accelerator = _accelerator_of(_device_of(model) if device is None else torch.device(device))
+        accelerator = _accelerator_of(_device_of(model) if device is None else _named(device))
         show_log()
         return ActivationOffloader(config, AioConfig(), accelerator, rank=own_rank(), ranks_on_node=ranks_on_node)
 
@@ -205,6 +214,17 @@ def _device_of(model: nn.Module | None) -> torch.device:
     for parameter in () if model is None else model.parameters():
         return parameter.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _named(device: object) -> torch.device:
+    """Return the device that the user names."""
+    try:
+        return torch.device(device)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f'the device is {device!r}, which is none to PyTorch: it must be one such as "cpu" or "cuda:0", or be '
+            "left out, for that of the model."
+        ) from error
 
 
 def _accelerator_of(device: torch.device) -> Accelerator:

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -127,8 +127,8 @@ class ActivationOffloader:
         if config.report.timeline_path:
             self._sampling()
         self._controller: Controller | None = None
-        self._resting = Resting(self._tiers, self.cache, rank, waking_s)
         self._closer = Closer(self._close, accelerator)
+        self._resting = Resting(self._tiers, self.cache, rank, waking_s)  # last: the process knows it from here on
 
     def _open_cache(self) -> TensorCache:
         accelerator, config = self._accelerator, self.config
@@ -303,6 +303,11 @@ class ActivationOffloader:
             yield
 
     @property
+    def shared_keys(self) -> str:
+        """The keys for which ranks talk to each other, in words; see ``ranks.py``."""
+        return self.config.shared_keys
+
+    @property
     def is_closed(self) -> bool:
         """True once it was closed, or is about to be."""
         return self._resting.is_over
@@ -443,21 +448,22 @@ class ActivationOffloader:
             self._closer.ask()
 
     def _close(self) -> None:  # in the closer's thread
-        try:
-            for undo in self._undo:
-                undo()
-            self._undo.clear()
+        with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
+            last.callback(atexit.unregister, self.close)
+            last.callback(self._files.give_up)
+            last.callback(self._reporter.end, has_trained=self._has_trained)
+            last.callback(self._note_last_failure)
+            last.callback(self._follow_graphs)
+            last.callback(self._resting.end)
+            last.callback(self.cache.settle)
             if self._controller is not None:
-                self._controller.close()
-            self.cache.settle()
-        finally:
-            self._resting.end()
-            self._follow_graphs()
-            # That of a backward which no engine has called: the interpreter leaves it there before it exits.
-            self.note_failure(getattr(sys, "last_value", None))
-            self._reporter.end(has_trained=self._has_trained)
-            self._files.give_up()
-            atexit.unregister(self.close)
+                last.callback(self._controller.close)
+            while self._undo:
+                last.callback(self._undo.pop())
+
+    def _note_last_failure(self) -> None:
+        """Explain an error of a backward that no engine has called: the interpreter leaves it here before it exits."""
+        self.note_failure(getattr(sys, "last_value", None))
 
     def _follow_graphs(self) -> None:
         """Free what graphs that outlive this hold: their host memory goes with them, and no hook runs any more."""

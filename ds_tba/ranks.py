@@ -28,7 +28,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Built(Protocol):
-    """Something that ranks build together."""
+    """Something that ranks build together.
+
+    Attributes:
+        shared_keys: those of the config for which ranks talk to each other, in words.
+    """
+
+    @property
+    def shared_keys(self) -> str: ...
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -46,9 +53,10 @@ class KeyStore(Protocol):
 
 
 class _Answer(TypedDict, total=False):
-    """The answer of a rank (its problem and its machine), or the verdict for all of them (with all machines)."""
+    """The answer of a rank (its problem, keys and machine), or the verdict for all of them (with all machines)."""
 
     problem: str | None
+    keys: str
     machine: str
     machines: dict[str, int]
 
@@ -69,7 +77,7 @@ def on_all_ranks(make: Callable[[], _Made]) -> _Made:
     except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
         problem = error
     try:
-        agree(problem)
+        agree(problem, "none of them" if made is None else made.shared_keys)
     except BaseException:
         if made is not None:
             made.close()
@@ -88,8 +96,12 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def agree(problem: Exception | None) -> dict[str, int]:
-    """Fail on every rank if any rank has a problem; return how many ranks each machine has."""
+def agree(problem: Exception | None, keys: str = "") -> dict[str, int]:
+    """Fail on every rank if any rank has a problem, or other keys; return how many ranks each machine has.
+
+    Args:
+        keys: see :class:`Built`. A rank that has them would wait in a collective for one that has not.
+    """
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         if problem is not None:
             raise problem
@@ -99,7 +111,7 @@ def agree(problem: Exception | None) -> dict[str, int]:
     rank, size = distributed.get_rank(), distributed.get_world_size()
     build = store.add(f"ds_tba/{rank}/builds", 1)  # or a second engine would read the verdict about the first
     text = problem and f"{type(problem).__name__}: {problem}"
-    store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": text, "machine": machine()}))
+    store.set(f"ds_tba/{rank}/{build}", json.dumps({"problem": text, "keys": keys, "machine": machine()}))
     verdict = f"ds_tba/verdict/{build}"
     if rank == 0:  # which asks all of them: if each asked each, thousands of ranks would be at it for an hour
         store.set(verdict, json.dumps(_verdict(store, build, size)))
@@ -119,7 +131,7 @@ def agree(problem: Exception | None) -> dict[str, int]:
 
 def _verdict(store: KeyStore, build: int, size: int) -> _Answer:
     """Return the first problem that keeps ranks from training, None where all can; and the ranks of each machine."""
-    machines = Counter[str]()
+    machines, keys = Counter[str](), dict[str, int]()
     for rank in range(size):
         try:
             found = _answer(store, f"ds_tba/{rank}/{build}", rank)
@@ -129,6 +141,14 @@ def _verdict(store: KeyStore, build: int, size: int) -> _Answer:
             text = f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found['problem']}"
             return {"problem": text}
         machines[found.get("machine", "")] += 1
+        keys.setdefault(found.get("keys", ""), rank)
+    if len(keys) > 1:
+        (first, rank), (other, other_rank), *_ = keys.items()
+        text = (
+            f"rank {rank} has {first}, and rank {other_rank} has {other}: ranks plan, record and choose by name "
+            'together. Give every rank the same "placement", "report.trace_path", "only" and "except".'
+        )
+        return {"problem": text}
     return {"problem": None, "machines": machines}
 
 

@@ -131,8 +131,8 @@ class Resting:
         is_taken = self._life.acquire(timeout=LOCK_LIMIT_S)
         try:
             self._tiers.close()
-            self._is_over = True
         finally:
+            self._is_over = True
             if is_taken:
                 self._life.release()
             PROCESS.open.remove(self)

@@ -131,12 +131,13 @@ class RecentRate:
 
     def __init__(self, half_bytes: int) -> None:
         self._half_bytes = half_bytes
-        self._nbytes = self._seconds = 0.0
+        # Bytes and seconds, changed together: a report is made in any thread, without the lock.
+        self._moved = (0.0, 0.0)
 
     def fade(self) -> None:
         """Keep the estimate, and let the next transfers outweigh it."""
         if self.is_known:
-            self._seconds, self._nbytes = self.s_per_byte, 1.0
+            self._moved = (1.0, self.s_per_byte)
 
     def add(self, nbytes: float, min_s: float, max_s: float) -> None:
         """Add a transfer that takes the path from ``min_s`` to ``max_s``; see [Note: Whose time]."""
@@ -144,22 +145,24 @@ class RecentRate:
             return
         took_s = min(max(nbytes * self.s_per_byte, min_s), max_s) if self.is_known else max_s
         kept = 0.5 ** (nbytes / self._half_bytes)
-        self._nbytes = self._nbytes * kept + nbytes
-        self._seconds = self._seconds * kept + took_s
+        moved_bytes, seconds = self._moved
+        self._moved = (moved_bytes * kept + nbytes, seconds * kept + took_s)
 
     @property
     def is_known(self) -> bool:
-        return self._nbytes > 0
+        return self._moved[0] > 0
 
     @property
     def s_per_byte(self) -> float:
         """Seconds for a byte; a guess before the first measurement."""
-        return self._seconds / self._nbytes if self.is_known else self.UNKNOWN_S_PER_BYTE
+        moved_bytes, seconds = self._moved
+        return seconds / moved_bytes if moved_bytes else self.UNKNOWN_S_PER_BYTE
 
     @property
     def bytes_per_s(self) -> float:
         """The estimate; 0.0 before the first measurement."""
-        return 1 / self.s_per_byte if self.is_known else 0.0
+        moved_bytes, seconds = self._moved
+        return moved_bytes / seconds if moved_bytes else 0.0
 
 
 class Kind(Enum):

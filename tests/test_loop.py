@@ -191,6 +191,13 @@ def test_a_device_that_is_not_there_and_another_are_refused_by_name(device: str,
         Offloader(device=device, placement="keep")
 
 
+@pytest.mark.parametrize("device", ["nope", "", "cuda:x", -1, 1.5, 1 << 70, ["cpu"]])
+def test_what_is_no_device_is_refused_by_name(device: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^the device is .*\"cpu\" or \"cuda:0\"") as caught:
+        Offloader(device=device, placement="keep")
+    assert repr(device) in str(caught.value)
+
+
 def test_aio_without_deepspeed_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed.git_version_info", None)
     with pytest.raises(BackendUnavailableError, match=r'DeepSpeed cannot be imported.*"backend": "posix"'):
@@ -200,8 +207,11 @@ def test_aio_without_deepspeed_names_the_way_out(tmp_path: Path, monkeypatch: py
 def test_a_closed_one_refuses_the_next_forward() -> None:
     with Offloader(placement="keep") as offloader:
         loop(offloader, model_of())
-    with pytest.raises(StateError, match="after close"):
+    with pytest.raises(StateError, match=r"^saving\(\) after close"):
         loop(offloader, model_of())
+    with pytest.raises(StateError, match=r"^step\(\) after close"):
+        offloader.step()
+    assert offloader.report().steps == 1
 
 
 def test_one_that_is_refused_late_leaves_no_lane(tmp_path: Path) -> None:

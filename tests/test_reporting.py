@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
+from support.offloaders import make, step
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.resting import PROCESS
 
 
 class Room:
@@ -32,3 +36,41 @@ def test_a_run_that_has_not_trained_has_no_last_word(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.INFO, logger="ds_tba"):
         ActivationOffloader(config, AioConfig(), CpuAccelerator()).close()
     assert not path.exists() and not caplog.messages
+
+
+def test_whatever_fails_as_it_closes_the_last_report_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that has failed every question to an event raises."""
+    path = tmp_path / "report.json"
+    offloader = make(tmp_path, placement="nvme", report={"path": str(path)})
+    step(offloader)
+    close_tiers, told = offloader._tiers.close, list[threading.ExceptHookArgs]()
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def fails_after() -> None:
+        close_tiers()
+        fails()
+
+    offloader.on_close(fails)
+    monkeypatch.setattr(offloader.cache, "settle", fails)
+    monkeypatch.setattr(offloader._tiers, "close", fails_after)
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    offloader.close()
+    assert json.loads(path.read_text())["state"] == "finished"
+    assert offloader.is_closed and offloader._resting not in PROCESS.open and path not in PROCESS.claims
+    assert [one.exc_type for one in told] == [RuntimeError]
+
+
+def test_one_for_which_there_is_no_thread_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = list(PROCESS.open)
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("ds_tba.offloader.Closer", refused)
+    with pytest.raises(RuntimeError, match="new thread"):
+        make(tmp_path)
+    assert before == PROCESS.open

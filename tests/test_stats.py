@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from conftest import StoreFactory
 from support.doubles import Clock, EventAccelerator, ScriptedBackend, wait_for_writes
 
-from ds_tba.stats import Kind, PathMeter, RecentRate, Transfer
+from ds_tba.stats import QUICK_BYTES, Kind, PathMeter, RecentRate, Transfer
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapTicket
 
@@ -145,6 +147,27 @@ def test_a_rate_that_has_faded_stays_until_a_transfer_outweighs_it() -> None:
     assert drive.mib_per_s(W) == pytest.approx(64.0) and not drive.meter.writes.concurrent.is_known
     drive.move(W, 1, 1.0)
     assert drive.mib_per_s(W) == pytest.approx(1.0, rel=1e-3)
+
+
+def test_a_rate_is_whole_at_any_time() -> None:
+    """A report is made in any thread, and takes no lock."""
+    rate, seen = RecentRate(QUICK_BYTES), list[float]()
+
+    def look(frame: FrameType, _event: str, _argument: object) -> Any:
+        if frame.f_globals["__name__"] != "ds_tba.stats":
+            return None
+        seen.append(rate.bytes_per_s)
+        return look
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(look)
+        rate.add(1 << 20, 0.5, 0.5)
+        rate.fade()
+        rate.add(1 << 20, 0.5, 0.5)
+    finally:
+        sys.settrace(before)
+    assert min(seen) == 0.0 and set(seen) - {0.0} and all(one == pytest.approx(2 << 20) for one in set(seen) - {0.0})
 
 
 def test_the_first_bytes_count_as_much_as_those_that_follow() -> None:

@@ -104,7 +104,8 @@ class Feedback:
     @property
     def measured_step_s(self) -> float | None:
         """Return the median seconds of the last steps under the plan; None before the first."""
-        return median_low(self._times_s) if self._times_s else None
+        times_s = [*self._times_s]  # as a report is made in any thread, and another plan may begin meanwhile
+        return median_low(times_s) if times_s else None
 
     def recorded(self, step_s: float, moving_s: float) -> None:
         """Take the kept step from a new trace.

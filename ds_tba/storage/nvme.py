@@ -554,7 +554,7 @@ class NvmeStore(Store[SwapTicket]):
             part.path.reads.put(self._transfers.read(ticket, part), URGENT)
         while part.state not in AT_HAND | GIVEN_UP and not space.closed:
             space.changed.wait(LANE_CHECK_S)
-            space.slow_waits.note("backward", [part], started)
+            space.slow_waits.note("backward", [part.path], started)
         if part.state in GIVEN_UP:
             raise StateError(_GIVEN_UP)
         has_nothing = part.host is None and part.arrival is None and part.error is None

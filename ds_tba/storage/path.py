@@ -108,18 +108,20 @@ class LaneGroup:
 
     def _run(self, number: int, accelerator: Accelerator) -> None:
         """Work until told to end, whatever that raises; see [Note: Lanes do not die]."""
-        has_ended = False
+        has_entered = has_ended = False
         while not has_ended:
             try:
-                has_ended = self._work(number, accelerator)
+                if not has_entered:
+                    has_entered = True  # first: a device that is broken would keep the lane from its work, and its end
+                    accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
+                has_ended = self._work(number)
             except BaseException as error:  # noqa: BLE001 - without this lane somebody would wait for ever
                 self._failures[number] = error  # told by the next try: here nothing may ask for memory
         self.handles[number].close()
 
-    def _work(self, number: int, accelerator: Accelerator) -> bool:
+    def _work(self, number: int) -> bool:
         """Do tasks until there is none and the lane is to end; True then."""
         self._recover(number)
-        accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
         while not self._serve(number):
             pass
         return True
@@ -190,6 +192,11 @@ class SwapPath:
     def written_bytes(self) -> int:
         """Return the bytes that this process had the drive write, which count as wear."""
         return self.meter.writes.drive_bytes + self.file.zeroed_bytes
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a transfer is under way."""
+        return self.meter.writes.active + self.meter.reads.active > 0
 
     def busy_s(self, more_bytes: int) -> float:
         """Return the seconds to write and read back the bytes that the path holds, and ``more_bytes``.

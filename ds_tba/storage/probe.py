@@ -14,13 +14,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import numpy
 import torch
 
-from ds_tba.errors import PathError, TransferError
+from ds_tba.errors import PathError, StateError, TransferError
 from ds_tba.stats import Kind
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.codec import BlockIo
@@ -50,22 +50,18 @@ def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = t
     Raises:
         PathError: a transfer failed; the first bytes of that path's file are not to be relied upon.
     """
-    probe = _Probe(space, io, clock)
-    lanes: list[_Lane] = []
-    with space.lock:
-        paths, slots = [path for path in space.paths if path.failure is None], space.ring.slots
-        count = sum(len(path.writes.handles) + len(path.reads.handles) for path in paths)
-        slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(count, 1))
-        noise = _noise(slot_bytes - slot_bytes % slots.alignment_bytes, are_numbers=io.compresses)
-        for path in paths:
-            lanes += _lanes_of(path, probe, noise)
-    probe.barrier = threading.Barrier(len(lanes) or 1, action=probe.begin_phase)
-    probe.left.update(lanes)
-    for lane in lanes:
-        lane.group.put(lane.run)
-    while probe.left:
-        with suppress(queue.Empty):
-            probe.ended.get(timeout=LANE_CHECK_S)
+    probe, started_s = _Probe(space, io, clock), time.perf_counter()
+    try:
+        with space.deferred, space.lock:
+            paths = [path for path in space.paths if path.failure is None]
+            _begin(probe, paths)
+        while probe.left:
+            with suppress(queue.Empty):
+                probe.ended.get(timeout=LANE_CHECK_S)
+            space.slow_waits.note("the measurement of drives", (path for path in paths if path.is_busy), started_s)
+    except BaseException:  # of a signal handler: lanes that have begun would wait for those that have not
+        probe.barrier.abort()
+        raise
     if probe.failure is not None:
         path, error = probe.failure
         raise PathError(
@@ -131,7 +127,10 @@ class DriveProbe:
         )
 
     def _round_trips(self) -> float:
-        return sum(1 / (1 / write + 1 / read) for write, read, *_ in self.rates())
+        """Return the bytes per second that go out and back; 0 where a path had no room to be measured."""
+        with suppress(StateError):
+            return sum(1 / (1 / write + 1 / read) for write, read, *_ in self.rates())
+        return 0.0
 
     def _forget_rates(self) -> None:
         with self._space.lock:
@@ -173,6 +172,20 @@ class _Probe:
 
     def begin_phase(self) -> None:
         self.until_s = self.clock() + PHASE_S
+
+
+def _begin(probe: _Probe, paths: Sequence[SwapPath]) -> None:
+    """Have the lanes of these paths take part, as far as there is room for all of a path."""
+    slots, lanes = probe.space.ring.slots, list[_Lane]()
+    count = sum(len(path.writes.handles) + len(path.reads.handles) for path in paths)
+    slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(count, 1))
+    noise = _noise(slot_bytes - slot_bytes % slots.alignment_bytes, are_numbers=probe.io.compresses)
+    for path in paths:
+        lanes += _lanes_of(path, probe, noise)
+    probe.barrier = threading.Barrier(len(lanes) or 1, action=probe.begin_phase)
+    probe.left.update(lanes)
+    for lane in lanes:
+        lane.group.put(lane.run)
 
 
 def _noise(nbytes: int, *, are_numbers: bool) -> torch.Tensor:

@@ -238,13 +238,13 @@ class ReadAhead:
 
 
 class SlowWaits:
-    """Tells of a drive that keeps forward or backward waiting: else a drive that hangs would look like a slow model."""
+    """Tells of a drive that keeps a thread of the user's waiting: else one that hangs would look like a slow model."""
 
     def __init__(self) -> None:
         self._quiet_until_s = -math.inf
 
-    def note(self, who: str, parts: Iterable[Part], started_s: float) -> None:
-        """Log a warning where a wait for the drives of these parts takes long, and no other was logged of late.
+    def note(self, who: str, paths: Iterable[SwapPath], started_s: float) -> None:
+        """Log a warning where a wait for the drives of these paths takes long, and no other was logged of late.
 
         Args:
             started_s: by ``time.perf_counter()``.
@@ -252,7 +252,7 @@ class SlowWaits:
         now_s = time.perf_counter()
         if now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
             return
-        directories = {str(part.path.file.directory) for part in parts}
+        directories = {str(path.file.directory) for path in paths}
         if not directories:
             return
         self._quiet_until_s = now_s + SLOW_AGAIN_S
@@ -410,7 +410,8 @@ class SwapSpace:
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
             elif not (wait and self._give_up_read_ahead()):
                 break
-            self.slow_waits.note("forward", self.writes or self.read_ahead.newest_first(), started)
+            waited_for = self.writes or self.read_ahead.newest_first()
+            self.slow_waits.note("forward", (part.path for part in waited_for), started)
             self.deferred.act()
             self.settle_copies()
             if not (self.closed or self.resting):  # the lanes have ended since

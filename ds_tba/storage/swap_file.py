@@ -110,7 +110,8 @@ class SwapFile:
 
     def shrink(self) -> None:
         """Give the space back, and keep the file, empty."""
-        os.ftruncate(self.fd, 0)
+        with suppress(OSError):  # of a drive that has failed: the kernel gives it back with the last descriptor
+            os.ftruncate(self.fd, 0)
         self.size_bytes = 0
 
     def close(self) -> None:
@@ -121,9 +122,10 @@ class SwapFile:
             self._close()
 
     def _close(self) -> None:  # without giving the space back: a forked child may not take it from its parent
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1  # before it is closed: the number may be another file's as soon as it is
+        if fd >= 0:
+            with suppress(OSError):  # of a drive that has failed; the descriptor is gone all the same
+                os.close(fd)
 
     def _reserve(self, step_bytes: int, least_bytes: int) -> None:
         try:

@@ -33,6 +33,8 @@ class InterleavedUpdate:
         IncompatibleError: the optimizer is one whose update cannot be taken over.
     """
 
+    shared_keys = "interleaved_optimizer_update"  # see ``ranks.py``: no rank gets here without it
+
     def __init__(self, config: UpdateConfig, accelerator: Accelerator, zero: Any, *, rank: int = 0) -> None:
         refuse_unsupported(zero)
         self._pid = os.getpid()

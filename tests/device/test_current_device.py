@@ -158,7 +158,7 @@ def test_the_thread_that_closes_leaves_the_script_its_device(api: Devices, tmp_p
 
 
 def test_threads_are_made_where_their_device_is_set() -> None:
-    """In ``new_thread``; and by lanes, which do it with what they try again."""
+    """In ``new_thread``; and by lanes, which survive also that."""
     makers = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread"}
     places = [
         str(path.relative_to(PACKAGE))

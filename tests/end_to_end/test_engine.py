@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from support import runs
 from torch import distributed
 
 from ds_tba import engine, ranks
+from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 
 
@@ -53,6 +55,40 @@ def test_the_own_problem_is_told_to_the_others_and_raised(two_ranks: distributed
     with pytest.raises(PathError, match="mine"):
         ranks.agree(PathError("mine"))
     assert b"PathError: mine" in two_ranks.get("ds_tba/0/1")
+
+
+@pytest.mark.parametrize(
+    ("keys", "other", "told"),
+    [
+        ({}, 'placement "adaptive"', ""),
+        ({}, "none of them", r'^rank 0 has placement "adaptive", and rank 1 has none of them.*the same "placement"'),
+        ({"placement": "nvme"}, "none of them", ""),
+        (
+            {"placement": "nvme", "only": ["*"]},
+            "none of them",
+            "^rank 0 has only or except, and rank 1 has none of them",
+        ),
+        (
+            {"placement": "keep", "report": {"trace_path": "x"}},
+            'placement "adaptive"',
+            r"^rank 0 has report.trace_path, ",
+        ),
+    ],
+)
+def test_ranks_that_would_wait_for_each_other_are_refused(
+    two_ranks: distributed.Store, keys: dict[str, Any], other: str, told: str
+) -> None:
+    """One plans and the other does not: it would wait in a collective until that times out."""
+    config = OffloadConfig.model_validate({"nvme_path": "/local_nvme", **keys})
+    closed: list[int] = []
+    made = SimpleNamespace(shared_keys=config.shared_keys, close=lambda: closed.append(1))
+    two_ranks.set("ds_tba/1/1", json.dumps({"problem": None, "keys": other}))
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            ranks.on_all_ranks(lambda: made)
+    else:
+        assert ranks.on_all_ranks(lambda: made) is made
+    assert closed == [1] * bool(told)
 
 
 def test_other_ranks_ask_rank_0_alone(two_ranks: distributed.Store, monkeypatch: pytest.MonkeyPatch) -> None:

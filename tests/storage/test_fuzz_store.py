@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, ScriptedBackend
+from support.doubles import CpuAccelerator, DeviceBackend, ScriptedBackend, wait_for_writes
 from support.late_device import LateDevice
 from support.runs import ROOT
 
@@ -310,6 +310,20 @@ def test_a_lane_survives_whatever_its_work_raises(
     until(lambda: len(calls) == 3, "it is done in the end")
     assert len(set(calls)) == 1  # by the same thread
     until(lambda: is_at_rest(store), "nothing is held")
+
+
+def test_a_lane_whose_device_is_broken_works_and_ends(make_store: StoreFactory) -> None:
+    class Broken(CpuAccelerator):
+        def enter_thread(self) -> None:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    store = make_store(lanes=Lanes(1, 1), accelerator=Broken())
+    data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    ticket = store.put(data, wait=True)
+    assert not isinstance(ticket, Refusal)
+    wait_for_writes(store)
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store._stop_lanes()
 
 
 def test_a_lane_that_cannot_log_goes_on(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:

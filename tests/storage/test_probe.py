@@ -12,9 +12,9 @@ import pytest
 import torch
 from conftest import Alarm, AlarmError, StoreFactory
 from support.disks import until
-from support.doubles import CpuAccelerator, ScriptedBackend, fails, wait_for_writes
+from support.doubles import CpuAccelerator, Gate, ScriptedBackend, fails, wait_for_writes
 
-from ds_tba.errors import PathError
+from ds_tba.errors import PathError, StateError
 from ds_tba.plan.rates import Rates
 from ds_tba.stats import PathMeter
 from ds_tba.storage import probe as probe_module
@@ -22,6 +22,7 @@ from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import LaneGroup, Task
 from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, PHASE_BYTES, REGION_BYTES, DriveProbe, measure_drives
 from ds_tba.storage.spans import SpanAllocator
 
@@ -174,6 +175,41 @@ def test_where_a_handler_ends_the_wait_the_lanes_give_back_what_they_hold(
     assert nothing_is_held(store)
 
 
+def test_where_a_handler_comes_as_lanes_begin_none_waits_for_the_others(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = with_room(make_store())
+    put = LaneGroup.put
+
+    def interrupted(group: LaneGroup, task: Task) -> None:
+        put(group, task)
+        if group is store.paths[0].reads:
+            raise AlarmError
+
+    with monkeypatch.context() as early, pytest.raises(AlarmError):
+        early.setattr(LaneGroup, "put", interrupted)
+        measure_drives(store.space, store.io)
+    assert store._stop_lanes()
+    with pytest.raises(StateError, match="AlarmError came in the middle"):  # some of the room has no lane
+        store.refuse_broken()
+
+
+def test_a_drive_that_does_not_answer_while_it_is_measured_is_named(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
+    monkeypatch.setattr(probe_module, "LANE_CHECK_S", 0.01)
+    gate = Gate()
+    store = with_room(make_store(ScriptedBackend(gate)))
+    measuring = threading.Thread(target=measure_drives, args=(store.space, store.io))
+    measuring.start()
+    until(lambda: len(caplog.messages) > 0, "the warning")
+    gate.opened.set()
+    measuring.join(30)
+    (said,) = caplog.messages
+    assert said.startswith(f"the measurement of drives has waited 0 s for the drive of {store.paths[0].file.directory}")
+
+
 def test_it_works_with_every_backend_and_what_was_stored_before_is_left_alone(
     make_store: StoreFactory, backend: IoBackend
 ) -> None:
@@ -212,6 +248,10 @@ def test_room_in_crumbs_is_given_back_and_nothing_is_measured(
     measure_drives(store.space, store.io)
     assert path.probe_bytes == 0
     assert store.ring.slots.used_bytes + path.extents.used_bytes == used_bytes
+    drives = DriveProbe(store.space, store.io, may_drop_codec=True)
+    drives.measure_plain()
+    drives.measure()
+    assert not drives.drop_codec() and not drives.advice()  # nothing is known against it
 
 
 def test_without_a_file_nothing_is_measured(make_store: StoreFactory) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -144,6 +145,31 @@ def stat_or_none(path: Path) -> os.stat_result | None:
     with suppress(FileNotFoundError):  # the one with which the directory was read
         return path.stat()
     return None
+
+
+def test_a_drive_that_has_failed_keeps_nobody_from_resting_and_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that was remounted read-only refuses to cut the file; a network's tells late errors at close."""
+    file = SwapFile(tmp_path, 8 << 20)
+    file.grow(4096)
+    close = os.close
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def late(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "ftruncate", refused)
+        file.shrink()
+        assert file.size_bytes == 0
+        failing.setattr(os, "close", late)
+        file.close()
+    assert file.fd == -1
+    file.close()
 
 
 def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path) -> None:
