@@ -255,31 +255,6 @@ def test_kvikio_that_is_not_installed_or_too_old_or_broken(
     assert module.obstacle() is None
 
 
-# ---- cuFile's log ---------------------------------------------------------------------------------------------------
-
-
-def test_cufiles_log_goes_to_the_temporary_directory(fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch) -> None:
-    KvikioBackend(4, "cuda")
-    path = Path(os.environ["CUFILE_LOGFILE_PATH"])
-    assert path.parent == Path(tempfile.gettempdir()) and str(os.getpid()) in path.name
-
-
-@pytest.mark.parametrize(
-    ("config", "moved"), [('{"logging": {\n // "dir": "/x",\n}}', True), ('{\n "dir": "/x"}', False)]
-)
-def test_the_place_that_the_user_chose_for_the_log_is_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str, moved: bool
-) -> None:
-    (tmp_path / "cufile.json").write_text(config)
-    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", str(tmp_path / "cufile.json"))
-    monkeypatch.setenv("CUFILE_LOGFILE_PATH", "/my/cufile.log")
-    module.move_cufile_log()
-    assert os.environ["CUFILE_LOGFILE_PATH"] == "/my/cufile.log"
-    monkeypatch.delenv("CUFILE_LOGFILE_PATH")
-    module.move_cufile_log()
-    assert ("CUFILE_LOGFILE_PATH" in os.environ) is moved
-
-
 # ---- under the store ------------------------------------------------------------------------------------------------
 
 

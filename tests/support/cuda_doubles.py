@@ -101,9 +101,8 @@ class FakeKvikio:
             monkeypatch.setitem(sys.modules, module.__name__, module)
         monkeypatch.setattr(kvikio_backend, "driver_obstacle", lambda: None)
         monkeypatch.setattr(kvikio_backend, "aligned_memory", lambda nbytes, device: aligned_memory(nbytes, "cpu"))
-        for name in ("CUFILE_LOGFILE_PATH", "CUFILE_ALLOW_COMPAT_MODE"):
-            monkeypatch.setenv(name, "to be restored")
-            monkeypatch.delenv(name)
+        monkeypatch.setenv("CUFILE_ALLOW_COMPAT_MODE", "to be restored")
+        monkeypatch.delenv("CUFILE_ALLOW_COMPAT_MODE")
 
     def change(self, settings: dict[str, Any]) -> None:
         if not settings.keys() <= self.settings.keys():

@@ -26,7 +26,6 @@ import importlib
 import logging
 import os
 import re
-import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -51,8 +50,6 @@ MIN_THREADS = 4  # measured to reach fio's rate
 HOST_REQUEST_BYTES = MIN_THREADS * TASK_BYTES
 DRIVER = "libcuda.so.1"
 PREFIX = ".ds_tba-named-"
-_LOG = "CUFILE_LOGFILE_PATH"
-_LOG_DIRECTORY = re.compile(r'^\s*"dir"\s*:', re.MULTILINE)  # cufile.json has // comments, which json does not read
 _EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _INSTEAD = 'set "io": {"backend": "aio"} or "posix", or leave it out'
@@ -80,7 +77,6 @@ class KvikioBackend(IoBackend):
         problem = obstacle()
         if problem is not None:
             raise BackendUnavailableError(f"io.backend {self.name}: {problem}; or {_INSTEAD}.")
-        move_cufile_log()
         self._kvikio = imported("kvikio")
         self._device = device
         self._shared: dict[int, Shared] = {}
@@ -255,22 +251,6 @@ def imported(module: str) -> Any:
 
 
 # ---- what cuFile wants around it ----
-
-
-def move_cufile_log() -> None:
-    """Let cuFile log to the temporary directory, unless the user has chosen a place: its default is the current one.
-
-    cuFile reads the variable when its driver opens.
-    """
-    if _LOG in os.environ:
-        return
-    config = Path(os.environ.get("CUFILE_ENV_PATH_JSON", "/etc/cufile.json"))
-    try:
-        chosen = _LOG_DIRECTORY.search(config.read_text()) is not None
-    except OSError:
-        chosen = False
-    if not chosen:
-        os.environ[_LOG] = str(Path(tempfile.gettempdir()) / f"cufile-{os.getuid()}-{os.getpid()}.log")
 
 
 @contextmanager
