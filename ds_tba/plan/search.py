@@ -123,8 +123,6 @@ class _Search:
             gained_s = self._simplest.cost.step_s - best.cost.step_s
             is_gain = gained_s > SAME_STEP_FRACTION * timeline.step_s
             best = self._simplest if self._is_within(self._simplest) and not is_gain else best
-        elif timeline is self._whole:  # else rounding to groups is more than what is trimmed
-            best = self._trimmed(best)
         whole = Assignment(best.assignment.placements[self._group], best.assignment.recomputed)
         return replay(self._whole, whole, None)
 
@@ -205,21 +203,6 @@ class _Search:
             where[worn], rank_of[worn] = _NVME, 2
         order = order[where[order] != _KEEP]
         return where, order[np.argsort(rank_of[order], kind="stable")], int((rank_of[order] == 0).sum())
-
-    def _trimmed(self, best: Outcome) -> Outcome:
-        """Return the same peak with as little offloaded as it takes."""
-        where = self._gathered(best)
-        is_moved = (where == _HOST) | (where == _NVME)
-        order = np.argsort(-self._idle_s, kind="stable")
-        order = order[is_moved[order]]
-        recomputed = best.assignment.recomputed[: len(self._timeline.recompute_s) // self._forwards]
-        again = Assignment(np.where(is_moved, _KEEP, where).astype(np.int8), recomputed)
-        few, many = -1, len(order)
-        while many - few > 1:
-            middle = (few + many) // 2
-            found = self._replay(self._with(again, where, order[:middle]))
-            few, many = (middle, many) if self._rank(found) > self._rank(best) else (few, middle)
-        return self._best
 
     def _with(self, again: Assignment, where: Places, moved: Ints) -> Assignment:
         placements = again.placements.copy()

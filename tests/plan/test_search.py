@@ -142,14 +142,6 @@ def test_a_share_has_blocks_recomputed_instead_and_a_budget_that_only_moves_fit_
     assert alone.prediction.peak_saved_bytes <= 12 * SIZE and moved_bytes(trace, alone) > 8 * SIZE
 
 
-def test_no_more_is_moved_than_the_peak_is_lower_for() -> None:
-    fixed = [replace(storage(0.0, 0.4, 0.5), is_movable=False) for _ in range(6)]
-    saved = [storage(0.6 + 0.01 * number, 2.8 - 0.1 * number) for number in range(8)]
-    trace = one_block(*fixed, *saved, machine=traces.resources(100 * SIZE, 100 * SIZE))
-    plan = adaptive(trace, Limits(recompute=False))
-    assert plan.prediction.peak_saved_bytes == 6 * SIZE and plan.placements.count(N) < 6
-
-
 def test_the_wear_limit_bounds_what_is_written() -> None:
     trace = layers(8, 4, rate=20.0)
     plan = adaptive(trace, Limits(write_limit_bytes_per_step=5 * SIZE))
