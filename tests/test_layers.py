@@ -48,7 +48,7 @@ TESTED_ELSEWHERE = {
     "storage.staging": "on a device, in test_device_staging.py; its buffers, in test_codec.py; else with the store",
 }
 CORE = {"core", "storage", "device", "stats", "wear", "holders", "report", "config", "errors"}
-LONGEST_CHAIN = 10  # 8 is the goal: the store stands on files of one noun each
+LONGEST_CHAIN = 9  # 8 is the goal: the store stands on files of one noun each
 FILES, LINES = 95, 23_600  # the goal of the house is 80 and 17,000
 AIR = 1.05
 MODULES = {

@@ -19,23 +19,36 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 
 from ds_tba.core.saved import Keeper, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import moment
+from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, RematerializationError, StateError
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe
 from ds_tba.remat.search import note
-from ds_tba.remat.sites import Sites
 from ds_tba.storage.base import Loaded, Refusal, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
 
 # Bytes of storages that are held until a device has answered their comparison; one may be larger.
 MAX_UNREAD_BYTES = 256 << 20
+
+
+class Prover(Protocol):
+    """Finds recipes, and proves that they give the same bytes. ``Sites`` documents these methods."""
+
+    accelerator: Accelerator
+
+    def begin_forward(self) -> None: ...
+    def recipe(self, tensor: torch.Tensor, /) -> Recipe | None: ...
+    def compare(self, recipe: Recipe, tensor: torch.Tensor, /) -> Comparison | None: ...
+    def read(self, comparison: Comparison, /) -> bool: ...
+    def left_out(self, recipe: Recipe, /) -> None: ...
+    def make(self, recipe: Recipe, /) -> torch.Tensor: ...
 
 
 class RecipeTicket(Ticket):
@@ -95,7 +108,7 @@ class RematStore(TensorStore[RecipeTicket]):
 
     keeps_bytes = False
 
-    def __init__(self, cache: Keeper, sites: Sites) -> None:
+    def __init__(self, cache: Keeper, sites: Prover) -> None:
         self.sites = sites
         self._cache = cache
         self._accelerator = sites.accelerator
