@@ -11,7 +11,6 @@ need not know of them, and whatever is queued later on any stream, or done by th
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -59,21 +58,6 @@ class Job:
     update: Update
 
 
-@dataclass(slots=True)
-class DeviceStats:
-    """Counts of the device, summed over all steps.
-
-    Attributes:
-        uploaded_bytes: bytes copied to the device, for chunks and by :meth:`DevicePipeline.upload`.
-        written_back_bytes: bytes copied to the host.
-        busy_s: seconds from the first submit of a step until the host saw its last write-back, without waiting.
-    """
-
-    uploaded_bytes: int = 0
-    written_back_bytes: int = 0
-    busy_s: float = 0.0
-
-
 class _Slot:
     """Device memory for one chunk, and the job that has it: held here, because its tensors must outlive their use."""
 
@@ -117,10 +101,13 @@ class DevicePipeline:
         chunk_elements: most elements of a job.
         buffer_bytes: bytes for slots; one slot is made even where it is larger. Where memory runs out, later steps make
             no more slots than there was memory for.
+
+    Attributes:
+        uploaded_bytes, written_back_bytes: bytes copied to the device and to the host so far.
     """
 
     def __init__(self, accelerator: Accelerator, device: torch.device, chunk_elements: int, buffer_bytes: int) -> None:
-        self.stats = DeviceStats()
+        self.uploaded_bytes = self.written_back_bytes = 0
         self._accelerator = accelerator
         self._device = device
         array_bytes = BYTES_PER_ELEMENT * chunk_elements
@@ -132,8 +119,6 @@ class DevicePipeline:
         self._in_flight: deque[_Slot] = deque()
         self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._upload_begins: Event | None = None  # of the last job
-        self._first_submit_s: float | None = None
-        self._last_written_back_s: float | None = None
 
     def begin(self, *, most_jobs: int | None = None) -> bool:
         """Begin a step: all that follows comes after what the current stream was given so far.
@@ -166,7 +151,6 @@ class DevicePipeline:
             slot = self._in_flight.popleft()
             slot.job = None
             self._free.append(slot)
-            self._last_written_back_s = time.perf_counter()
         return bool(self._free)
 
     def wants_job(self) -> bool:
@@ -197,29 +181,22 @@ class DevicePipeline:
         """
         if not self.has_room():
             raise StateError("no slot of the device is free: submit a chunk only where has_room() says so")
-        if self._first_submit_s is None:
-            self._first_submit_s = time.perf_counter()
         slot = self._free.pop()
         self._in_flight.append(slot)
         with torch.no_grad():
             slot.queued(self._queue(job, slot.take(job)))
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
-        """Queue a copy of parameters that the host has updated and cast into pinned memory.
+        """Queue a copy of the bytes of parameters that the host has updated, and cast into pinned memory.
 
         Returns:
             The copy's event: wait for it before ``source`` is filled again. None: the copy is done.
 
         Raises:
-            StateError: before :meth:`begin`, or the tensors differ in dtype or length.
+            StateError: before :meth:`begin`.
         """
         if not self._has_begun:
             raise StateError("an upload before the step has begun on the device: call begin() first")
-        if source.dtype != target.dtype or source.shape != target.shape:
-            raise StateError(
-                f"an upload of {source.dtype} {list(source.shape)} into {target.dtype} {list(target.shape)}: "
-                "the host casts first, then bytes are copied"
-            )
         self._uploads.append((source, target))
         with torch.no_grad(), self._accelerator.on(self._up):
             self._upload_bytes(source, target)
@@ -239,16 +216,13 @@ class DevicePipeline:
         self._uploads.clear()
         self._upload_begins = None
         self._has_begun = False
-        if self._first_submit_s is not None:
-            self.stats.busy_s += (self._last_written_back_s or time.perf_counter()) - self._first_submit_s
-        self._first_submit_s = self._last_written_back_s = None
 
     def _allocate(self) -> torch.Tensor:
         return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)
 
     def _queue(self, job: Job, arrays: list[torch.Tensor]) -> Event | None:
         """Queue a job in a slot, and return the event of its write-back."""
-        accelerator, stats = self._accelerator, self.stats
+        accelerator = self._accelerator
         master, exp_avg, exp_avg_sq, gradient, scratch = arrays
         state = [(job.master, master), (job.exp_avg, exp_avg), (job.exp_avg_sq, exp_avg_sq)]
         with accelerator.on(self._up):
@@ -268,12 +242,12 @@ class DevicePipeline:
             _wait(self._down, updated)
             for on_host, on_device in state + ([(job.gradient, gradient)] if job.factor != 1.0 else []):
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
-                stats.written_back_bytes += on_host.nbytes
+                self.written_back_bytes += on_host.nbytes
             return moment(accelerator)
 
     def _upload_bytes(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self._accelerator.copy(source.view(torch.uint8), target.view(torch.uint8))
-        self.stats.uploaded_bytes += source.nbytes
+        self.uploaded_bytes += source.nbytes
 
     def _block_until_done(self, stream: Stream) -> None:
         with self._accelerator.on(stream):

@@ -84,7 +84,6 @@ class WriteBack:
     """
 
     def __init__(self, accelerator: Accelerator, dtype: torch.dtype, elements: int, queued_bytes: int = 0) -> None:
-        self._dtype = dtype
         nbytes = elements * dtype.itemsize
         self.pinned_bytes = max(LEAST_BUFFERS, -(-queued_bytes // nbytes)) * nbytes
         ring = accelerator.pinned(self.pinned_bytes)
@@ -94,7 +93,7 @@ class WriteBack:
     def write(self, master: torch.Tensor, target: torch.Tensor, upload: Upload) -> None:
         """Cast ``master`` and queue its copy to ``target``; wait only where all buffers are under way."""
         buffer = self._buffer()
-        staged = buffer[: target.numel() * self._dtype.itemsize].view(self._dtype)
+        staged = buffer[: target.nbytes].view(target.dtype)
         staged.copy_(master)
         self._under_way.append((upload(staged, target), buffer))
 

@@ -40,7 +40,6 @@ class UpdateReport:
         update_s: seconds from the first chunk until everything is in place.
         host_s: seconds of ``update_s`` in the host's own chunks.
         drain_s: seconds of ``update_s`` waiting for the device at the end.
-        device_busy_s: seconds from the first chunk that went to the device until the last one was seen written back.
         uploaded_bytes, written_back_bytes: bytes copied to the device and from it, in updates.
         pinned_bytes: bytes of pinned host memory: master and moments (in place), and buffers.
         fallbacks: number of times that something was left to the host or to DeepSpeed, by reason.
@@ -57,7 +56,6 @@ class UpdateReport:
     update_s: float = 0.0
     host_s: float = 0.0
     drain_s: float = 0.0
-    device_busy_s: float = 0.0
     uploaded_bytes: int = 0
     written_back_bytes: int = 0
     pinned_bytes: int = 0
@@ -157,14 +155,13 @@ class Updater:
 
     def report(self) -> UpdateReport:
         """Return the counts so far, with the figures that follow from them."""
-        counts, stats = self.counts, self.pipeline.stats
+        counts, pipeline = self.counts, self.pipeline
         in_place_bytes = self.registry.pinned_bytes if self.registry is not None else 0
         return replace(
             counts,
             device_share=counts.device_elements / max(counts.elements, 1),
-            device_busy_s=stats.busy_s,
-            uploaded_bytes=stats.uploaded_bytes,
-            written_back_bytes=stats.written_back_bytes,
+            uploaded_bytes=pipeline.uploaded_bytes,
+            written_back_bytes=pipeline.written_back_bytes,
             pinned_bytes=in_place_bytes + self.host.pinned_bytes,
             fallbacks=dict(counts.fallbacks),
         )
