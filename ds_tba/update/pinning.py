@@ -14,21 +14,11 @@ import ctypes
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol, SupportsInt
+from typing import SupportsInt
 
 import torch
 
 from ds_tba.device.memory import PAGE_BYTES, keep_from_children, show_to_children
-
-
-class Driver(Protocol):
-    """The calls of a device's driver that pin host memory in place."""
-
-    def register(self, address: int, nbytes: int) -> bool:
-        """Pin memory; False if the driver refuses it."""
-
-    def unregister(self, address: int) -> None:
-        """Unpin memory that was pinned at this address."""
 
 
 class Registry:
@@ -42,7 +32,7 @@ class Registry:
         pinned_bytes: bytes that are pinned now.
     """
 
-    def __init__(self, driver: Driver, limit_bytes: int | None) -> None:
+    def __init__(self, driver: CudaDriver, limit_bytes: int | None) -> None:
         self._driver = driver
         self._limit_bytes = limit_bytes
         # Whole pages by the address of their storage. The views hold it: pinned memory must not be freed.
@@ -114,15 +104,17 @@ def _whole_pages(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 class CudaDriver:
-    """CUDA's ``cudaHostRegister`` and ``cudaHostUnregister``."""
+    """The calls of CUDA that pin host memory in place: ``cudaHostRegister`` and ``cudaHostUnregister``."""
 
     def __init__(self) -> None:
         self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def register(self, address: int, nbytes: int) -> bool:
+        """Pin memory; False if the driver refuses it."""
         return self._is_done(self._runtime.cudaHostRegister(address, nbytes, 0))
 
     def unregister(self, address: int) -> None:
+        """Unpin memory that was pinned at this address."""
         self._is_done(self._runtime.cudaHostUnregister(address))
 
     @staticmethod
