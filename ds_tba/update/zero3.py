@@ -16,7 +16,6 @@ collective.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -120,20 +119,12 @@ def _changed_methods(zero: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_upstream(method: object) -> bool:
-    """Return whether a method and all its decorators are DeepSpeed's or torch's.
-
-    Their globals tell, which ``wraps`` does not copy.
-
-    DeepSpeed's own decorator (``instrument_w_nvtx``) does not name what it wraps, so that closures are searched.
-    """
-    while True:
+    """Return whether a method and what it wraps are DeepSpeed's or torch's, by their globals: ``wraps`` copies none."""
+    while method is not None:
         if getattr(method, "__globals__", {}).get("__name__", "").partition(".")[0] not in ("deepspeed", "torch"):
             return False
-        inside = [cell.cell_contents for cell in getattr(method, "__closure__", None) or ()]
-        functions = [one for one in inside if inspect.isfunction(one)]
-        method = getattr(method, "__wrapped__", functions[0] if len(functions) == 1 else None)
-        if method is None:
-            return True
+        method = getattr(method, "__wrapped__", None)
+    return True
 
 
 class Overrides:
