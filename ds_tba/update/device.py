@@ -141,7 +141,7 @@ class DevicePipeline:
                 break
         so_far = moment(self._accelerator)  # after the allocation: kernels may use that memory until now
         for stream in (self._up, self._compute, self._down):
-            _wait(stream, so_far)
+            stream.wait_event(so_far)
         self._has_begun = True
         return bool(self._free)
 
@@ -231,7 +231,7 @@ class DevicePipeline:
                 self._upload_bytes(on_host, on_device)
             uploaded = moment(accelerator)
         with accelerator.on(self._compute):
-            _wait(self._compute, uploaded)
+            self._compute.wait_event(uploaded)
             if job.factor != 1.0:
                 accelerator.launch(partial(scale, job.factor), gradient)
             accelerator.launch(job.update, master, exp_avg, exp_avg_sq, gradient, scratch)
@@ -239,7 +239,7 @@ class DevicePipeline:
                 accelerator.launch(cast, master, job.target)
             updated = moment(accelerator)
         with accelerator.on(self._down):
-            _wait(self._down, updated)
+            self._down.wait_event(updated)
             for on_host, on_device in state + ([(job.gradient, gradient)] if job.factor != 1.0 else []):
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
                 self.written_back_bytes += on_host.nbytes
@@ -258,8 +258,3 @@ class DevicePipeline:
 def uploads_before(chunk_elements: int) -> int:
     """Return the bytes that may be queued before an upload of the host: a chunk on the link, and one that waits."""
     return 2 * 4 * BYTES_PER_ELEMENT * chunk_elements  # parameters, two moments, gradient
-
-
-def _wait(stream: Stream, event: Event) -> None:
-    """Make ``stream`` wait for ``event``."""
-    stream.wait_event(event)

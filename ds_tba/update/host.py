@@ -131,7 +131,8 @@ class HostUpdate:
         """Update a part, and yield before each slice is written: that may wait, and the device must be fed first."""
         for start in range(0, part.elements, SLICE_ELEMENTS):
             one = part.cut(start, start + SLICE_ELEMENTS)
-            self._unscale(one)
+            if part.factor != 1.0:
+                one.gradient.mul_(part.factor)
             self._update(one)
             yield
             self.write(one, upload)
@@ -149,11 +150,6 @@ class HostUpdate:
         """Note that every copy to the device is done."""
         if self._write_back is not None:
             self._write_back.finish()
-
-    @staticmethod
-    def _unscale(part: SubGroup) -> None:
-        if part.factor != 1.0:
-            part.gradient.mul_(part.factor)
 
     def _update(self, part: SubGroup) -> None:
         self._adam.update(part.step, part.hyper, part.master, part.gradient, part.exp_avg, part.exp_avg_sq)

@@ -129,13 +129,8 @@ class Updater:
             return
         # Pins of arrays that a checkpoint has replaced would count against the limit, and hold their memory.
         registry.keep(arrays)
-        began_s, before_bytes = time.perf_counter(), registry.pinned_bytes
         for array in reversed(arrays):
             registry.pin(array)
-        pinned_bytes = registry.pinned_bytes - before_bytes
-        if pinned_bytes and self.counts.rank == 0:
-            seconds = time.perf_counter() - began_s
-            logger.info("optimizer states: %d bytes of host memory pinned in %.1f s", pinned_bytes, seconds)
         if registry.refused_bytes:
             self.counts.fall_back(
                 "pageable memory",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,14 +143,13 @@ def test_a_child_that_ends_as_programs_do_does_not_free_what_it_does_not_have(of
 
 @pytest.mark.engine
 @pytest.mark.parametrize("limit_bytes", [None, 10**9])
-def test_what_is_there_at_the_start_is_pinned_then_and_said(limit_bytes: int | None, tmp_path: Path) -> None:
+def test_what_is_there_at_the_start_is_pinned_then_and_counted(limit_bytes: int | None, tmp_path: Path) -> None:
     """With a limit whole sub-groups come first, which are whole in the first step only."""
     block = {**CHUNKS, "exact": False, "device_share": 0.5, "pinned_bytes": limit_bytes}
     (found,) = forked.run(programs.starts, ds_config(bf16={"enabled": True}), tmp_path, block=block)
     at_start, first, second = found["pinned"]
     assert first == second > 0 and at_start == (0 if limit_bytes else first // 2)
-    assert len(found["lines"]) == (1 if limit_bytes else 2)
-    assert all(re.fullmatch(r"optimizer states: \d+ bytes .* pinned in \d+\.\d s", line) for line in found["lines"])
+    assert found["pinned_bytes"] > 0
 
 
 def test_moments_are_advised_to_be_in_huge_pages_before_they_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
