@@ -80,13 +80,7 @@ class InterleavedUpdate:
     def start_line(self) -> str:
         """Return the start-up line of the log."""
         share = self.config.device_share
-        if share is None:
-            words = "on host and device, whoever is faster takes more"
-        elif share:
-            words = f"{share:.0%} on the device, the rest on the host"
-        else:
-            is_chosen = "not exact" not in self._updater.counts.fallbacks
-            words = f"all on the host{' (device_share 0)' if is_chosen else ''}"
+        words = "on host and device, whoever is faster takes more" if share is None else f"{share:.0%} on the device"
         return f"optimizer updates: {words}, in chunks of {self.config.chunk_bytes >> 20} MiB of parameters"
 
     def close(self) -> None:
