@@ -408,10 +408,12 @@ class ActivationOffloader:
             logger.exception("memory ran out, and what fills it cannot be told")
 
     def _explained(self, error: BaseException | None = None) -> str:
-        from ds_tba.explain.explainer import Explainer
+        from ds_tba.explain.explainer import explained
+        from ds_tba.explain.out_of_memory import ModelMemory
 
-        explainer = Explainer(self.config, self.cache, self._accelerator, self._sampling(), self._meter)
-        return explainer.explain(f"rank {self._writer.rank}, step {self._writer.steps + 1}", error)
+        where, samples = f"rank {self._writer.rank}, step {self._writer.steps + 1}", self._sampling()
+        model = ModelMemory() if self._meter is None else self._meter.memory()
+        return explained(where, self.config, self.cache, self._accelerator, samples, model, error)
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""

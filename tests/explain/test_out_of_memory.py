@@ -18,7 +18,7 @@ from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.explain.explainer import Explainer
+from ds_tba.explain import explainer
 from ds_tba.explain.out_of_memory import Diagnosis
 from ds_tba.offloader import ActivationOffloader
 
@@ -191,10 +191,10 @@ def fail(*_: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(Diagnosis, "verdict"), (Explainer, "explain"), (ActivationOffloader, "report")]
+    ("owner", "name"), [(Diagnosis, "verdict"), (explainer, "explained"), (ActivationOffloader, "report")]
 )
 def test_what_fails_in_telling_hides_nothing(
-    make: Make, tmp_path: Path, owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, owner: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = seeded()
     offloader = make(model, placement="keep", report={"path": str(tmp_path / "report.json")})
