@@ -306,6 +306,7 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     offloader.rest(now=True)  # until its engine trains: a reference model's may have the config of one that does
     if own_rank() == 0:
         logger.info("%s", offloader.start_line())
+        logger.debug("%s", offloader.start_details())
 
 
 class _EngineMemory:

@@ -419,6 +419,10 @@ class ActivationOffloader:
         """Return the start-up line of the log: where activations go, and by which rule."""
         return start_line(self.config, self._tiers)
 
+    def start_details(self) -> str:
+        """Return what else will run, for a log at level DEBUG."""
+        return "; ".join(self._tiers.details())
+
     def _is_forked(self) -> bool:
         """True in a forked child, which has neither our threads nor our memory nor our report."""
         return self._pid != os.getpid()

@@ -196,6 +196,19 @@ class Tiers:
             parts.append("no fallocate on this file system: the swap file is written once as it grows")
         return parts
 
+    def details(self) -> list[str]:
+        """Return more of the same, for who wants to know exactly."""
+        config = self._config
+        parts = [
+            f"saved storages of {config.min_tensor_bytes} bytes and more are moved",
+            f"io.staging_bytes {config.io.ring_bytes}",
+            f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}, "
+            f"compression {self._compression or 'none'}",
+        ]
+        if self.host is not None and not self._host_is_first:
+            parts.append(f"tensors refused by NVMe go to {self.host_in_words}")
+        return parts + _measured(self.paths)
+
     @property
     def host_in_words(self) -> str:
         """Return words for host memory and its bound."""
@@ -300,6 +313,18 @@ def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[floa
             measure_drives(tiers.nvme.space, tiers.nvme.io)
         with tiers.nvme.space.lock:
             return [path.rates() for path in tiers.paths], sum(path.written_bytes for path in tiers.paths)
+
+
+def _measured(paths: Sequence[SwapPath]) -> list[str]:
+    """Return the rates of all paths together for the start-up line, where they were measured."""
+    rows = [path.bandwidth() for path in paths]
+    if not all(path.probe_bytes for path in paths):
+        return []
+    alone_write, alone_read, write, read = (
+        f"{sum(row[f'{key}_bytes_per_s'] for row in rows) / 1e9:.2f}"
+        for key in ("write_alone", "read_alone", "write_beside_read", "read_beside_write")
+    )
+    return [f"measured {alone_write} GB/s of writes and {alone_read} of reads, at the same time {write} and {read}"]
 
 
 def _open_codec(config: OffloadConfig, selection: Selection) -> Codec | None:
