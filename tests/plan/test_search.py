@@ -61,15 +61,6 @@ def test_both_together_are_better_than_either_alone() -> None:
     assert best.prediction.step_s < min(alone.prediction.step_s, only_again.prediction.step_s)
 
 
-def test_host_memory_drives_and_recomputation_go_together() -> None:
-    trace = layers(4, 4, rate=1.0, staging_bytes=2 * SIZE)
-    mixed = adaptive(trace, Limits(max_step_overhead=0.1, host_budget_bytes=3 * SIZE)).prediction
-    assert mixed.peak_saved_bytes <= 9 * SIZE  # of 16
-    trace = layers(4, 4, rate=0.5, staging_bytes=2 * SIZE)
-    fitted = adaptive(trace, Limits(activation_budget_bytes=6 * SIZE)).prediction
-    assert fitted.peak_saved_bytes <= 6 * SIZE and fitted.step_s < 15.5
-
-
 @pytest.mark.parametrize(("optimizer_s", "writes"), [(0.0, True), (1000.0, False)])
 def test_nothing_is_written_for_a_gain_too_small_to_tell(optimizer_s: float, writes: bool) -> None:
     trace = replace(layers(8, 4, rate=0.5), optimizer_s=optimizer_s)
