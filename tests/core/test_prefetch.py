@@ -211,26 +211,6 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
     nothing_is_held(store)
 
 
-@on_a_device
-def test_without_device_memory_it_is_not_brought_ahead(
-    store: NvmeStore, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = noise(MIB)
-    (ticket,) = under_write(store, gate, data)
-
-    def no_memory(*_: object, **__: object) -> torch.Tensor:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store.ring.accelerator, "allocate", no_memory)
-        assert not store.prefetch(ticket)
-    gate.opened.set()
-    until(lambda: part_of(ticket).state is PartState.STORED, "the write")
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    store.release(ticket)
-    nothing_is_held(store)
-
-
 # ---- when it begins -------------------------------------------------------------------------------------------------
 
 

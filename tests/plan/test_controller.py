@@ -15,7 +15,7 @@ import torch
 from conftest import Factory
 from planners import PLANNERS
 from support import traces
-from support.doubles import CpuAccelerator, EventAccelerator, ScriptedBackend
+from support.doubles import CpuAccelerator, EventAccelerator
 from support.offloaders import watching
 from support.planned_training import (
     DEPTH,
@@ -38,7 +38,6 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.feedback import MIN_STEPS, Action, Feedback
 from ds_tba.plan.search import adaptive
-from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 
@@ -46,15 +45,8 @@ Make = Callable[..., ActivationOffloader]
 
 
 @pytest.fixture
-def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, IoBackend]]:
-    """What every offloader made in the test writes and reads with."""
-    chosen: dict[str, IoBackend] = {"it": PosixBackend()}
-    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(chosen["it"], "the test's"))
-    yield chosen
-
-
-@pytest.fixture
-def make(tmp_path: Path, backend: dict[str, IoBackend]) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
     io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
     make = partial(watching, tmp_path, io=io, max_step_overhead=1000.0, recompute=True)
     factory = Factory(make, ActivationOffloader.close)
@@ -253,31 +245,6 @@ def test_other_blocks_than_planned_ask_for_another_trace(make: Make) -> None:
     steps(ours, offloader, [ROWS] * 14)
     report = offloader.report()
     assert report.plans >= 2 and report.plan is not None and report.plan["blocks"] == DEPTH + 2
-
-
-def test_a_drive_that_becomes_slow_is_used_less(make: Make, backend: dict[str, IoBackend]) -> None:
-    delay = {"s": 0.0}
-
-    def script(verb: str, number: int) -> None:
-        time.sleep(delay["s"])
-
-    backend["it"] = ScriptedBackend(script)
-    ours, rows = model(), 64 * ROWS  # too large to share a request
-    # Much may be added, and nothing recomputed: the first plan uses the drive, however busy the machine is. It is less
-    # than what the slow drive takes for all of it.
-    io = {"staging_bytes": 16 << 20, "swap_file_bytes": 256 << 20}
-    offloader = make(ours, max_step_overhead=0.9, recompute=False, io=io)
-    steps(ours, offloader, [rows] * (FIRST_PLAN + 2))
-    planned = offloader.report()
-    delay["s"] = 0.5  # longer than a step of this model, also where others use the cores
-    assert planned.plan is not None
-    for _ in range(12):
-        steps(ours, offloader, [rows])
-        report = offloader.report()
-        if report.plans > planned.plans:
-            break
-    assert report.plans > planned.plans and report.plan is not None
-    assert report.plan["bytes"].get("nvme", 0) < planned.plan["bytes"]["nvme"]
 
 
 def test_drives_that_cannot_be_measured_again_do_not_end_the_training(

@@ -101,15 +101,6 @@ def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
     assert (early.peak_saved_bytes, late.peak_saved_bytes) == (10 * SIZE, 7 * SIZE)  # 7 in forward
 
 
-def test_a_distance_that_is_given_is_kept_to() -> None:
-    timeline = Timeline.of(evenly(6, machine(read=1.25)))
-    assignment = Assignment(np.array([N] * 6 + [K], np.int8), np.zeros(0, bool))
-    outcome = replay(timeline, assignment, distance=(0,) * 6)
-    assert outcome.prefetch_distance == (0,) * 6
-    assert outcome.cost.stall_s == pytest.approx(6 * 0.8)  # each is read only when it is used
-    assert replay(timeline, assignment, distance=(6,)).cost == replay(timeline, assignment).cost
-
-
 # ---- for any trace --------------------------------------------------------------------------------------------------
 
 

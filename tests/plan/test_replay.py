@@ -41,12 +41,6 @@ def test_a_recomputed_block_uses_its_inputs_whoever_else_does() -> None:
     assert cost(trace, N, K, recomputed=(True,)).read_bytes == SIZE
 
 
-def test_a_read_is_waited_for_where_nothing_before_it_could_begin_it() -> None:
-    found = cost(one_block(storage(0.5, 2.0), machine=traces.resources()), N)
-    assert (found.step_s, found.stall_s) == (4.0, 1.0)
-    assert (found.written_bytes, found.read_bytes, found.peak_staging_bytes) == (SIZE, SIZE, SIZE)
-
-
 def test_reading_ahead_begins_with_the_first_use_of_any_storage() -> None:
     trace = one_block(storage(0.0, 2.5), storage(0.9, 1.25), machine=traces.resources())
     assert cost(trace, N, K).stall_s == 0.0  # read from 1.25 to 2.25

@@ -98,18 +98,6 @@ def test_a_change_behind_the_back_of_autograd_is_seen_and_its_site_never_used() 
     assert run.nbytes == 0
 
 
-def test_a_site_that_was_never_compared_is_compared() -> None:
-    """The second does the same, and comes in later steps only, with a change."""
-
-    def two(x: torch.Tensor, y: torch.Tensor, both: bool) -> torch.Tensor:
-        first = gated(x, y)
-        return first + changed(x, y) if both else first
-
-    run, x, y = Run(), tensor(), tensor(1)
-    for both in (False, False, True, True):
-        agrees(run, lambda a, b, both=both: two(a, b, both), x, y)
-
-
 def test_a_difference_is_no_error_where_nothing_was_left_out_unseen() -> None:
     """It is compared in the second step, before it is let go of: the first was equal, and this one is saved."""
     run, x, y = Run(), tensor(), tensor(1)
@@ -154,20 +142,6 @@ def test_branches_of_one_shape_are_sites_of_their_own() -> None:
     run, x, y, branches = Run(), tensor(), tensor(1), Branches()
     for step in range(40):  # noqa: B007 - read by the module
         agrees(run, branches, x, y)
-
-
-def test_modules_of_one_class_are_sites_of_their_own() -> None:
-    class Gate(torch.nn.Module):
-        def __init__(self, factor: float) -> None:
-            super().__init__()
-            self.factor = factor
-
-        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return changed(x, y, self.factor)
-
-    run, x, y, gates = Run(), tensor(), tensor(1), [Gate(1.0), Gate(2.0)]
-    for step in range(40):
-        agrees(run, gates[step > 3 and step % 7 == 3], x, y)
 
 
 def test_what_begins_to_differ_is_an_error_within_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:

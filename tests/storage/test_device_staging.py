@@ -137,16 +137,6 @@ def test_a_failed_write_is_rescued_to_the_host(make_store: StoreFactory, monkeyp
     assert places == [(CPU, MIB + 5)]
 
 
-def test_staging_is_given_back_at_close(make_store: StoreFactory) -> None:
-    backend = DeviceBackend()
-    store = make_store(backend, accelerator=EventAccelerator())
-    stored(store, noise(MIB))
-    assert len(backend.staging) == 1
-    store.close()
-    store.close()
-    assert backend.staging == []
-
-
 def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:
     """As of aio with three threads for each request: parts must be whole pages, and memory begin at one."""
     backend = DeviceBackend()
