@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import datetime, timezone
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,12 +48,12 @@ from curves.turns import (  # noqa: E402
     add_race_options,
     parameters_of,
 )
+from gpu.results import version  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from ds_tba.cli.plan.dry_run import PeakMeter  # noqa: E402
-from ds_tba.core.tensors import mark_owned  # noqa: E402
 
 MIB = 1 << 20
 ENOUGH = 100.0  # an overhead that no plan reaches: the budget decides
@@ -104,13 +103,9 @@ def workload_of(options: argparse.Namespace, device: Device) -> Workload:
         model = Llama(tiny=options.tiny, is_cuda=device.is_cuda)
         if device.is_cuda:
             model.bfloat16()
-        for one in model.parameters():
-            one.grad = torch.zeros_like(one)
         size = (2, 32) if options.tiny else (4, 4096) if device.is_cuda else (2, 256)
         text = torch.randint(0, model.llama.config.vocab_size, size)
-    for module in model.modules():
-        mark_owned(module)
-    return Workload(model, (text, text), list(model.parameters()))
+    return Workload.prepared(model, text, text)
 
 
 # ---- the peers, each as its documentation says ----------------------------------------------------------------------
@@ -400,13 +395,6 @@ def _row(runner: Runner, rounds: list[dict[str, list[StepTaken]]], meter: Meter)
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def markdown(found: dict[str, Any]) -> str:
     """Return the table, for docs."""
     lines = [
@@ -443,7 +431,7 @@ def main(argv: list[str] | None = None) -> int:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": Device(options.device).name,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in VERSIONS},
+        "versions": {name: version(name) for name in VERSIONS},
         **found,
     }
     (options.out / "peers.json").write_text(json.dumps(found, indent=1), encoding="utf-8")

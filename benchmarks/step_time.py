@@ -29,7 +29,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from alternating import add_process_options, has_answered, in_a_process, rounds_of
 
@@ -43,6 +42,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure a few steps of one variant, in one process."""
     import deepspeed
     import torch
+    from curves.throttled import ThrottledBackend, opened
 
     sys.path.insert(0, str(EXAMPLES))
     from train_gpt import GPT, batches, one_step, peak_memory_bytes, reset_peak_memory
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         config["activation_nvme_offload"] = {"enabled": True, "placement": "keep"}
     torch.manual_seed(1)
     model = GPT(options.width, options.depth, options.sequence, recompute=options.variant == "recompute")
-    with throttled(options.drive_mbps):
+    with opened(None if options.drive_mbps is None else ThrottledBackend(options.drive_mbps * 1e6)):
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if options.variant == "save_on_cpu":
         forward = engine.module.forward
@@ -106,19 +106,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result["report"] = engine.activation_offloader.report().to_dict()
     engine.destroy()
     return result
-
-
-def throttled(drive_mbps: float | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which an engine opens a drive of that rate."""
-    if drive_mbps is None:
-        return contextlib.nullcontext()
-    from curves.throttled import ThrottledBackend
-
-    from ds_tba.storage.backends.select import Selection
-
-    drive = ThrottledBackend()
-    drive.throttle(drive_mbps * 1e6, drive_mbps * 1e6)
-    return mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
 
 
 def resident_bytes() -> int:

@@ -117,32 +117,37 @@ class Transformer(nn.Module):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model in bf16 with one batch (inputs and targets, int64), shared by all contenders."""
+    """A model in bf16 with one batch (token numbers, and targets for some), shared by all contenders."""
 
-    model: Transformer
-    batch: tuple[torch.Tensor, torch.Tensor]
+    model: nn.Module
+    batch: tuple[torch.Tensor, ...]
     parameters: list[nn.Parameter]
 
     @classmethod
     def of(cls, shape: Shape, device: torch.device) -> Workload:
         with device:
             model = Transformer(shape).bfloat16()
-        for module in model.modules():
-            mark_owned(module)
         _initialize(model)
         generator = torch.Generator().manual_seed(2)
         text = torch.randint(0, shape.vocabulary, (2, shape.batch, shape.sequence), generator=generator)
-        inputs, targets = text.to(device)
-        return cls(model, (inputs, targets), list(model.parameters()))
+        return cls.prepared(model, *text.to(device))
+
+    @classmethod
+    def prepared(cls, model: nn.Module, *batch: torch.Tensor) -> Workload:
+        """Return a model and its batch, with gradients of zero that stay allocated."""
+        for module in model.modules():
+            mark_owned(module)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return cls(model, batch, list(model.parameters()))
 
 
 @torch.no_grad()
 def _initialize(model: Transformer) -> None:
-    """Set the same parameters each time, and gradients of zero that stay allocated."""
+    """Set the same parameters each time."""
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0.0, 0.02)
         else:
             parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
-        parameter.grad = torch.zeros_like(parameter)

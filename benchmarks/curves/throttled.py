@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
 
 import torch
 
-from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends.select import Selection
 
 
 class _Channel:
@@ -31,12 +35,17 @@ class _Channel:
 
 
 class ThrottledBackend(PosixBackend):
-    """posix whose lanes sleep for as long as a slower drive would have taken."""
+    """posix whose lanes sleep for as long as a slower drive would have taken.
+
+    Args:
+        bytes_per_s: rate each way; None is the drive's own.
+    """
 
     name = "throttled"
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_per_s: float | None = None) -> None:
         self._writes, self._reads = _Channel(), _Channel()
+        self.throttle(bytes_per_s, bytes_per_s)
 
     def throttle(self, write_bytes_per_s: float | None, read_bytes_per_s: float | None) -> None:
         """Set the rates from the next transfer on; None is the drive's own."""
@@ -55,3 +64,10 @@ class _ThrottledHandle(IoHandle):
 
     def read(self, data: torch.Tensor, offset: int) -> None:
         self._reads.move(self._inner.read, data, offset)
+
+
+def opened(drive: IoBackend | None) -> AbstractContextManager[Any]:
+    """Have offloaders that are built inside write and read with this backend; None is the machine's own."""
+    if drive is None:
+        return nullcontext()
+    return mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))

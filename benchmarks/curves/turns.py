@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
-from unittest import mock
 
 import torch
 import xxhash
@@ -26,12 +25,12 @@ from planners import PLANNERS
 
 from curves.device import Device
 from curves.models import Workload
+from curves.throttled import opened
 from ds_tba.cli.plan.dry_run import PeakMeter
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.backends.select import Selection
 
 Meter = TypeVar("Meter", bound=PeakMeter)
 MAX_STEPS_TO_A_PLAN = 20
@@ -110,7 +109,7 @@ class Runner:
         if contender.planner is not None:
             config = OffloadConfig.model_validate({"placement": "adaptive", **block, **contender.limits})
             self._is_planned = config.placement == "adaptive"
-            with _on(contender.drive):
+            with opened(contender.drive):
                 self.offloader = ActivationOffloader(config, AioConfig(), device.accelerator)
             self.offloader.watch(workload.model, Alone(), PLANNERS[contender.planner])
 
@@ -269,13 +268,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 def parameters_of(workload: Workload) -> list[torch.Tensor]:
     """Return copies of all parameters, in host memory."""
     return [one.detach().to("cpu", copy=True) for one in workload.parameters]
-
-
-def _on(drive: IoBackend | None) -> AbstractContextManager[Any]:
-    """Have offloaders that are built inside write and read with this backend."""
-    if drive is None:
-        return nullcontext()
-    return mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the benchmark's"))
 
 
 def storages_held(tensors: Sequence[torch.Tensor], offloader: ActivationOffloader | None) -> list[torch.UntypedStorage]:

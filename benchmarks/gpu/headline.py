@@ -35,7 +35,7 @@ from curves.turns import Contender, Race, Runner, StepTaken, parameters_of  # no
 
 from ds_tba.device.accelerator import available_bytes  # noqa: E402
 from gpu.llama import GIB, WAYS, Room, Shape, Way, workload  # noqa: E402
-from gpu.results import write_whole  # noqa: E402
+from gpu.results import piece_parser, write_whole  # noqa: E402
 
 KEEP_FITS_TOKENS = 32768
 STEPS = 2
@@ -302,17 +302,12 @@ def _shape(options: argparse.Namespace) -> Shape:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = piece_parser(__doc__, 500.0)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--layers", type=int, help="default: as many as fit with 32k tokens kept")
     parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], help="default: all")
     parser.add_argument("--profile", action="store_true", help="and one step of each under the profiler")
     parser.add_argument("--rounds", type=int, default=7, help="at most")
-    parser.add_argument("--seconds", type=float, default=500.0, help="for everything")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--nvme_path", type=Path, default=Path())
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args(argv)
     ends_s = time.monotonic() + options.seconds
     headline = Headline(options, ends_s)

@@ -14,8 +14,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.core.tensors import mark_owned
-
 GIB = 1 << 30
 BYTE_VALUES = 256  # the vocabulary: what is measured are layers
 LEARNABLE_BYTES = 2 + 2  # of a parameter in bf16 and its gradient
@@ -143,12 +141,8 @@ def workload(shape: Shape, tokens: int, device: torch.device) -> Workload:
     torch.manual_seed(1)
     with device:
         model = Llama(shape).bfloat16()
-    for module in model.modules():
-        mark_owned(module)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     batch = torch.randint(BYTE_VALUES, (1, tokens), generator=torch.Generator().manual_seed(2)).to(device)
-    return Workload(model, (batch,), list(model.parameters()))  # type: ignore[arg-type]
+    return Workload.prepared(model, batch)
 
 
 # ---- ways to train ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ the device: that shows only that this program works. The update's bits and forke
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -32,7 +31,7 @@ from ds_tba.device.memory import (  # noqa: E402
     huge_page_memory,
 )
 from ds_tba.update.pinning import CudaDriver, Registry  # noqa: E402
-from gpu.results import write_whole  # noqa: E402
+from gpu.results import piece_parser, write_whole  # noqa: E402
 
 GIB = 1 << 30
 ROUNDS = 5
@@ -190,12 +189,7 @@ def _line(error: BaseException) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--nvme_path", type=Path, default=Path())
-    parser.add_argument("--result", type=Path, required=True)
-    options = parser.parse_args(argv)
+    options = piece_parser(__doc__).parse_args(argv)
     bench = Bench(options.device)
     small = 1 << 22
     found: dict[str, Any] = {"device": bench.device.name}

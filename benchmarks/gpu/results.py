@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
 import platform
 import subprocess
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,18 @@ class Results:
             self.put(name, **{**piece, "state": CUT, "reason": "the run ended in it", "found": found})
 
 
+def piece_parser(description: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
+    """Return a parser of the options that pieces have in common, and of ``--seconds`` if they measure as long."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    if seconds is not None:
+        parser.add_argument("--seconds", type=float, default=seconds, help="for everything")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--nvme_path", type=Path, default=Path())
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--result", type=Path, required=True)
+    return parser
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write all of the text or none: the file has its old text if the process ends meanwhile."""
     beside = path.with_name(path.name + ".part")
@@ -114,7 +128,7 @@ def machine() -> dict[str, str]:
     """Return the machine in words."""
     import torch
 
-    versions = {name: _version(name) for name in ("deepspeed", "transformers", "trl")}
+    versions = {name: version(name) for name in ("deepspeed", "transformers", "trl")}
     device, driver = f"CPU, {os.cpu_count()} cores", ""
     if torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -129,10 +143,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
+def version(package: str) -> str:
+    """Return a package's version, or that it is not there."""
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "not installed"

@@ -27,7 +27,7 @@ from ds_tba.config import AioConfig, OffloadConfig  # noqa: E402
 from ds_tba.offloader import ActivationOffloader  # noqa: E402
 from ds_tba.plan.agreement import Alone  # noqa: E402
 from gpu.llama import BYTE_VALUES, Llama, Shape  # noqa: E402
-from gpu.results import write_whole  # noqa: E402
+from gpu.results import piece_parser, write_whole  # noqa: E402
 
 MIB = 1 << 20
 LEARNING_RATE = 0.01
@@ -200,13 +200,7 @@ class Smoke:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=110.0, help="for everything")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--nvme_path", type=Path, default=Path())
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--result", type=Path, required=True)
-    smoke = Smoke(parser.parse_args(argv))
+    smoke = Smoke(piece_parser(__doc__, 110.0).parse_args(argv))
     with strict():
         smoke.run()
     for one in smoke.failed:

@@ -1,6 +1,6 @@
 """Training programs in processes of their own; see ``support/ranks.py``.
 
-A *program* is a function of a module in this directory: ``program(config, **arguments) -> dict``. It trains under the
+A *program* is a function of a module of the tests: ``program(config, **arguments) -> dict``. It trains under the
 DeepSpeed config that it gets, as one rank of a job, and returns what can be compared. The process knows its rank from
 the usual environment variables, as under a launcher.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,28 @@ class ProgramFailed(Exception):
 
 
 def run(
-    program: Program, config: dict[str, Any] | None, directory: Path, *, ranks: int = 1, **arguments: Any
+    program: Program,
+    config: dict[str, Any] | None,
+    directory: Path,
+    *,
+    ranks: int = 1,
+    timeout_s: float = TIMEOUT_S,
+    variables: Mapping[str, str | None] = {},
+    **arguments: Any,
 ) -> list[dict[str, Any]]:
     """Run a program on some ranks; return what each of them returned, and under ``output`` what it printed.
+
+    Args:
+        variables: of their environment; None takes one away.
 
     Raises:
         ProgramFailed: a rank did not come to its end.
     """
     directory.mkdir(parents=True, exist_ok=True)
     codes, outputs = of_ranks.fork(
-        _rank, program, config, arguments, str(directory), directory=directory, ranks=ranks, timeout_s=TIMEOUT_S
-    )
+        _rank, program, config, arguments, str(directory), directory=directory, ranks=ranks, timeout_s=timeout_s,
+        **variables,
+    )  # fmt: skip
     if any(codes):
         raise ProgramFailed(f"exit codes {codes}\n" + "\n".join(output[-8000:] for output in outputs))
     results = [json.loads((directory / f"result{rank}.json").read_text()) for rank in range(ranks)]

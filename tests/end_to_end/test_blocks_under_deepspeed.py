@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import gc
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import torch
+from programs import parts
+from programs_plain import outcome
 from support import runs
+from torch import Tensor, nn
+from torch.nn import functional
 
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("needs_recompute")]
 
@@ -22,7 +29,91 @@ EAGER = {
 # Nothing is large enough to be moved: recomputing alone makes the peak lower.
 RECOMPUTE: dict[str, Any] = {"min_tensor_bytes": 1 << 20, "recompute": True, "max_step_overhead": 1000.0}
 WITHOUT_STATE, WITH_STATE = ("routed", "plain"), ("counter", "tracker")
-STEPS = 8
+STEPS, WIDTH, ROWS, DEPTH = 8, 64, 512, 3
+
+
+class Layer(nn.Module):
+    """Has parameters of its own, which ZeRO-3 gathers with the hooks of the block itself; takes more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gain, self.mix = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.eye(WIDTH))
+        self.router = nn.Linear(WIDTH, 4)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, side: list[Tensor], *, scale: Tensor) -> Tensor:
+        h = self.norm(x * self.gain) @ self.mix
+        side.append(self.router(h))
+        return x + self.down(self.drop(functional.gelu(self.up(h))) * scale)
+
+
+class Routed(nn.Module):
+    """Its backward reaches the routers before the outputs of their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        scale = x.detach().std()
+        routed: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, routed, scale=scale)
+        return self.last(x).float().square().mean() + 0.1 * sum(one.float().logsumexp(-1).mean() for one in routed)
+
+
+def of_parts(first: str) -> Callable[[], nn.Module]:
+    return lambda: parts.Net("linear", ((first, "Attention", "Dropout"),) * DEPTH, WIDTH, 0)
+
+
+KINDS = {"routed": Routed, "plain": of_parts("Norm"), "counter": of_parts("Counter"), "tracker": of_parts("Tracker")}
+
+
+def trained(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    import deepspeed
+
+    parts.reset_states(0)
+    model = KINDS[kind]()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=deepcopy(config))
+    dtype = next(model.parameters()).dtype
+    parts.reset_states(100 + engine.global_rank)
+    chance = torch.Generator().manual_seed(1 + engine.global_rank)
+    losses = []
+    for _ in range(STEPS):
+        loss = engine(torch.randn(ROWS, WIDTH, generator=chance).to(dtype))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    found = {**outcome(engine, losses), "states": repr(parts.states())}
+    engine.destroy()
+    return found
+
+
+def train_each(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Train models of repeated blocks, each kind in an engine of its own."""
+    found = {}
+    for kind in kinds:
+        found[kind] = trained(config, kind)
+        gc.collect()
+    return found
+
+
+def compare(
+    config: dict[str, Any], directory: Path, kinds: Sequence[str], ranks: int = 1, **block: Any
+) -> list[dict[str, Any]]:
+    """Train without the block and with it; return the reports of the first rank."""
+    without, ours = (
+        forked.run(train_each, one, directory, ranks=ranks, kinds=kinds)
+        for one in (config, runs.with_block(config, directory, **block))
+    )
+    for expected, found in zip(without, ours, strict=True):
+        for kind in kinds:
+            for what in ("losses", "parameters", "states"):
+                assert found[kind][what] == expected[kind][what], (kind, what)
+    return [ours[0][kind]["report"] for kind in kinds]
 
 
 def eager(config: dict[str, Any]) -> dict[str, Any]:
@@ -35,29 +126,10 @@ def on_nvme(directory: Path) -> dict[str, Any]:
     return config
 
 
-def launch(config: dict[str, Any], directory: Path, kinds: Sequence[str], ranks: int = 1) -> runs.Result:
-    script = runs.SCRIPTS / "blocks.py"
-    return runs.run(config, directory, "--steps", str(STEPS), "--kinds", *kinds, ranks=ranks, script=script)
-
-
-def train(config: dict[str, Any], directory: Path, kinds: Sequence[str], ranks: int = 1) -> runs.Result:
-    result = launch(config, directory, kinds, ranks)
-    assert result.returncode == 0, result.output
-    assert len(result.outcome[0]) == ranks * STEPS * len(kinds)
-    return result
-
-
-def reports(result: runs.Result) -> list[dict[str, Any]]:
-    """Rank 0's, of each kind."""
-    return [json.loads(line.removeprefix("REPORT 0 ")) for line in result.lines("REPORT") if "REPORT 0 " in line]
-
-
 def test_under_the_default_block_no_block_runs_twice(tmp_path: Path) -> None:
-    config, kinds = runs.plain_config(2), (*WITHOUT_STATE, *WITH_STATE)
-    without = train(config, tmp_path, kinds)
-    default = train(runs.with_block(config, tmp_path, min_tensor_bytes=16384), tmp_path, kinds)
-    assert default.outcome == without.outcome
-    assert [one["plans"] > 0 and not one["recomputed_bytes"] for one in reports(default)] == [True] * len(kinds)
+    kinds = (*WITHOUT_STATE, *WITH_STATE)
+    reports = compare(runs.plain_config(2), tmp_path, kinds, min_tensor_bytes=16384)
+    assert [one["plans"] > 0 and not one["recomputed_bytes"] for one in reports] == [True] * len(kinds)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +144,8 @@ def test_under_the_default_block_no_block_runs_twice(tmp_path: Path) -> None:
 def test_recomputed_blocks_train_as_without_us(
     tmp_path: Path, config_in: Callable[[Path], dict[str, Any]], ranks: int
 ) -> None:
-    config = config_in(tmp_path)
-    without = train(config, tmp_path, WITHOUT_STATE, ranks)
-    ours = train(runs.with_block(config, tmp_path, **RECOMPUTE), tmp_path, WITHOUT_STATE, ranks)
-    assert ours.outcome == without.outcome
-    assert [one["recomputed_bytes"] > 0 for one in reports(ours)] == [True] * len(WITHOUT_STATE)
+    reports = compare(config_in(tmp_path), tmp_path, WITHOUT_STATE, ranks, **RECOMPUTE)
+    assert [one["recomputed_bytes"] > 0 for one in reports] == [True] * len(WITHOUT_STATE)
 
 
 @pytest.mark.parametrize(("kind", "stage", "ranks"), [("counter", 2, 1), ("tracker", 3, 2)])
@@ -85,7 +154,7 @@ def test_a_block_with_state_ends_the_run_with_an_error_that_names_it(
 ) -> None:
     """Also on several ranks, of which none is left waiting."""
     config = runs.with_block(runs.plain_config(stage), tmp_path, **RECOMPUTE)
-    result = launch(config, tmp_path, [kind], ranks)
-    assert result.returncode != 0
-    assert "RecomputationError: the forward of the block 'blocks.2'" in result.output
-    assert 'naming the others in "blocks"' in result.output
+    with pytest.raises(forked.ProgramFailed) as failed:
+        forked.run(train_each, config, tmp_path, ranks=ranks, kinds=[kind])
+    assert "RecomputationError: the forward of the block 'blocks.2'" in str(failed.value)
+    assert 'naming the others in "blocks"' in str(failed.value)

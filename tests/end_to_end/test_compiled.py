@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import gc
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import torch
+from programs_plain import outcome
 from support import runs
+from torch import Tensor, nn
+from torch._dynamo.utils import compilation_time_metrics, counters
+from torch.nn import functional
 
 pytestmark = pytest.mark.engine
 
@@ -17,8 +23,98 @@ STEP_BYTES = 21 << 20
 STEPS = 10
 
 
+WIDTH, BATCH, LAYERS = 64, 4, 4
+LENGTHS = (256, 384, 256, 512, 448, 320)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A model whose forward may be a frame that the compiler gives up."""
+
+    def __init__(self, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.breaks = breaks
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.breaks:
+                torch._dynamo.graph_break()
+                x = functional.gelu(x)
+        return functional.mse_loss(self.last(x).float(), y)
+
+
+def built(config: dict[str, Any], way: str, backend: str, breaks: bool) -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = Net(breaks)
+    if way == "model":
+        model.compile(backend=backend)
+    if way == "wrapped":
+        for index, block in enumerate(model.blocks):
+            model.blocks[index] = torch.compile(block, backend=backend)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for module in {"engine": [engine], "blocks": engine.module.blocks}.get(way, []):
+        module.compile(backend=backend)
+    return engine
+
+
+def compiled_frames() -> int:
+    return len(compilation_time_metrics.get("_compile.compile_inner", ()))
+
+
+def trained(
+    config: dict[str, Any], way: str, backend: str = "aot_eager", varies: bool = False, breaks: bool = False
+) -> dict[str, Any]:
+    torch._dynamo.reset()
+    counters.clear()
+    compilation_time_metrics.clear()
+    engine = built(config, way, backend, breaks)
+    chance = torch.Generator().manual_seed(1)
+    losses, compiled_in = [], []
+    for step in range(STEPS):
+        compiled, length = compiled_frames(), LENGTHS[step % 6] if varies else 512
+        x, y = (torch.randn(BATCH, length, width, generator=chance) for width in (WIDTH, 1))
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        if compiled_frames() > compiled:
+            compiled_in.append(step)
+    result = {
+        **outcome(engine, losses),
+        "compiled": compiled_frames(),
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "compiled_in": compiled_in,
+    }
+    engine.destroy()
+    return result
+
+
+def train_each(_: None, configs: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Train under one config after the other, in one process."""
+    found = []
+    for config in configs:
+        found.append(trained(config, **options))
+        gc.collect()
+    return {"runs": found}
+
+
 def train(
-    directory: Path, stage: int, blocks: list[dict[str, Any]], *arguments: str
+    directory: Path, stage: int, blocks: list[dict[str, Any]], **options: Any
 ) -> tuple[list[dict[str, Any]], str]:
     """One run without the block, one with each, and the output."""
     plain = runs.plain_config(stage)
@@ -26,13 +122,8 @@ def train(
         plain["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     common = {"min_tensor_bytes": 65536, "max_step_overhead": 1000.0}
     configs = [plain, *(runs.with_block(plain, directory, **common, **block) for block in blocks)]
-    (directory / "configs.json").write_text(json.dumps(configs))
-    arguments = ("--configs", str(directory / "configs.json"), "--steps", str(STEPS), *arguments)
-    done = runs.run(None, directory, *arguments, script=runs.SCRIPTS / "compiled.py", timeout_s=900)
-    assert done.returncode == 0, done.output
-    found = [json.loads(line.removeprefix("RUN ")) for line in done.lines("RUN")]
-    of_run = {run["number"]: run for run in found}
-    return [of_run[number] for number in range(len(configs))], done.output
+    (found,) = forked.run(train_each, None, directory, timeout_s=900, configs=configs, **options)
+    return found["runs"], found["output"]
 
 
 def same(runs: list[dict[str, Any]]) -> None:
@@ -42,20 +133,20 @@ def same(runs: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "arguments"),
+    ("stage", "options"),
     [
-        (0, ["--way", "engine", "--breaks"]),  # Python runs the frame then, with the compiler on for what it calls
-        pytest.param(2, ["--way", "model", "--varying"], marks=pytest.mark.slow),
-        pytest.param(2, ["--way", "wrapped", "--varying"], marks=pytest.mark.slow),
-        pytest.param(3, ["--way", "engine"], marks=pytest.mark.slow),
-        pytest.param(3, ["--way", "blocks", "--varying"], marks=pytest.mark.slow),
+        (0, {"way": "engine", "breaks": True}),  # Python runs the frame then, with the compiler on for what it calls
+        pytest.param(2, {"way": "model", "varies": True}, marks=pytest.mark.slow),
+        pytest.param(2, {"way": "wrapped", "varies": True}, marks=pytest.mark.slow),
+        pytest.param(3, {"way": "engine"}, marks=pytest.mark.slow),
+        pytest.param(3, {"way": "blocks", "varies": True}, marks=pytest.mark.slow),
     ],
-    ids=lambda one: " ".join(one) if isinstance(one, list) else f"ZeRO-{one}",
+    ids=lambda one: " ".join(map(str, one.values())) if isinstance(one, dict) else f"ZeRO-{one}",
 )
-def test_the_same_is_compiled_with_us_and_without(tmp_path: Path, stage: int, arguments: list[str]) -> None:
+def test_the_same_is_compiled_with_us_and_without(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
     traced = {"placement": "keep", "report": {"trace_path": str(tmp_path / "trace.json")}}
     blocks: list[dict[str, Any]] = [{}, {"recompute": True}, {"placement": "nvme"}, traced]
-    found, _ = train(tmp_path, stage, blocks, *arguments)
+    found, _ = train(tmp_path, stage, blocks, **options)
     same(found)
     adaptive, recompute, nvme, keep = (run["report"] for run in found[1:])
     assert adaptive["plans"] >= 1 and recompute["plans"] >= 1 and (tmp_path / "trace.json").exists()
@@ -63,7 +154,7 @@ def test_the_same_is_compiled_with_us_and_without(tmp_path: Path, stage: int, ar
 
 
 def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
-    found, output = train(tmp_path, 2, [{}, {"placement": "nvme"}], "--way", "blocks", "--backend", "inductor")
+    found, output = train(tmp_path, 2, [{}, {"placement": "nvme"}], way="blocks", backend="inductor")
     same(found)
     for run in found[1:]:
         report = run["report"]
@@ -75,7 +166,7 @@ def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_of_a_model_that_is_one_graph_plans_move_nothing_and_that_is_said_once(tmp_path: Path) -> None:
     budget = {"activation_budget_bytes": STEP_BYTES // 2}
-    found, output = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], "--way", "engine")
+    found, output = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], way="engine")
     same(found)
     adaptive, held, nvme = (run["report"] for run in found[1:])
     assert nvme["offloaded_bytes"] == STEPS * STEP_BYTES

@@ -5,12 +5,24 @@ The cases of one number of ranks train one after the other in one job, which tak
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
+import forked
 import pytest
+import torch
+from curves.throttled import opened
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 from support import runs
+from support.modelled_drive import ModelledDrive
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.engine
 MICRO_BATCHES = 4
@@ -22,6 +34,162 @@ BF16 = {"bf16": {"enabled": True}}
 TIMEOUT_S = 600
 BY_NAME = 'excluded by name: "except" has 4'
 Found = dict[tuple[str, int], dict[str, Any]]
+
+
+# ---- the program ----------------------------------------------------------------------------------------------------
+
+WIDTH, CLASSES = 64, 32
+OPTIONS = {
+    "steps": 6,
+    "stages": 2,
+    "depth": 4,
+    "rows": 32,
+    "tied": False,
+    "evaluates": False,
+    "varies": False,  # micro-batches of other lengths in every step
+    "is_masked": False,  # stages hand over a tuple
+    "is_seeded": False,  # PipelineModule seeds every layer
+    "tensor_parallel": 1,  # ranks that divide what stages hand over among them
+    "raises": False,  # once, in the middle of a schedule; the script goes on with the next batch
+}
+
+
+class Interruption(Exception):
+    """Raised by a block."""
+
+
+class Embedding(nn.Module):
+    def __init__(self, options: SimpleNamespace) -> None:
+        super().__init__()
+        self.is_masked = options.is_masked
+        self.weight = nn.Parameter(torch.randn(CLASSES, WIDTH) / 8)
+
+    def forward(self, x: Any) -> Any:
+        if self.is_masked:
+            tokens, mask = x
+            return nn.functional.embedding(tokens, self.weight), mask
+        return nn.functional.embedding(x, self.weight)
+
+
+class Block(nn.Module):
+    def __init__(self, options: SimpleNamespace) -> None:
+        super().__init__()
+        self.is_masked = options.is_masked
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Any) -> Any:
+        x, *mask = x if self.is_masked else (x,)
+        # The output is saved, too, and is what the engine sends to the next stage.
+        x = torch.tanh(x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x))))))
+        return (x * mask[0].to(x.dtype), *mask) if self.is_masked else x
+
+
+class Raising(Block):
+    passes = 0
+
+    def forward(self, x: Any) -> Any:
+        if torch.is_grad_enabled():
+            Raising.passes += 1
+            if Raising.passes == 14:
+                raise Interruption
+        return super().forward(x)
+
+
+class Head(nn.Module):
+    def __init__(self, options: SimpleNamespace) -> None:
+        super().__init__()
+        self.is_masked = options.is_masked
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Any) -> Any:
+        return self.out(x[0] if self.is_masked else x)
+
+
+def logits(embedding: Embedding, x: Any) -> Tensor:
+    return nn.functional.linear(x[0] if embedding.is_masked else x, embedding.weight)
+
+
+def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.float().view(-1, CLASSES), labels.view(-1))
+
+
+def batches(options: SimpleNamespace, micro_batches: int, seed: int) -> Iterator[tuple[Any, Tensor]]:
+    chance = torch.Generator().manual_seed(seed)
+    step = 0
+    while True:
+        for _ in range(micro_batches):
+            length = 32 + 8 * (step % 3) if options.varies else 32
+            tokens = torch.randint(0, CLASSES, (options.rows, length), generator=chance)
+            mask = (torch.rand(options.rows, length, 1, generator=chance) > 0.1).long()
+            yield (tokens, mask) if options.is_masked else tokens, tokens.roll(1, 1)
+        step += 1
+
+
+def layers_of(options: SimpleNamespace) -> list[Any]:
+    block = Raising if options.raises else Block
+    first, last = LayerSpec(Embedding, options), LayerSpec(Head, options)
+    if options.tied:
+        first = TiedLayerSpec("embedding", Embedding, options)
+        last = TiedLayerSpec("embedding", Embedding, options, forward_fn=logits)
+    return [first, *(LayerSpec(block, options) for _ in range(options.depth)), last]
+
+
+def topology_of(options: SimpleNamespace) -> Any:
+    others = deepspeed.comm.get_world_size() // options.stages
+    if options.tensor_parallel == 1:
+        return PipeDataParallelTopology(options.stages, others)
+    return PipeModelDataParallelTopology(options.stages, options.tensor_parallel, others // options.tensor_parallel)
+
+
+def trained(config: dict[str, Any], options: SimpleNamespace) -> dict[str, Any]:
+    Raising.passes = 0
+    torch.manual_seed(0)
+    model = PipelineModule(
+        layers_of(options),
+        topology=topology_of(options),
+        loss_fn=loss_of,
+        partition_method="uniform",
+        checkpointable_layers=["Block"],
+        seed_layers=options.is_seeded,
+        dynamic_shape=options.varies,
+    )
+    engine, *_ = deepspeed.initialize(config=config, model=model, model_parameters=list(model.parameters()))
+    torch.manual_seed(100 + engine.global_rank)
+    micro_batches = engine.gradient_accumulation_steps()
+    data = batches(options, micro_batches, engine.grid.data_parallel_id)
+    held_out = batches(options, micro_batches, 1000)
+    losses = []
+    for step in range(options.steps):
+        try:
+            losses.append(engine.train_batch(data).item().hex())
+        except Interruption:
+            engine.timers("train_batch").stop()
+            engine.zero_grad()
+            losses.append("raised")
+            continue
+        if options.evaluates and step % 2:
+            losses.append(engine.eval_batch(held_out).item().hex())
+    digest = hashlib.sha256()
+    for parameter in engine.module.parameters():
+        digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    engine.destroy()
+    return {"losses": losses, "parameters": digest.hexdigest()}
+
+
+def train_cases(_: None, cases: list[dict[str, Any]], bytes_per_s: float | None) -> dict[str, Any]:
+    """Train pipelines one after the other, with drives of a rate, or the machine's own."""
+    deepspeed.init_distributed(dist_backend="gloo")
+    found = {}
+    with opened(ModelledDrive(bytes_per_s) if bytes_per_s else None):
+        for one in cases:
+            found[one["name"]] = trained(one["config"], SimpleNamespace(**{**OPTIONS, **one["options"]}))
+            gc.collect()
+    deepspeed.comm.destroy_process_group()
+    return found
+
+
+# ---- its cases ------------------------------------------------------------------------------------------------------
 
 
 def case(
@@ -40,19 +208,16 @@ def case(
     return cases
 
 
-def train(directory: Path, cases: list[dict[str, Any]], ranks: int, **environment: str) -> Found:
+def train(directory: Path, cases: list[dict[str, Any]], ranks: int, bytes_per_s: float | None = None) -> Found:
     """Return what each rank of each case has found, with its report where it has the block."""
-    path = directory / "cases.json"
-    path.write_text(json.dumps(cases))
-    script = runs.SCRIPTS / ("unequal.py" if environment else "pipeline.py")
-    result = runs.run(None, directory, str(path), ranks=ranks, script=script, timeout_s=TIMEOUT_S, **environment)
-    assert result.returncode == 0, result.output
+    arguments = {"cases": cases, "bytes_per_s": bytes_per_s}
+    trained = forked.run(train_cases, None, directory, ranks=ranks, timeout_s=TIMEOUT_S, **arguments)
     found: Found = {}
-    for line in result.lines("FOUND"):
-        one = json.loads(line.removeprefix("FOUND "))
-        name, rank = one.pop("case"), one.pop("rank")
-        report = directory / name / ("report.json" + (f".rank{rank}" if rank else ""))
-        found[name, rank] = {"results": one, "report": json.loads(report.read_text()) if report.exists() else None}
+    for rank, of_rank in enumerate(trained):
+        del of_rank["output"]
+        for name, one in of_rank.items():
+            report = directory / name / ("report.json" + (f".rank{rank}" if rank else ""))
+            found[name, rank] = {"results": one, "report": json.loads(report.read_text()) if report.exists() else None}
     assert len(found) == len(cases) * ranks
     for (name, rank), one in found.items():
         assert one["results"] == found[name.partition(".")[0], rank]["results"], f"{name}, rank {rank}"
@@ -107,13 +272,7 @@ def test_stages_recompute_each_what_its_drive_asks_for(tmp_path: Path) -> None:
     # More than the 4.2 MB that the trial of a block takes.
     block = {**ADAPTIVE, "activation_budget_bytes": 5_000_000, "recompute": True}
     options = {"steps": 10, "is_masked": True, "is_seeded": True}
-    found = train(
-        tmp_path,
-        case(tmp_path, "slow", options, {}, block),
-        ranks=2,
-        DRIVES_BYTES_PER_S="10e6,10e6",
-        SCRIPT="pipeline.py",
-    )
+    found = train(tmp_path, case(tmp_path, "slow", options, {}, block), ranks=2, bytes_per_s=10e6)
     for rank in range(2):
         report = found["slow.0", rank]["report"]
         assert report["recomputed_bytes"] > 0 and report["plan"]["recomputed_blocks"] > 0

@@ -2,31 +2,120 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import torch
+import torch.distributed as dist
+from curves.throttled import opened
+from planners import PLANNERS
 from support import runs
+from support.modelled_drive import ModelledDrive
+from support.offloaders import watching
+from support.planned_training import DEPTH, ROWS, WIDTH, Block, Model
+from support.stepping import end_step, forward, note_backward
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Ranks
 
 pytestmark = pytest.mark.engine
-FAST, SLOW = 400e6, 40e6  # as in scripts/two_ranks.py
+FAST, SLOW = 400e6, 40e6  # bytes per second
 TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
+STEPS = 18
+CHANGE = 5  # the step from which on a rank does what the other does not
 
 
-def train(directory: Path, case: str) -> list[dict[str, Any]]:
-    """Return what each rank has found."""
-    script = runs.SCRIPTS / "two_ranks.py"
-    done = runs.run(
-        None, directory, str(directory), case, ranks=2, script=script, timeout_s=TIMEOUT_S, told_local_rank=False
-    )
-    assert done.returncode == 0, done.output
-    return [json.loads((directory / f"{case}.{rank}.json").read_text()) for rank in range(2)]
+class Checkpointed(Block):
+    """On the rank whose block it is, it checkpoints itself: running it again would free nothing."""
+
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_checkpointed:
+            return super().forward(x)
+        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+        return result
+
+
+def model_of(rank: int, case: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    if case == "checkpointed":
+        torch.manual_seed(0)
+        model.blocks = torch.nn.ModuleList(Checkpointed(rank == 1 and at == 2) for at in range(DEPTH))
+    return model
+
+
+def offloader_of(model: torch.nn.Module, rank: int, where: str, case: str) -> ActivationOffloader:
+    """Return one whose plan recomputes whatever can be, or what is best."""
+    own = Path(where, f"{case}{rank}")
+    own.mkdir()
+    planner = PLANNERS["recompute" if case == "checkpointed" else "adaptive"]
+    io = {"staging_bytes": 16 << 20, "swap_file_bytes": 64 << 20}
+    block = {"max_step_overhead": 1000.0, "recompute": case == "checkpointed", "io": io}
+    with opened(ModelledDrive(SLOW if rank == 1 and case == "drives" else FAST)):
+        return watching(own, model, planner, Ranks(), rank=rank, **block)
+
+
+def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
+    found = offloader._controller.in_force if offloader._controller is not None else None
+    if found is None:
+        return None
+    (path,) = found.trace.resources.paths
+    return {
+        "placements": [int(one) for one in found.plan.placements],
+        "recomputed": list(found.plan.recomputed_blocks),
+        "write_bytes_per_s": path.write_bytes_per_s,
+        "storages_bytes": sum(one.nbytes for one in found.trace.storages),
+    }
+
+
+def train(_: None, where: str, case: str, offloads: bool) -> dict[str, Any]:
+    """Train without DeepSpeed: gradients are averaged after each backward. Plans are those in force in each step."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = model_of(rank, case)
+    offloader = offloader_of(model, rank, where, case) if offloads else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    chance = torch.Generator().manual_seed(rank)
+    torch.manual_seed(100 + rank)
+    losses, plans = [], []
+    for step in range(STEPS):
+        if step == CHANGE and rank == 1 and case == "saves":  # one more storage, and no more time
+            model.head = torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.Tanh(), model.head)
+        x = torch.randn(ROWS * (3 if rank == 1 and case == "sizes" else 1), WIDTH, generator=chance)
+        loss = forward(model, x, offloader)
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        note_backward(offloader)
+        end_step(optimizer, offloader)
+        if offloader is not None:
+            plans.append(in_force(offloader))
+        losses.append(loss.item().hex())
+    digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
+    found = {"losses": losses, "parameters": digest, "plans": plans}
+    if offloader is not None:
+        found["report"] = offloader.report().to_dict()
+        offloader.close()
+    dist.barrier()
+    return found
 
 
 def check(directory: Path, case: str) -> list[dict[str, Any]]:
     """Results as without us, and one plan at every step."""
-    without, found = train(directory, f"without {case}"), train(directory, case)
+    without, found = (
+        forked.run(train, None, directory, ranks=2, timeout_s=TIMEOUT_S, where=str(directory), case=case, offloads=one)
+        for one in (False, True)
+    )
     for one, other in zip(without, found, strict=True):
         assert one["losses"] == other["losses"] and one["parameters"] == other["parameters"]
     assert found[0]["parameters"] == found[1]["parameters"]

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import update_time
-from hook_cost import KINDS
 from soaking.meters import disk_bytes, slope
 from soaking.verdicts import memory
 from support import runs
@@ -103,17 +102,6 @@ def test_files_without_a_name_count_as_disk(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.engine
-def test_hook_cost(tmp_path: Path) -> None:
-    arguments = ("--rounds", "1", "--counts", "10", "50", "--nvme_path", tmp_path, "--json", tmp_path / "json")
-    output = runs.benchmark("hook_cost.py", *arguments)
-    rows = json.loads((tmp_path / "json").read_text())["rows"]
-    assert [(row["kind"], row["tensors"]) for row in rows] == [(kind, count) for kind in KINDS for count in (10, 50)]
-    assert all(row["to_kept"] == 1 for row in rows if row["kind"] == "kept")
-    assert output.count("offloaded") == 2 and all(row["pack_us"] > 0 for row in rows)
-
-
-@pytest.mark.thorough
-@pytest.mark.engine
 def test_planner_scale(tmp_path: Path) -> None:
     output = runs.benchmark("planner_scale.py", "--rounds", "1", "--counts", "1000", "--json", tmp_path / "json")
     found = json.loads((tmp_path / "json").read_text())
@@ -165,17 +153,6 @@ def test_update_time(tmp_path: Path) -> None:
     report = only["reports"]["interleaved"]
     assert report["steps"] == len(only["losses"]["interleaved"]) and not report["stock_steps"]
     assert only["reports"]["stock"] is None
-
-
-@pytest.mark.thorough
-@pytest.mark.engine
-def test_update_time_with_each_family_in_a_process(tmp_path: Path) -> None:
-    small = "--apart --parameters 3e5 --width 256 --tokens 16 --rounds 1 --steps 1 --shares 0 null --chunk_mib 1"
-    output = runs.benchmark("update_time.py", *small.split(), "--json", tmp_path / "json")
-    only = json.loads((tmp_path / "json").read_text())
-    assert len(only["rounds"]) == 2 and sorted(only["reports"]) == ["interleaved 0", "stock 0"]
-    assert [sorted(turns) for turns in only["rounds"]] == [["null", "share 0", "stock"]] * 2
-    assert "losses equal step by step: yes" in output
 
 
 @pytest.mark.engine

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import update_time
 from gpu import __main__ as command
 from gpu import table
 from gpu.__main__ import MINUTES, Build, chosen, run
@@ -23,6 +24,7 @@ from gpu.pieces import WAYS as QUICK_WAYS
 from gpu.results import BEGUN, CUT, DONE, FAILED, Results
 from gpu.smoke import CONTROL, KEEP, SHOWN, Setting, Smoke
 from gpu.table import PARTS, longest, markdown
+from hook_cost import KINDS
 from support import runs
 
 COMMAND = [sys.executable, str(runs.ROOT / "benchmarks" / "gpu")]
@@ -110,8 +112,12 @@ def test_the_longer_pieces_rehearse(tmp_path: Path) -> None:
     check_headline(found["length 256"]["found"], [way.name for way in WAYS])
     suite = found["tests test_gpu"]["found"]
     assert suite["counts"]["skipped"] > 10 and set(suite["skipped"]) == {"no CUDA device"} and not suite["failed"]
+    hooks = found["hook cost"]["found"]["rows"]
+    assert [(row["kind"], row["tensors"]) for row in hooks] == [(kind, 10) for kind in KINDS]
+    assert all(row["pack_us"] > 0 and (row["to_kept"] == 1 or row["kind"] != "kept") for row in hooks)
     update = found["update 300000"]["found"]
-    assert {name for turns in update["rounds"] for name in turns} == {"stock", "share 0", "share 0.5", "null"}
+    assert [sorted(turns) for turns in update["rounds"]] == [["null", "share 0", "share 0.5", "stock"]] * 2
+    assert sorted(update["reports"]) == ["interleaved 0", "stock 0"] and update_time.are_equal(update["losses"])
     text = (tmp_path / f"{NAME}.md").read_text()
     assert text == markdown(results) and all(f"| {way.title} |" in text for way in WAYS)
     assert "| torch save_on_cpu |" in text

@@ -19,8 +19,7 @@ class ModelledDrive(ThrottledBackend):
     name = "modelled"
 
     def __init__(self, bytes_per_s: float) -> None:
-        super().__init__()
-        self.throttle(bytes_per_s, bytes_per_s)
+        super().__init__(bytes_per_s)
         self._lock = threading.Lock()
         self._files: dict[tuple[int, int], int] = {}  # descriptors, by the swap file's device and inode
 
