@@ -605,3 +605,27 @@ def test_steps_that_compile_are_neither_recorded_nor_counted(make: Make) -> None
     # The first is warm-up; of the next four two compile; the sixth does so under the plan.
     assert plans == [0, 0, 0, 0, 1, 1, 1, 1]
     assert times == [0, 0, 0, 0, 0, 0, 1, 2]
+
+
+def test_shapes_that_change_all_the_time_are_exact(make: Make) -> None:
+    check(make, [ROWS] * (FIRST_PLAN + 2) + [2 * ROWS, 3 * ROWS] * 3 + [ROWS // 2] * 3)
+
+
+def test_a_planner_that_fails_does_not_end_the_training(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def failing(trace: Any, limits: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    report = check(make, planner=failing).report()
+    assert report.plans == 0 and report.offloaded_bytes > 0
+    assert any("could not plan" in record.message for record in caplog.records)
+
+
+def test_recompute_can_be_forbidden(make: Make) -> None:
+    report = check(make, recompute=False, activation_budget_bytes=0).report()
+    assert report.plan is not None and report.plan["recomputed_blocks"] == 0
+
+
+def test_a_budget_that_nothing_fits_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ours = model()
+    steps(ours, make(ours, activation_budget_bytes=0), [ROWS] * (FIRST_PLAN + 2))
+    assert any("no plan fits 0 bytes" in record.message for record in caplog.records)

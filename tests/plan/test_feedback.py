@@ -27,6 +27,7 @@ from ds_tba.plan.feedback import (
 )
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
+from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
 
 RATES = (100.0, 200.0)
@@ -484,3 +485,52 @@ def test_a_step_knows_whether_something_was_compiled_in_it() -> None:
     compiled(torch.ones(3, requires_grad=True)).sum().backward()  # another shape
     third.end(1.0)
     assert [one.has_compiled for one in (first, second, third)] == [True, False, True]
+
+
+def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> None:
+    """The same with the planner, which knows the drive and nothing of the cost."""
+    count = 40
+    part_s = KEPT_S / (2 * count)
+    storages = (storage(at * part_s, (79 - at) * part_s, (80 - at) * part_s, (-1,)) for at in range(count))
+    machine = resources(write=SIZE * count, read=SIZE * count, copy=100.0 * SIZE * count)
+    trace = Trace(tuple(storages), (), machine, KEPT_S)
+
+    def planned(share: float) -> PlanInForce:
+        limits = Limits(OVERHEAD, movable_share=share)
+        return PlanInForce.of(adaptive(trace, limits), trace, (), limits)
+
+    free = planned(1.0).moved_share
+    assert free > 0.3
+    world = World(hidden_s=0.1 / free, plan=planned, noise_s=0.001)
+    world.run(60)
+    assert median(world.times_s[:MIN_STEPS]) > 1.09
+    assert median(world.times_s[-20:]) <= KEPT_S * (1 + OVERHEAD) + 0.001
+    assert 0 < world.in_force.moved_share < free / 2
+    world.hidden_s = 0.0
+    world.run(400)
+    assert world.in_force.moved_share == pytest.approx(free, abs=0.05)
+
+
+def test_the_planner_moves_no_more_than_is_left_by_the_recording_of_a_shared_drive() -> None:
+    """It knows the rates that lanes had in the recording, in which they took a part of ZeRO's."""
+    count, zero_s = 40, 0.6
+    recorded_s = zero_s + 1.0
+    part_s = recorded_s / (2 * count)
+    storages = (storage(at * part_s, (79 - at) * part_s, (80 - at) * part_s, (-1,)) for at in range(count))
+    rate = 2 * SIZE * count / recorded_s  # as much as came, in each half of the step
+    trace = Trace(tuple(storages), (), resources(rate, rate, 100 * rate), recorded_s)
+    found = {}
+    for is_shared in (False, True):
+        feedback = Feedback(is_drive_shared=is_shared)
+
+        def planned(share: float, feedback: Feedback = feedback) -> PlanInForce:
+            scaled = trace.scaled(feedback.kept_s / recorded_s)
+            limits = Limits(OVERHEAD, movable_share=share)
+            return PlanInForce.of(adaptive(scaled, limits), scaled, (), limits)
+
+        world = SharedDrive(zero_s=zero_s, plan=planned, feedback=feedback)
+        world.run(200)
+        found[is_shared] = world.in_force.moved_share, fmean(world.times_s)
+    (before_share, before_s), (share, step_s) = found[False], found[True]
+    assert before_share > 0.9 and before_s > 1.5
+    assert 0.1 <= share <= 0.6 and step_s <= KEPT_S * (1 + 2 * OVERHEAD)

@@ -903,3 +903,47 @@ def test_blocks_compiled_one_by_one(backend: str) -> None:
             ours = run(model, 7)
         assert_same(ours, run(twin, 7))
     assert listener.count("enter") == 12 and listener.count("recompute") == 4
+
+
+def test_what_is_given_back_while_a_pass_is_recomputed_is_what_was_saved(make_store: StoreFactory) -> None:
+    """Every block, several micro-steps in flight, through a store: the inputs come back from the file."""
+    store = make_store()
+    cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
+    bench = settled()
+    bench.listener.wanted = {0, 1, 2, 3}
+    outcome = []
+    for model in (bench.model, bench.twin):
+        model.zero_grad()
+        losses = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            with bench.listening(cache.saving) if model is bench.model else nullcontext():
+                losses.append(model(torch.randn(BATCH, LENGTH, WIDTH)))
+        for loss in (losses[1], losses[0], losses[2]):
+            loss.backward()
+        outcome.append({name: one.grad for name, one in model.named_parameters()})
+    assert_same(outcome[0], outcome[1])
+    assert bench.listener.count("recompute") == 12
+    assert store.stats.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_the_users_inside_a_block(reentrant: bool) -> None:
+    class Checkpointed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = (
+                x
+                + checkpoint(lambda h: self.drop(functional.gelu(self.up(h))), x, use_reentrant=reentrant)[..., :WIDTH]
+            )
+            return super().forward(x)
+
+    bench = settled(Checkpointed)
+    bench.check(0, 1, 2, 3)
+    bench.check(0, 2, seed=2)
+    assert bench.listener.count("recompute") == 6
+
+
+def test_a_reentrant_checkpoint_around_a_block_runs_it_plainly() -> None:
+    bench = settled(net=around_each(lambda layer, x: checkpoint(layer, x, use_reentrant=True)))
+    bench.check(0, 1, 2, 3)
+    assert bench.listener.events == []

@@ -141,3 +141,10 @@ def test_a_compiled_block_is_told_of_and_one_inside_a_compiled_model_is_not(told
     with within.listening():
         assert torch.equal(compiled(torch.ones(3)), expected)
     assert told.of == PASSES
+
+
+def test_a_pass_that_raises_is_over(model: Model, told: Told, blocks: Blocks) -> None:
+    with blocks.listening():
+        with pytest.raises(ValueError, match="as asked"):
+            model(torch.ones(3), fails=True)
+        assert told.of == PASSES

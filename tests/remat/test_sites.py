@@ -573,3 +573,25 @@ def test_what_a_site_tells_while_another_is_compared_is_heard(monkeypatch: pytes
         patch.setattr(run.sites, "_restore", tells)
         run.step(gated, x, y)
     agrees(run, gated, x, y)
+
+
+def test_a_second_backward_makes_it_again() -> None:
+    run, x, y = Run(), tensor(), tensor(1)
+    agrees(run, gated, x, y)
+    with run.cache.saving():
+        loss = gated(x, y).sum()
+    first = torch.autograd.grad(loss, [x, y], retain_graph=True)
+    second = torch.autograd.grad(loss, [x, y])
+    plain = torch.autograd.grad(gated(x, y).sum(), [x, y])
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, plain, strict=True))
+
+
+def test_budgets_hold_while_sites_are_proven_and_used(make_store: StoreFactory) -> None:
+    store = make_store()
+    run, x, y = Run(stores=(store,)), tensor(), tensor(1)
+    limit = 6 * x.nbytes
+    run.cache.limit_resident(limit)
+    for _ in range(4):
+        agrees(run, gated, x, y)
+    assert run.nbytes > 0
+    assert run.cache.stats.resident.peak <= limit

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, part_of
+from support.doubles import DeviceBackend, ScriptedBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
 from ds_tba.config import BUFFER_BYTES, AioConfig, Compression, OffloadConfig, lane_buffer_bytes, validate
@@ -351,3 +351,46 @@ def test_a_backend_that_stages_on_the_device_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(tiers_module, "select_backend", lambda *_, **__: Selection(DeviceBackend(), "a test"))
     with pytest.raises(BackendUnavailableError, match=r'io.compression "lz4".*host memory.*"backend": "posix"'):
         opened(OffloadConfig.model_validate(block(tmp_path)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_payloads_of_nan_and_signs_of_zero_stay(make_store: StoreFactory, name: str) -> None:
+    bits = torch.tensor([0x7FC0, 0x7F81, 0xFFFF - (1 << 16), 0x0001, 0x8000 - (1 << 16)], dtype=torch.int16)
+    data = bytes_of(bits.repeat(200_000))
+    store = make_store(codec=Codec(name))
+    ticket = stored(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert part_of(ticket).stored_bytes < data.numel() / 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stale_bytes_after_a_lost_rewrite_are_found(make_store: StoreFactory, name: str) -> None:
+    backend = ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None)
+    store = make_store(backend, codec=Codec(name))
+    first = saved(store, bytes_of(activations(MIB)))
+    store.release(first)
+    second = saved(store, bytes_of(activations(MIB)))
+    assert part_of(second).extent == part_of(first).extent
+    with pytest.raises(ActivationCorruptionError):
+        store.get(second, CPU)
+
+
+def test_a_store_that_has_rested_compresses_again(make_store: StoreFactory) -> None:
+    store = make_store(codec=Codec("lz4"))
+    data = bytes_of(activations(MIB))
+    for _ in range(2):
+        ticket = saved(store, data.clone())
+        assert torch.equal(store.get(ticket, CPU).data, data) and part_of(ticket).blocks[0].packed_bytes
+        store.release(ticket)
+        nothing_is_held(store)
+        until(store.rest, "rest")
+        store.wake()
+
+
+@pytest.mark.parametrize("verb", ["compress", "decompress"])
+def test_a_codec_without_memory_is_tried_again(make_store: StoreFactory, verb: str) -> None:
+    store = make_store(codec=Failing(verb, MemoryError("in the codec"), 1), lanes=Lanes(1, 1))
+    data = bytes_of(activations(MIB))
+    ticket = saved(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    assert store.paths[0].failure is None and not store.stats.rescued_bytes

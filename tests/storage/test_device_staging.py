@@ -144,3 +144,13 @@ def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:
     ring = StagingRing(EventAccelerator(), backend, MIB)
     slot = ring.slots.allocate(1)
     assert slot is not None and slot.nbytes == 3 * 4096 and ring.view(slot).data_ptr() % 4096 == 0
+
+
+def test_staging_is_given_back_at_close(make_store: StoreFactory) -> None:
+    backend = DeviceBackend()
+    store = make_store(backend, accelerator=EventAccelerator())
+    stored(store, noise(MIB))
+    assert len(backend.staging) == 1
+    store.close()
+    store.close()
+    assert backend.staging == []

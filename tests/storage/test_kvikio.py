@@ -17,7 +17,7 @@ from support import hazards
 from support.cuda_doubles import CompatMode, FakeKvikio
 from support.doubles import EventAccelerator
 from support.each_hazard import Scenario, cache_over, scenarios
-from support.stores import store_is_empty
+from support.stores import CPU, noise, store_is_empty, stored
 
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends import kvikio as module
@@ -267,3 +267,14 @@ def test_gradients_are_exact(make_store: StoreFactory, fake: FakeKvikio, scenari
     assert store_is_empty(store)
     store.close()
     assert not fake.registered and fake.open_files == fake.busy == 0
+
+
+def test_the_swap_file_has_a_name_only_while_cufile_opens_it(
+    make_store: StoreFactory, fake: FakeKvikio, tmp_path: Path
+) -> None:
+    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator(), paths=2)
+    assert fake.open_files == 2 and not [path for path in tmp_path.rglob("*") if path.is_file()]
+    data = noise(MIB)
+    assert torch.equal(store.get(stored(store, data), CPU).data, data)
+    store.close()
+    assert fake.open_files == 0
