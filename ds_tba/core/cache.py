@@ -42,8 +42,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.fingerprint import Answer
-from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks
-from ds_tba.core.originals import keep_originals
+from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
+from ds_tba.core.originals import OwnMemory, Unpacked, keep_originals
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
@@ -51,7 +51,6 @@ from ds_tba.core.saved import (
     CountedGone,
     CountedMemory,
     Finalized,
-    HandedOut,
     Hooks,
     Keeper,
     Loading,
@@ -72,9 +71,9 @@ from ds_tba.core.saved import (
 from ds_tba.core.tensors import (
     Eligibility,
     ViewSpec,
-    bytes_of,
     components_of,
     eligibility,
+    has_graph,
     has_plain_storage,
     held_bytes,
     is_complete,
@@ -85,7 +84,8 @@ from ds_tba.core.tensors import (
     span_bytes,
     storage_bytes,
 )
-from ds_tba.device.accelerator import Accelerator, PinnedAnswers
+from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
+from ds_tba.device.copies import Arrival
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
@@ -195,7 +195,7 @@ class TensorCache(Keeper):
         self._observers: list[HooksObserver] = []
         self._exclusion: Exclusion | None = None
         self._originals = keep_originals()
-        self._in_use: deque[_InUse] = deque()
+        self._in_use: dict[int, deque[_InUse]] = {}  # by thread
         self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
         self._doubted: deque[tuple[weakref.ref[SavedView], Answer]] = deque()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
@@ -253,6 +253,9 @@ class TensorCache(Keeper):
             with hooks_of_forward(self._hooks(step, around)):
                 yield
             self._end_operations()
+        except BaseException:  # the thread may never save anything again, and what it has in use stay for ever
+            self._end_operations(stays=True)
+            raise
         finally:
             step.phase = Phase.WAITING  # also after an error: a backward of what was saved would read nothing ahead
 
@@ -274,7 +277,8 @@ class TensorCache(Keeper):
         hooks: Hooks = (self.pack, partial(self.unpack, step))
         for observer in self._observers:
             hooks = observer.around(hooks)
-        return uncompiled_hooks(*(hooks if around is None else around(hooks)))
+        pack, unpack = hooks if around is None else around(hooks)
+        return uncompiled_hooks(partial(unseen, pack), partial(unseen, unpack))
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
@@ -433,14 +437,16 @@ class TensorCache(Keeper):
         else:
             self.residency.count_until_free(storage)
             record.operation, record.is_complete = self._operation(), is_complete(tensor)
-            record.source = None if tensor.grad_fn is not None else weakref.ref(storage)
+            record.source = None if has_graph(tensor) else weakref.ref(storage)
             if taken.ticket is not None:
                 self.residency.give(record, taken.ticket, tensor)
             elif self._is_over(record, tensor):
                 self._place(record, tensor, choice)
             else:
                 stream = None if self._accelerator is None else self._accelerator.current_stream()
-                self._in_use.append(_InUse(record, choice, record.operation, stream))
+                self._in_use.setdefault(record.operation.thread, deque()).append(
+                    _InUse(record, choice, record.operation, stream)
+                )
                 if choice.stores:
                     record.move(RecordState.LEAVING)
         forward.by_key[key] = record
@@ -452,7 +458,7 @@ class TensorCache(Keeper):
         """Have a store take the bytes of a record, or keep them.
 
         Args:
-            tensor: that holds the bytes; None if no view does any more.
+            tensor: that holds the bytes; None if no view does any more, or they are to stay.
         """
         reason = choice.reason if tensor is None else self.residency.offload(record, tensor, choice)
         if record.is_kept:
@@ -474,19 +480,23 @@ class TensorCache(Keeper):
         """Return whether whatever fills the storage that is being saved has filled it."""
         return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
 
-    def _end_operations(self, present: Operation | None = None) -> None:
+    def _end_operations(self, present: Operation | None = None, *, stays: bool = False) -> None:
         """Have leave what operations of this thread have saved that are over; see [Note: Operations under way].
 
         Args:
             present: the operation that saves now; without one all are over.
+            stays: what they have saved stays in memory, because forward has failed: nobody will want most of it.
         """
         thread = threading.get_ident()
+        in_use = self._in_use.get(thread)
+        if not in_use or in_use[-1].operation == present:
+            return
         with self.finalizers, self.finalizers.lock:
-            for one in [one for one in self._in_use if one.operation.thread == thread and one.operation != present]:
-                self._in_use.remove(one)
-                self._end_use(one)
+            while in_use:
+                self._end_use(in_use.popleft(), stays=stays)
+            del self._in_use[thread]
 
-    def _end_use(self, one: _InUse) -> None:
+    def _end_use(self, one: _InUse, *, stays: bool) -> None:
         record = one.record
         if not record.is_kept:  # nobody wants it any more
             return
@@ -496,7 +506,7 @@ class TensorCache(Keeper):
             event = self._accelerator.new_event()
             event.record(one.stream)  # else the copy may begin before that stream has filled it
             self._accelerator.current_stream().wait_event(event)
-        self._place(record, next((view.held for view in record.holders), None), one.choice)
+        self._place(record, None if stays else next((view.held for view in record.holders), None), one.choice)
 
     def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         if self.residency.may_wait:
@@ -533,34 +543,43 @@ class TensorCache(Keeper):
         # First of all: backward waits for this read, and for no read ahead.
         if isinstance(held, PassedThrough):
             tensor = held.restore()
-        elif reading is not None and reading.is_for_users_function:
-            tensor = self._hand_out(held)
+        elif reading is not None and reading.memory is not None:
+            tensor = self._hand_out(held, reading.memory)
         else:
             tensor = held.restore()
             if is_read_by_an_extension():
                 tensor = self._own(held, tensor)
         if reading is not None:
-            reading.add(tensor, held)
+            reading.tensors.append(Unpacked(tensor, tensor is held.held))
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.residency.prefetch)
         return tensor
 
-    def _hand_out(self, held: SavedCounted | SavedView) -> torch.Tensor:
+    def _hand_out(self, held: SavedCounted | SavedView, memory: OwnMemory) -> torch.Tensor:
         """Return a saved tensor to a Function of the user's, which may write into it without a version.
 
         It has one memory for all its reads, as without hooks, and shares it with no recipe, nor with bytes that others
         will read: what it returns may become ``.grad``, and be written into. A write with a version counts for the
         tensor that was saved, so that whoever else has saved it raises, as without hooks. A tensor without a graph that
         the user still has may be a state that backward updates, a running mean say: it is that memory.
+
+        Args:
+            memory: of what the node has read before.
         """
         owner = held.record if isinstance(held, SavedView) else held.memory
+        if owner.is_operand and self.rematerialization is not None:
+            # Comparisons hold operands, and backward may be about to update one that no recipe needs any longer.
+            self.rematerialization.wait_for_answers()
+            self.finalizers.act_if_free()
         if held.held is not None and not owner.is_operand:
             tensor = held.restore()
             if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
-                owner.handed_out = HandedOut(tensor.untyped_storage(), None, [])
+                memory[owner] = Arrival.done(storage_bytes(tensor))
             return tensor
-        storage = None if owner.handed_out is None else owner.handed_out.storage()
+        known = memory.get(owner)
+        # Of another stream it has to wait, or it would read what the copy there has not written yet.
+        storage = None if known is None else known.join().untyped_storage()
         if storage is None and isinstance(held, SavedView):
             storage = self._source_of(held.record)
         if storage is not None:
@@ -572,12 +591,22 @@ class TensorCache(Keeper):
         tensor = held.restore()
         if not _is_its_bytes(tensor):
             return tensor.clone()
-        storage = tensor.untyped_storage()
+        data = storage_bytes(tensor)
         if _others_read(owner):
-            storage = self._copied(bytes_of(storage)).untyped_storage()
-        memory = self.residency.memory_of(storage)
-        owner.handed_out = HandedOut(storage, self._accelerator, [] if memory is None else memory.consumers)
-        return held.over(storage)
+            data = self._copied(data)
+        memory[owner] = self._arrival(data)
+        return held.over(data.untyped_storage())
+
+    def _arrival(self, data: torch.Tensor) -> Arrival:
+        """Return bytes that come on the calling thread's current stream, for its other streams."""
+        accelerator = self._accelerator
+        if accelerator is None:
+            return Arrival.done(data)
+        arrival = Arrival(accelerator, data, moment(accelerator), accelerator.current_stream())
+        counted = self.residency.memory_of(data.untyped_storage())
+        if counted is not None:
+            arrival.consumers = counted.consumers
+        return arrival
 
     def _source_of(self, record: SavedStorage) -> torch.UntypedStorage | None:
         """Return the storage that was saved, if it is moved and the user has it all the same."""
@@ -704,12 +733,19 @@ class TensorCache(Keeper):
         self.rematerialization = store
         self.residency.watched = self.stores if store is None else (store, *self.stores)
 
-    def lend(self, view: SavedView) -> SavedView:
-        twin, record = view.twin(), view.record
-        record.memory.is_operand = True
+    def lend(self, held: SavedView | SavedCounted) -> SavedView | SavedCounted:
+        twin = held.twin()
+        if isinstance(held, SavedView):
+            self._count_lent(held.record)
+        else:
+            held.memory.users += 1
+            held.memory.lent += 1
+        return twin
+
+    def _count_lent(self, record: SavedStorage) -> None:
         record.views += 1
         record.lent += 1
-        return twin
+        record.memory.lent += 1
 
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
         is_wanted = is_held = False
@@ -717,7 +753,7 @@ class TensorCache(Keeper):
             with self.finalizers, self.finalizers.lock:
                 is_wanted = record.state is not RecordState.DROPPED
                 if is_wanted:  # one user more, or it might be dropped meanwhile
-                    record.views, record.lent = record.views + 1, record.lent + 1
+                    self._count_lent(record)
             if is_wanted:
                 self._loaded(record)
         finally:
@@ -850,12 +886,14 @@ class TensorCache(Keeper):
             self.residency.free(gone)
             return
         if isinstance(gone, CountedGone):
-            self._stats.saved.add(-gone.memory.unsave())
+            gone.memory.lent -= gone.is_lent
+            self._stats.saved.add(0 if gone.is_lent else -gone.memory.unsave())
             self.residency.leave(gone.memory)
             return
         record = gone.record
         record.views -= 1
         record.lent -= gone.is_lent
+        record.memory.lent -= gone.is_lent
         record.pending -= gone.is_pending
         if record.views == record.lent and not gone.is_lent:
             self._stats.saved.add(-record.memory.unsave())

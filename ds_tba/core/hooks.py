@@ -70,6 +70,15 @@ def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any]
     return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
 
 
+def unseen(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function so that no tensor subclass and no mode of the user's sees what it does with tensors.
+
+    Without hooks they see nothing of what autograd saves, and they may raise for what they do not know.
+    """
+    with torch._C.DisableTorchFunction():
+        return function(*args)
+
+
 # Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
 SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 

@@ -13,11 +13,11 @@ which PyTorch 2.13 no longer saves in a Function.
 
 [Note: Memory of gradients] ``AccumulateGrad`` takes the memory of a gradient that nobody else refers to. Without hooks
 autograd itself refers to what a Function has saved, so that a backward that returns it has a copy made. With hooks the
-tensor around it is new. So a saved view refers to what a Function of the user's has read for as long as it lives, and
-the backward that runs to what was read in its thread until the next unpack there, or for longer where autograd still
-has it as a gradient: the view of a graph that is used up is gone by then. Nor may autograd add a second gradient to it
-in place, which would count as a change of the saved tensor. A callback of the backward's holds it, which autograd drops
-with the backward, also where that raises.
+tensor around it is new. So the backward that runs refers to what a Function of the user's has read in its thread until
+it unpacks for another node there, or for longer where autograd still has it as a gradient. Nor may autograd add a
+second gradient to it in place, which would count as a change of the saved tensor. A callback of the backward's holds
+it, which autograd drops with the backward, also where that raises. A graph that stays holds none of it: with a budget
+there may be no room.
 
 [Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
 it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So each storage
@@ -31,7 +31,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
@@ -43,23 +43,10 @@ from ds_tba.core.tensors import (
     is_of_a_users_function,
     note_save_by_function,
 )
+from ds_tba.device.copies import Arrival
 
 _SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
 _COMPILED_SAVE = "_ds_tba_compiled_save"
-
-
-class Holder(Protocol):
-    """The object that autograd holds in place of a saved tensor.
-
-    Attributes:
-        held: the tensor, or an alias of it, if its bytes stay in memory.
-        handed: what a Function of the user's has read last; None before that.
-    """
-
-    handed: torch.Tensor | None
-
-    @property
-    def held(self) -> torch.Tensor | None: ...
 
 
 class Unpacked(NamedTuple):
@@ -71,48 +58,53 @@ class Unpacked(NamedTuple):
 
     tensor: torch.Tensor
     is_held: bool
-    holder: Holder | None
+
+
+OwnMemory = dict[object, Arrival]
+"""The memory of what one node reads, by what it was saved in: it is one for all reads, as without hooks."""
 
 
 class Reading:
     """A read of saved tensors by Python code that is under way.
 
     Attributes:
-        is_for_users_function: it is by one of [Note: Functions of the user].
+        memory: of what the node reads, if that is one of [Note: Functions of the user]; None if it is another.
         tensors: those that unpack hooks have returned for it so far.
     """
 
-    __slots__ = ("is_for_users_function", "tensors")
+    __slots__ = ("memory", "tensors")
 
-    def __init__(self, *, is_for_users_function: bool) -> None:
-        self.is_for_users_function = is_for_users_function
+    def __init__(self, memory: OwnMemory | None) -> None:
+        self.memory = memory
         self.tensors: list[Unpacked] = []
-
-    def add(self, tensor: torch.Tensor, holder: Holder | None = None) -> None:
-        """Note that an unpack hook returns a tensor.
-
-        Args:
-            holder: what autograd holds in its place; None where that is the tensor itself.
-        """
-        self.tensors.append(Unpacked(tensor, holder is None or tensor is holder.held, holder))
 
 
 class _LastRead:
     """The tensors that Functions of the user's have read in a thread; see [Note: Memory of gradients].
 
     Attributes:
-        backward: autograd's number of the backward that holds this.
-        tensors: what was read last, and what of the reads before is a gradient that is under way.
+        reader: tells the node that has read last from others; None where that was forgotten.
+        memory: of what it has read.
+        tensors: what it has read, and what of the reads before is a gradient that is under way.
     """
 
-    __slots__ = ("__weakref__", "backward", "tensors")
+    __slots__ = ("__weakref__", "memory", "reader", "tensors")
 
-    def __init__(self, backward: int) -> None:
-        self.backward = backward
+    def __init__(self) -> None:
+        self.reader: tuple[int, int] | None = None
+        self.memory: OwnMemory = {}
         self.tensors: list[torch.Tensor] = []
 
     def __call__(self) -> None:
         """Do nothing at the end of the backward, whose callback this is."""
+
+    def leave(self, reader: tuple[int, int] | None = None) -> None:
+        """Refer no longer to what another node has read, but for gradients."""
+        if reader is None or reader != self.reader:
+            self.memory = {}
+            # A tensor to which autograd refers, too, is a gradient.
+            self.tensors = [one for one in self.tensors if one._use_count() > 1]  # type: ignore[attr-defined]
+        self.reader = reader
 
 
 class _OfThread(threading.local):
@@ -120,15 +112,17 @@ class _OfThread(threading.local):
 
     Attributes:
         reading: the innermost one; None while there is none.
-        last: what was read last; None where that was forgotten.
+        last: what was read last, by autograd's number of the backward that holds that.
         compiled: marks the storages that the compiled graph saves which has run last.
         checkpoints: how many have saved their arguments, which makes no node.
     """
 
     reading: Reading | None = None
-    last: weakref.ref[_LastRead] | None = None
     compiled: object = None
     checkpoints = 0
+
+    def __init__(self) -> None:
+        self.last: dict[int, weakref.ref[_LastRead]] = {}
 
 
 class SavedTensors:
@@ -154,7 +148,9 @@ class SavedTensors:
         Args:
             ctx: the context of one of [Note: Functions of the user]; else None.
         """
-        state, reading = self._of_thread, Reading(is_for_users_function=ctx is not None)
+        last = None if ctx is None else self._begin_read(ctx)
+        reading = Reading(None if ctx is None else {} if last is None else last.memory)
+        state = self._of_thread
         outer, state.reading = state.reading, reading
         try:
             found = unpack()
@@ -162,34 +158,42 @@ class SavedTensors:
             state.reading = outer
         if ctx is None and not any(one.is_held for one in reading.tensors):
             return found
-        originals = with_originals(found, reading.tensors, ctx)
-        if ctx is not None:
+        with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
+            originals = with_originals(found, reading.tensors)
+        if last is not None:
             held = {id(one.tensor) for one in reading.tensors if one.is_held}  # their holders and owners refer to them
-            self._hold([one for one in originals if isinstance(one, torch.Tensor) and id(one) not in held])
+            last.tensors += [one for one in originals if isinstance(one, torch.Tensor) and id(one) not in held]
         return originals
 
-    def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward < 0:  # outside of a backward nobody takes the memory of gradients
-            return
-        last = None if self._of_thread.last is None else self._of_thread.last()
-        if last is None or last.backward != backward:
-            last = _LastRead(backward)
+    def _begin_read(self, ctx: Any) -> _LastRead | None:
+        """Return what refers to what a node reads; None outside of a backward: nobody takes the memory of gradients."""
+        backward, of_thread = torch._C._current_graph_task_id(), self._of_thread.last
+        if backward < 0:
+            return None
+        found = of_thread.get(backward)
+        last = None if found is None else found()
+        if last is None:
+            last = _LastRead()
             torch.autograd.Variable._execution_engine.queue_callback(last)
-            self._of_thread.last = weakref.ref(last)
-        last.tensors += tensors
+            for ended in [number for number, one in of_thread.items() if one() is None]:
+                del of_thread[ended]
+            of_thread[backward] = weakref.ref(last)
+        last.leave((id(ctx), ctx._sequence_nr()))
+        return last
 
     def begin_unpack(self) -> Reading | None:
         """Return the reading of this thread that wants a tensor; None if a node in C++ does.
 
-        What the thread has read last is referred to no longer, but for gradients; see [Note: Memory of gradients].
+        What a Function of the user's has read is referred to no longer, unless that wants the tensor.
         """
         state = self._of_thread
-        last = None if state.last is None else state.last()
-        if last is not None and last.tensors:
-            # A tensor to which autograd refers, too, is a gradient.
-            last.tensors = [one for one in last.tensors if one._use_count() > 1]  # type: ignore[attr-defined]
-        return state.reading
+        reading = state.reading
+        if state.last and (reading is None or reading.memory is None):
+            found = state.last.get(torch._C._current_graph_task_id())
+            last = None if found is None else found()
+            if last is not None:
+                last.leave()
+        return reading
 
     def note_compiled(self, storages: Sequence[torch.UntypedStorage]) -> None:
         """Note the storages that a compiled graph of this thread saves now; none where another Function saves."""
@@ -243,8 +247,9 @@ def _count_saves(saved_tensors: SavedTensors) -> None:
     def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
         is_compiled, is_users = is_of_a_compiled_graph(type(self)), is_of_a_users_function(type(self))
         if is_compiled or is_users:
-            plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
-            storages = {id(one.untyped_storage()): one.untyped_storage() for one in plain}
+            with torch._C.DisableTorchFunction():
+                plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
+                storages = {id(one.untyped_storage()): one.untyped_storage() for one in plain}
             saved_tensors.note_compiled(list(storages.values()) if is_compiled else ())
             for storage in storages.values() if is_users else ():
                 note_save_by_function(storage)
@@ -267,13 +272,12 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
         frame.save_inputs = noted
 
 
-def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any = None) -> tuple[Any, ...]:
+def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked]) -> tuple[Any, ...]:
     """Return the saved tensors of a context, with the originals in place of tensors that autograd made around them.
 
     Args:
         found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
         unpacked: returned by our hooks meanwhile, in the same order; fewer, where others' hooks had some of them.
-        ctx: where the holders are to refer to what is returned; see [Note: Memory of gradients].
     """
     waiting = list(unpacked)
     originals = []
@@ -282,14 +286,10 @@ def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked], ctx: Any 
         is_tensor = isinstance(one, torch.Tensor)
         place = next((n for n, other in enumerate(waiting) if is_tensor and _is_around(one, other.tensor)), None)
         if place is not None:
-            tensor, is_held, holder = waiting[place]
+            tensor, is_held = waiting[place]
             del waiting[: place + 1]
             # A tensor with a graph of its own must keep the edge that autograd gave it.
             one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
-            if (
-                holder is not None and ctx is not None and one.grad_fn is not ctx
-            ):  # its own output would hold the graph that holds it
-                holder.handed = one
         originals.append(one)
     return tuple(originals)
 

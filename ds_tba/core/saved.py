@@ -39,7 +39,6 @@ from ds_tba.core.tensors import (
     Stamp,
     VersionWitness,
     ViewSpec,
-    bytes_of,
     form_of,
     kept,
     lineage_of,
@@ -47,8 +46,7 @@ from ds_tba.core.tensors import (
     stamp_of,
     with_counter_of,
 )
-from ds_tba.device.accelerator import Accelerator, Stream, moment
-from ds_tba.device.copies import Arrival
+from ds_tba.device.accelerator import Accelerator, Stream
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Loaded, OwnTicket, StateMachine, Store, Ticket
@@ -90,8 +88,8 @@ class Keeper(ABC):
         """
 
     @abstractmethod
-    def lend(self, view: SavedView) -> SavedView:
-        """Return one more view of the same bytes, to make another storage from. Call it under the lock."""
+    def lend(self, held: SavedView | SavedCounted) -> SavedView | SavedCounted:
+        """Return one more that holds the same bytes, to make another storage from. Call it under the lock."""
 
     @abstractmethod
     def finalize(self, gone: Finalized) -> None:
@@ -190,33 +188,6 @@ class StorageKey(NamedTuple):
         return cls(stamp_of(storage), lineage_of(tensor), tensor._version, nbytes, saves)
 
 
-class HandedOut:
-    """Memory that a Function of the user's has read, for its other reads. Does not hold the memory.
-
-    Args:
-        accelerator: of the memory, if its bytes come on the calling thread's current stream; None if they are there.
-        consumers: gets the streams that use the memory beside that one.
-    """
-
-    __slots__ = ("_accelerator", "_consumers", "_ready", "_storage", "_stream")
-
-    def __init__(self, storage: torch.UntypedStorage, accelerator: Accelerator | None, consumers: list[Stream]) -> None:
-        self._storage = weakref.ref(storage)
-        self._accelerator = accelerator
-        self._consumers = consumers
-        self._stream = None if accelerator is None else accelerator.current_stream()
-        self._ready = None if accelerator is None else moment(accelerator)
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Return the memory for the calling thread's current stream; None if nobody holds it any more."""
-        storage = self._storage()
-        if storage is not None and self._accelerator is not None:
-            arrival = Arrival(self._accelerator, bytes_of(storage), self._ready, self._stream)
-            arrival.consumers = self._consumers
-            arrival.join()  # else it would read what the copy, in another stream, has not written yet
-        return storage
-
-
 class Loading(NamedTuple):
     """The bytes of a record on their way into device memory.
 
@@ -281,7 +252,6 @@ class SavedStorage(StateMachine):
         is_refused: no store took it when it was to leave.
         fingerprint: of the bytes that left; None while they have not.
         source: the storage itself, not held, if what was saved has no graph: a state of the user's may lie there.
-        handed_out: the memory that the last read by a Function of the user's got.
         operation: the one that saved it last; None where the bytes never leave.
         index: in its micro-step.
         views: how many are alive.
@@ -293,7 +263,7 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "handed_out", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loaded",
+        "fingerprint", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loaded",
         "loading", "memory", "micro_step", "operation", "origin", "pending", "source", "state", "ticket", "views",
     )  # fmt: skip
 
@@ -309,7 +279,6 @@ class SavedStorage(StateMachine):
         self.is_refused = False
         self.fingerprint: Fingerprint | None = None
         self.source: weakref.ref[torch.UntypedStorage] | None = None
-        self.handed_out: HandedOut | None = None
         self.operation: Operation | None = None
         self.memory = memory
         self.micro_step = micro_step
@@ -340,7 +309,7 @@ class SavedStorage(StateMachine):
     @property
     def is_operand(self) -> bool:
         """True if a recipe makes another storage from these bytes, so that nobody else may write into them."""
-        return self.lent > 0 or self.memory.is_operand
+        return self.memory.is_operand
 
     def left(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
         """Note the fingerprint of the bytes, which are about to leave."""
@@ -363,16 +332,11 @@ class SavedStorage(StateMachine):
 
 
 class _Kept:
-    """A tensor that stays where it is.
+    """A tensor that stays where it is."""
 
-    Attributes:
-        handed: see :class:`SavedView`.
-    """
-
-    __slots__ = ("_version", "handed", "held")
+    __slots__ = ("_version", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.handed: torch.Tensor | None = None
         self._version = -1 if tensor.is_inference() else tensor._version
         self.held = kept(tensor)
 
@@ -427,6 +391,12 @@ class SavedCounted(_Kept):
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
 
+    def twin(self) -> SavedCounted:
+        """Return another one of the same tensor, for a recipe. Called under the cache's lock, which counts it."""
+        other = copy.copy(self)
+        self._cache.finalizers.watch(other, CountedGone(self.memory, is_lent=True))
+        return other
+
 
 class SavedExcluded(SavedCounted):
     """A tensor that could be moved, and is kept because of the module that has saved it."""
@@ -441,15 +411,13 @@ class SavedView:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
             lock, and read without it.
         eps: see :class:`SavedCounted`.
-        handed: what a Function of the user's has read last; see [Note: Memory of gradients] in ``originals.py``.
         state: what its end tells.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "handed", "held", "record", "state")
+    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "record", "state")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
-        self.handed: torch.Tensor | None = None
         self.eps: tuple[Any] | None = None
         self._cache = cache
         self.record = record
@@ -535,7 +503,6 @@ class SavedView:
     def twin(self) -> SavedView:
         """Return another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
         other = copy.copy(self)
-        other.handed = None
         other.state = ViewGone(self.record, self.state.is_away, True)
         notice = self._cache.finalizers.watch(other, other.state)
         if other.held is not None:
@@ -589,12 +556,16 @@ class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
         """Note that autograd has saved a tensor, and what it holds in place of that."""
 
     @abstractmethod
-    def end_micro_step(self) -> None:
-        """End a micro-step: read every answer of the device that is due.
+    def wait_for_answers(self) -> None:
+        """Read every answer of the device that is due: until then its operands are held.
 
         Raises:
             RematerializationError: as :meth:`take`.
         """
+
+    @abstractmethod
+    def end_micro_step(self) -> None:
+        """End a micro-step: as :meth:`wait_for_answers`, and hold what takes less than its operands do."""
 
 
 # ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
@@ -615,9 +586,8 @@ class CountedMemory:
         savers: records and tensors for which autograd would hold the storage without us, also once the memory is free.
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
-        is_operand: a recipe makes another storage from a tensor in this memory.
+        lent: how many of the users belong to recipes.
         is_watched: the end of the storage is told, since a user does not hold it.
-        handed_out: the memory that the last read by a Function of the user's got of tensors without a record.
     """
 
     users: int = 0
@@ -625,9 +595,13 @@ class CountedMemory:
     savers: int = 0
     saved_bytes: int = 0
     consumers: list[Stream] = field(default_factory=list)
-    is_operand: bool = False
+    lent: int = 0
     is_watched: bool = False
-    handed_out: HandedOut | None = None
+
+    @property
+    def is_operand(self) -> bool:
+        """True if a recipe makes another storage from a tensor in this memory."""
+        return self.lent > 0
 
     def save(self, nbytes: int) -> int:
         """Add a saver; return the bytes that this adds."""
@@ -669,9 +643,14 @@ class ViewGone:
 
 
 class CountedGone(NamedTuple):
-    """Tells the end of a tensor without a record that had this memory counted."""
+    """Tells the end of a tensor without a record that had this memory counted.
+
+    Attributes:
+        is_lent: it belongs to a recipe.
+    """
 
     memory: CountedMemory
+    is_lent: bool = False
 
 
 Finalized = ViewGone | CountedGone | CountedMemory

@@ -365,6 +365,26 @@ def span_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
+def node_of(tensor: torch.Tensor) -> Any:
+    """Return the node that has made a tensor; None if there is none, or where autograd does not tell it.
+
+    [Note: Stale views] Autograd raises where it is asked for the node of a view that a Function's forward has made of a
+    tensor before it changed that in place. Without hooks that comes to light if backward reads the view.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
+def has_graph(tensor: torch.Tensor) -> bool:
+    """Return whether a node has made a tensor, also where autograd does not tell which: see [Note: Stale views]."""
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:
+        return True
+
+
 def kept(tensor: torch.Tensor) -> torch.Tensor:
     """Return the object to hold for a tensor that stays in memory.
 
@@ -372,7 +392,7 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     detached alias is held. Any other is held itself: of an alias nobody else refers to, autograd would take the memory
     for ``.grad`` when a backward returns what it saved, and add into the user's tensor from then on.
     """
-    return tensor if tensor.grad_fn is None else tensor.detach()
+    return tensor.detach() if has_graph(tensor) else tensor
 
 
 class VersionWitness:

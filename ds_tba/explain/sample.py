@@ -26,7 +26,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
-from ds_tba.core.tensors import form_of, held_bytes, is_parameter
+from ds_tba.core.tensors import form_of, held_bytes, is_parameter, node_of
 from ds_tba.explain.out_of_memory import Failure
 from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import Holder, merged
@@ -300,7 +300,7 @@ def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[H
 
 def _op(tensor: torch.Tensor) -> str:
     """Return the op that made a tensor, behind those that only look at it in another shape."""
-    node, name = tensor.grad_fn, ""
+    node, name = node_of(tensor), ""
     while node is not None:
         found = _NODE.fullmatch(type(node).name(node))  # a user's Function may have a ``ctx.name`` of its own
         name = name if found is None else found[1]

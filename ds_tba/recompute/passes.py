@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.core.hooks import innermost_hooks, uncompiled_hooks
-from ds_tba.core.originals import keep_originals
+from ds_tba.core.originals import Unpacked, keep_originals
 from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
@@ -268,7 +268,7 @@ class RecomputedPass:
             if isinstance(held, torch.Tensor):
                 reading = originals.reading
                 if reading is not None:
-                    reading.add(held)
+                    reading.tensors.append(Unpacked(held, True))
                 return held
             try:
                 return checkpoint_unpack(held)

@@ -190,8 +190,8 @@ class Recipe(NamedTuple):
         return (held.record for held in self.held() if isinstance(held, SavedView))
 
     def bound(self, cache: Keeper) -> Recipe:
-        """Return the same with views of its own. Call it under the cache's lock."""
-        return self._with({id(one): cache.lend(one) for one in self.held() if isinstance(one, SavedView)})
+        """Return the same with operands of its own. Call it under the cache's lock."""
+        return self._with({id(one): cache.lend(one) for one in self.held() if not isinstance(one, PassedThrough)})
 
     def copied(self, cache: Keeper) -> Recipe:
         """Return the same with copies of its own of parameters and buffers, as they are now."""

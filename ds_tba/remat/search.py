@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional
 
 from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView
-from ds_tba.core.tensors import has_plain_storage, is_input, is_owned, is_parameter
+from ds_tba.core.tensors import has_plain_storage, is_input, is_owned, is_parameter, node_of
 from ds_tba.remat.rules import NoRecipeError, Operand, Output, Rule, Step, constant, is_passing
 
 # Steps of a recipe.
@@ -193,7 +193,7 @@ def made_by(tensor: torch.Tensor) -> tuple[Any, int]:
 
 def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
     """Note at its node that a tensor was saved, for recipes that need it as an operand; see [Note: Operands]."""
-    node: Any = tensor.grad_fn
+    node: Any = node_of(tensor)
     # One that was changed in place may have had other values when the next op took it.
     if isinstance(held, SavedView) and node is not None and not tensor._version:
         node.metadata[_NOTE, tensor.output_nr] = weakref.ref(held)

@@ -185,11 +185,7 @@ class RematStore(TensorStore[RecipeTicket]):
                 raise
             return None
         with cache.finalizers, cache.finalizers.lock:
-            recipe = recipe.bound(cache)
-            for one in recipe.held():
-                if isinstance(one, SavedCounted):
-                    one.memory.is_operand = True
-        return recipe
+            return recipe.bound(cache)
 
     def _compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None:
         needed_bytes, operands = 2 * recipe.steps[-1].nbytes + recipe.scratch_bytes, set(recipe.records())
@@ -268,10 +264,13 @@ class RematStore(TensorStore[RecipeTicket]):
             waiting = [one for one in self._pending if one.ticket is not None and one.ticket.held is not None]
             return list[PendingCopy](waiting)
 
-    def end_micro_step(self) -> None:
+    def wait_for_answers(self) -> None:
         while self._pending:
             self.read_answers(until=self._pending[-1])
         self.settle()
+
+    def end_micro_step(self) -> None:
+        self.wait_for_answers()
         self._hold_cheaper()
 
     # ---- in backward --------------------------------------------------------------------------------------------

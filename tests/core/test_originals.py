@@ -142,3 +142,51 @@ def test_a_function_of_an_extension_changes_nothing_that_others_read(
     is_in_extension = False
     assert torch.equal(torch.autograd.grad(second, later)[0], wanted + wanted)
     assert torch.equal(torch.autograd.grad(third, x)[0], of_third)
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a.cos())
+        return a.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (cosine,) = ctx.saved_tensors
+        return grad * cosine
+
+
+def test_a_graph_that_stays_holds_nothing_that_functions_have_read() -> None:
+    """With a budget there may be no room for it."""
+    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)], "cpu", 1024)
+    x = torch.randn(64, 64, requires_grad=True)
+    nbytes, y = x.untyped_storage().nbytes(), x
+    cache.limit_resident(4 * nbytes)
+    with cache.saving():
+        for _ in range(16):
+            y = Sine.apply(y)
+        loss = y.sum()
+    del y
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        assert cache.stats.resident.now == 0
+    assert cache.stats.resident.peak <= 4 * nbytes
+
+
+def test_a_forward_that_fails_leaves_nothing_in_use() -> None:
+    """Its thread may be gone, and whatever it was about to move with it."""
+    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)], "cpu", 1024)
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def fails() -> None:
+        with cache.saving():
+            kept.append(Sine.apply(x).sum())
+            raise KeyError
+
+    kept: list[Tensor] = []
+    with pytest.raises(KeyError):
+        fails()
+    assert not cache._in_use
+    kept.pop().backward()
+    assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+    assert cache.live_records == 0 == cache.stats.resident.now

@@ -977,6 +977,60 @@ def a_state_that_backward_updates(saving: Saving) -> list[Tensor]:
     return [*grads(x), *out]
 
 
+def a_state_that_was_an_operand(saving: Saving) -> list[Tensor]:
+    """Another tensor is made of it again, before backward comes to the Function that updates it."""
+    x, out = leaf(), []
+    for shape in ((SIDE, SIDE), (1, SIDE)):
+        mean = torch.randn(shape)
+        for _ in range(3):
+            with saving():
+                updating = UpdatesItsState.apply(x.mean(0, keepdim=True) if shape[0] == 1 else x * 2, mean, True)
+                doubled = x * 2
+                product = doubled * mean
+                loss = updating.sum() + (doubled * doubled).sum() + (product * product).sum()
+            loss.backward()
+        out.append(mean)
+    return [*grads(x), *out]
+
+
+class SavesAViewAndWrites(torch.autograd.Function):
+    """Saves a view of its input, which it then changes in place: autograd does not tell the node of that view."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, first: int) -> Tensor:
+        view = a[first:]
+        ctx.save_for_backward(view)
+        ctx.mark_dirty(a.mul_(0.9))
+        return a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 0.9, None
+
+
+def a_view_of_what_a_function_then_changes(saving: Saving) -> list[Tensor]:
+    x = leaf()
+    with saving():
+        loss = SavesAViewAndWrites.apply(x * 2, 1).sin().sum() + SavesAViewAndWrites.apply(x * 3, SIDE - 1).cos().sum()
+    return grads_after(loss, x)
+
+
+class KnowsFewFunctions(Tensor):
+    """Raises for what it does not know. Autograd asks it nothing when it saves it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{func} of a tensor that knows no functions")
+
+
+def a_subclass_that_knows_few_functions(saving: Saving) -> list[Tensor]:
+    x, other = leaf(), torch.randn(SIDE, SIDE).as_subclass(KnowsFewFunctions)
+    saves = function(lambda a, _: (a * 2, [a, other]), lambda grad, read: grad * read()[0])
+    with saving():
+        loss = saves(x.sin(), 0).sum()
+    return grads_after(loss, x)
+
+
 class ReadsByTheOldName(torch.autograd.Function):
     """``ctx.saved_variables`` is deprecated, and still there."""
 
