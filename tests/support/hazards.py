@@ -955,18 +955,22 @@ def a_parameter_behind_a_tensor_without_strides(saving: Saving) -> list[Tensor]:
     return grads(x)
 
 
+def updates_its_state(*, writes_past_version: bool) -> Callable[..., Tensor]:
+    """Return a Function whose backward updates a running mean of the user's, as a quantizer of gradients may."""
+
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        a, mean = read()
+        of_a = grad * (a + mean)
+        (mean.data if writes_past_version else mean).mul_(0.9).add_(a, alpha=0.1)
+        return of_a
+
+    return function(lambda a, mean: (a * a, [a, mean]), gradient)
+
+
 def a_state_that_backward_updates(saving: Saving) -> list[Tensor]:
-    """A running mean that the user has, as a quantizer of gradients may."""
     x, out = leaf(), []
     for writes_past_version in (False, True):
-
-        def gradient(grad: Tensor, read: Read, writes_past_version: bool = writes_past_version) -> Tensor:
-            a, mean = read()
-            of_a = grad * (a + mean)
-            (mean.data if writes_past_version else mean).mul_(0.9).add_(a, alpha=0.1)
-            return of_a
-
-        updates = function(lambda a, mean: (a * a, [a, mean]), gradient)
+        updates = updates_its_state(writes_past_version=writes_past_version)
         for shape in ((SIDE, SIDE), (1, SIDE)):
             mean = torch.zeros(shape)
             for _ in range(3):
@@ -980,11 +984,12 @@ def a_state_that_backward_updates(saving: Saving) -> list[Tensor]:
 def a_state_that_was_an_operand(saving: Saving) -> list[Tensor]:
     """Another tensor is made of it again, before backward comes to the Function that updates it."""
     x, out = leaf(), []
+    updates = updates_its_state(writes_past_version=True)
     for shape in ((SIDE, SIDE), (1, SIDE)):
         mean = torch.randn(shape)
         for _ in range(3):
             with saving():
-                updating = UpdatesItsState.apply(x.mean(0, keepdim=True) if shape[0] == 1 else x * 2, mean, True)
+                updating = updates(x.mean(0, keepdim=True) if shape[0] == 1 else x * 2, mean)
                 doubled = x * 2
                 product = doubled * mean
                 loss = updating.sum() + (doubled * doubled).sum() + (product * product).sum()
