@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import itertools
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import (
+    Clock,
     DeviceBackend,
     EventAccelerator,
     Gate,
@@ -26,6 +28,7 @@ from support.doubles import (
     slow,
     wait_for_writes,
 )
+from support.modelled_drive import ModelledDrive
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba import stats as path_meter
@@ -221,15 +224,18 @@ def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
 ) -> None:
     monkeypatch.setattr(path_meter, "STEADY_BYTES", 4 * MIB)
     monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, 8 * MIB))
-    slow_files: set[int] = set()
+    slow_files, clocks = set[int](), dict[int, Clock]()
+    of_files, of_meters = itertools.tee((Clock(), Clock()))
+    monkeypatch.setattr("ds_tba.storage.path.PathMeter", lambda *lanes: path_meter.PathMeter(*lanes, next(of_meters)))
 
-    class UnequalBackend(PosixBackend):
-        """A drive is slow while its descriptor is in the set: 40 ms for a MiB, far above what a busy machine takes."""
+    class UnequalBackend(ModelledDrive):
+        """Takes time by a clock for each file: 40 ms for a MiB while its descriptor is in the set, else 1 ms."""
 
         def open_handle(self, fd: int) -> IoHandle:
-            return _Delayed(super().open_handle(fd), lambda nbytes: 4e-8 * nbytes if fd in slow_files else 0.0)
+            clock = clocks.get(fd) or clocks.setdefault(fd, next(of_files))
+            return _Timed(super().open_handle(fd), clock, lambda nbytes: nbytes * (4e-8 if fd in slow_files else 1e-9))
 
-    store = make_store(UnequalBackend(), paths=2, lanes=Lanes(1, 1))
+    store = make_store(UnequalBackend(1e12), paths=2, lanes=Lanes(1, 1))
     first, second = store.paths
     assert first.meter.writes.recent.bytes_per_s > 0 and second.meter.reads.recent.bytes_per_s > 0
     before = first.busy_s(MIB)
@@ -253,18 +259,19 @@ def _already_reserved(init: Callable[..., None], nbytes: int) -> Callable[..., N
     return __init__
 
 
-class _Delayed(IoHandle):
-    def __init__(self, inner: IoHandle, delay_s: Callable[[int], float]) -> None:
+class _Timed(IoHandle):
+    def __init__(self, inner: IoHandle, clock: Clock, took_s: Callable[[int], float]) -> None:
         self._inner = inner
-        self._delay_s = delay_s
+        self._clock = clock
+        self._took_s = took_s
 
     def write(self, data: torch.Tensor, offset: int) -> None:
-        time.sleep(self._delay_s(data.numel()))
         self._inner.write(data, offset)
+        self._clock.now_s += self._took_s(data.numel())
 
     def read(self, data: torch.Tensor, offset: int) -> None:
-        time.sleep(self._delay_s(data.numel()))
         self._inner.read(data, offset)
+        self._clock.now_s += self._took_s(data.numel())
 
 
 def test_a_path_that_fails_its_first_transfer_is_refused(
