@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
+from support.modelled_drive import ModelledDrive
 from support.offloaders import finished, make, step
 from torch import nn
 
@@ -24,6 +25,7 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.report import SCHEMA, LittleMoved, OffloadReport, rank_path, write_file
 from ds_tba.storage.backends import aio
+from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.probe import DriveProbe
 
 MIB = 1 << 20
@@ -107,7 +109,9 @@ def test_keep_measures_only() -> None:
     assert "measured, not moved" in offloader.start_line()
 
 
-def test_wear_is_told_for_each_path(tmp_path: Path) -> None:
+def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = ModelledDrive(1e9)  # on a slow one trials are short
+    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the test's"))
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     paths = [str(tmp_path / "a"), str(tmp_path / "b")]

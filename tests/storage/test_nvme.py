@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import (
+    Clock,
     CpuAccelerator,
     DeviceBackend,
     EventAccelerator,
@@ -26,8 +28,10 @@ from support.doubles import (
     slow,
     wait_for_writes,
 )
+from support.modelled_drive import ModelledDrive
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
+from ds_tba import stats as path_meter
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
@@ -155,12 +159,59 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
         store.release(ticket)
 
 
+def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_meter, "STEADY_BYTES", 4 * MIB)
+    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, 8 * MIB))
+    slow_files, clocks = set[int](), dict[int, Clock]()
+    of_files, of_meters = itertools.tee((Clock(), Clock()))
+    monkeypatch.setattr("ds_tba.storage.path.PathMeter", lambda *lanes: path_meter.PathMeter(*lanes, next(of_meters)))
+
+    class UnequalBackend(ModelledDrive):
+        """Takes time by a clock for each file: 40 ms for a MiB while its descriptor is in the set, else 1 ms."""
+
+        def open_handle(self, fd: int) -> IoHandle:
+            clock = clocks.get(fd) or clocks.setdefault(fd, next(of_files))
+            return _Timed(super().open_handle(fd), clock, lambda nbytes: nbytes * (4e-8 if fd in slow_files else 1e-9))
+
+    store = make_store(UnequalBackend(1e12), paths=2, lanes=Lanes(1, 1))
+    first, second = store.paths
+    assert first.meter.writes.recent.bytes_per_s > 0 and second.meter.reads.recent.bytes_per_s > 0
+    before = first.busy_s(MIB)
+    slow_files.add(first.file.fd)
+    for _ in range(6):
+        for ticket in [stored(store, noise(MIB)) for _ in range(8)]:
+            store.get(ticket, CPU)
+            store.release(ticket)
+    assert first.busy_s(MIB) > 2 * before and first.busy_s(MIB) > 2 * second.busy_s(MIB)
+    for ticket in (tickets := [put(store, noise(MIB)) for _ in range(9)]):
+        assert part_of(ticket).extent.nbytes == MIB
+    assert first.extents.used_bytes < second.extents.used_bytes
+    assert len(tickets) == 9
+
+
 def _already_reserved(init: Callable[..., None], nbytes: int) -> Callable[..., None]:
     def __init__(self: SwapFile, directory: Path, limit_bytes: int) -> None:
         init(self, directory, limit_bytes)
         self.reserve_first(nbytes)
 
     return __init__
+
+
+class _Timed(IoHandle):
+    def __init__(self, inner: IoHandle, clock: Clock, took_s: Callable[[int], float]) -> None:
+        self._inner = inner
+        self._clock = clock
+        self._took_s = took_s
+
+    def write(self, data: torch.Tensor, offset: int) -> None:
+        self._inner.write(data, offset)
+        self._clock.now_s += self._took_s(data.numel())
+
+    def read(self, data: torch.Tensor, offset: int) -> None:
+        self._inner.read(data, offset)
+        self._clock.now_s += self._took_s(data.numel())
 
 
 def test_a_path_that_fails_its_first_transfer_is_refused(
