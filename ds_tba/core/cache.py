@@ -500,7 +500,7 @@ class TensorCache(Keeper):
         record = one.record
         if not record.is_kept:  # nobody wants it any more
             return
-        if one.choice.stores:
+        if record.state is RecordState.LEAVING:  # not yet, where an interrupt came before that
             record.move(RecordState.KEPT)
         if self._accelerator is not None and one.stream != self._accelerator.current_stream():
             event = self._accelerator.new_event()
