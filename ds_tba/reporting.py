@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +22,7 @@ from ds_tba.core.compiled import compilations, moves_in_vain
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.report import LittleMoved, OffloadReport, ReportFile, Writer
 from ds_tba.stats import readable
-from ds_tba.wear import PathWear
+from ds_tba.storage.tiers import Tiers
 
 logger = logging.getLogger("ds_tba")
 
@@ -36,31 +36,6 @@ class Summarized(Protocol):
 
     def summary(self) -> Mapping[str, object]:
         """Return these fields, by name."""
-        ...
-
-
-class Stores(Summarized, Protocol):
-    """The tiers, as far as a report tells of them; see ``storage/tiers.py``."""
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes of storages that they have taken so far."""
-        ...
-
-    def written_bytes(self) -> list[int]:
-        """Return the bytes that each path was written."""
-        ...
-
-    def bandwidth(self) -> list[dict[str, object]]:
-        """Return the rates of each path."""
-        ...
-
-    def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
-        """Return the wear of each path."""
-        ...
-
-    def describe(self) -> list[str]:
-        """Return parts of the start-up line."""
         ...
 
 
@@ -102,7 +77,7 @@ class Reporter:
     """
 
     def __init__(
-        self, config: OffloadConfig, tiers: Stores, cache: TensorCache, accelerator: Accelerator, file: ReportFile
+        self, config: OffloadConfig, tiers: Tiers, cache: TensorCache, accelerator: Accelerator, file: ReportFile
     ) -> None:
         self._config = config
         self._tiers = tiers
@@ -252,7 +227,7 @@ def show_log() -> None:
         logger.setLevel(os.environ.get("DS_TBA_LOG_LEVEL", "INFO").upper())
 
 
-def start_line(config: OffloadConfig, tiers: Stores) -> str:
+def start_line(config: OffloadConfig, tiers: Tiers) -> str:
     """Return the start-up line of the log: where activations go, and by which rule."""
     parts = tiers.describe()
     if parts:

@@ -18,30 +18,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import PathError
 from ds_tba.report import ReportFile
+from ds_tba.storage.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
 RESTING_FACTOR = 100  # seconds idle for each second that waking takes
 LOCK_LIMIT_S = 2.0
-
-
-class Restable(Protocol):
-    """The tiers, as far as they are taken and given back; see ``storage/tiers.py``."""
-
-    def wake(self) -> None:
-        """Take lanes, staging and disk space again."""
-
-    def rest(self) -> bool:
-        """Give them back; False where something is in use."""
-        ...
-
-    def close(self) -> None:
-        """Give them back for good."""
 
 
 class Process:
@@ -76,7 +62,7 @@ class Resting:
         waking_s: seconds that opening the tiers took.
     """
 
-    def __init__(self, tiers: Restable, cache: TensorCache, rank: int, waking_s: float) -> None:
+    def __init__(self, tiers: Tiers, cache: TensorCache, rank: int, waking_s: float) -> None:
         self._tiers = tiers
         self._cache = cache
         self._rank = rank
