@@ -16,7 +16,6 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1
-_MADV_DONTNEED_LOCKED = 24  # Linux 5.18
 
 
 def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
@@ -57,16 +56,6 @@ def keep_from_children(memory: torch.Tensor) -> bool:
 def show_to_children(memory: torch.Tensor) -> None:
     """Undo :func:`keep_from_children`."""
     _madvise(memory, mmap.MADV_DOFORK)
-
-
-def give_pages_back(memory: torch.Tensor) -> None:
-    """Give the pages of page-aligned host memory back to the kernel. A page that is touched again is zero.
-
-    Locked memory stays as it is before Linux 5.18, and so does a page that ``memory`` covers in part.
-    """
-    memory = memory[: memory.numel() // PAGE_BYTES * PAGE_BYTES]
-    if _madvise(memory, _MADV_DONTNEED_LOCKED) != 0:
-        _madvise(memory, mmap.MADV_DONTNEED)
 
 
 def _madvise(memory: torch.Tensor, advice: int) -> int:

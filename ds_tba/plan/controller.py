@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import IncompatibleError
 from ds_tba.plan.agreement import Planning, Wish
@@ -360,8 +359,6 @@ class Controller:
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
         self._cache.limit_resident(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
-        if not any(place is Placement.NVME for place, _ in found.bytes_by_placement) and Placement.NVME in self._tiers:
-            self._tiers[Placement.NVME].trim()
         self.feedback.planned(found, self._machine.resources().rates)
         if not is_new:
             return

@@ -164,9 +164,6 @@ class Store(ABC, Generic[OwnTicket]):
     def copies_out(self) -> Sequence[PendingCopy]:
         """List the copies out of device memory under way, oldest first. Never blocks, and acts on finalizers."""
 
-    def trim(self) -> None:
-        """Give pages of memory back to the system, while nothing goes to this store."""
-
     def rest(self) -> bool:
         """Give memory, threads and disk space back until :meth:`wake`; False where bytes are in the store's care."""
         return True

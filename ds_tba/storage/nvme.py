@@ -586,10 +586,6 @@ class NvmeStore(Store[SwapTicket]):
             self.space.settle_copies()
             return self.ring.copies.under_way
 
-    def trim(self) -> None:
-        with self.space.deferred, self.space.lock:
-            self.ring.trim()
-
     # ---- beginning, resting, ending -----------------------------------------------------------------------------
 
     def _start_lanes(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from ds_tba.config import lane_buffer_bytes
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import Copies
-from ds_tba.device.memory import PAGE_BYTES, aligned_memory, give_pages_back, huge_page_memory
+from ds_tba.device.memory import PAGE_BYTES, aligned_memory, huge_page_memory
 from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.spans import CopySafeAllocator, Span
@@ -109,15 +109,6 @@ class StagingRing:
             except RuntimeError:  # a lane must survive anything; without a stream it is only slower
                 return nullcontext()
         return self.accelerator.on(self._streams.own)
-
-    def trim(self) -> None:
-        """Give the pages of the slots back until they are touched again, if none is in use.
-
-        Pinned memory and that of a device stay as they are.
-        """
-        if self._memory is not None and self.slots.is_unused and not self._is_pinned and not self._on_device:
-            # Not those of the buffers: a lane may decompress in one what it reads into memory beside staging.
-            give_pages_back(self._memory[: self.slots.capacity_bytes])
 
     def close(self) -> None:
         """Give the memory back; no slot is in use. :meth:`wake` takes it again. Idempotent."""

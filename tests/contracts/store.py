@@ -210,10 +210,8 @@ class StoreContract:
     def test_housekeeping_is_allowed_at_any_time(self, store: Store[Any]) -> None:
         data = noise(MIB)
         store.settle()
-        store.trim()
         ticket = taken(store, data.clone())
         store.settle()
-        store.trim()
         until(lambda: len(store.copies_out()) == 0, "the copies out of device memory")
         assert torch.equal(store.get(ticket, CPU).data, data)
         store.release(ticket)

@@ -26,7 +26,6 @@ from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
-from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.tiers import Tiers
 
@@ -263,17 +262,6 @@ def test_staging_that_is_all_buffers_is_refused() -> None:
     ring = StagingRing(CpuAccelerator(), PosixBackend(), MIB, 255)
     assert ring.slots.capacity_bytes == 4096
     ring.close()
-
-
-def test_pages_of_buffers_stay_where_those_of_unused_slots_go(make_store: StoreFactory) -> None:
-    """A lane may decompress in one what it has read into memory beside staging."""
-    store = make_store(codec=Codec("lz4"))
-    buffer = store.ring.view(store.ring.buffers[0])
-    slot = store.ring.view(Span(0, 4096))
-    buffer.fill_(7)
-    slot.fill_(7)
-    store.trim()
-    assert not slot.any() and bool((buffer == 7).all())
 
 
 def test_buffers_of_lanes_are_a_part_of_staging(make_store: StoreFactory) -> None:

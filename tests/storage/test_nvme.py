@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import os
@@ -480,31 +479,6 @@ def test_illegal_moves_raise() -> None:
         part.move(PartState.STORED)
 
 
-def resident_bytes(memory: torch.Tensor) -> int:
-    """Of pages that are in memory, by mincore(2)."""
-    pages = -(-memory.numel() // 4096)
-    found = (ctypes.c_ubyte * pages)()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), found) == 0
-    return 4096 * sum(page & 1 for page in found)
-
-
-def test_staging_that_nobody_uses_gives_its_pages_back_and_takes_them_again(make_store: StoreFactory) -> None:
-    store = make_store()
-    memory = store.ring._memory
-    assert memory is not None and resident_bytes(memory) == memory.numel()
-    data = torch.arange(MIB // 8).view(torch.uint8)
-    slot = store.ring.slots.allocate(MIB)
-    assert slot is not None
-    store.trim()  # a slot is in use: nothing happens
-    assert resident_bytes(memory) == memory.numel()
-    store.ring.slots.free(slot)
-    store.settle()
-    store.trim()
-    assert resident_bytes(memory) == 0
-    again = store.put(data, wait=True)
-    assert isinstance(again, SwapTicket)
-    wait_for_writes(store)
-    assert torch.equal(store.get(again, CPU).data, data)
 
 
 def test_closing_waits_for_what_another_thread_is_copying_into_staging(
