@@ -276,9 +276,11 @@ class Copies:
 
     def finish(self) -> None:
         """Block until nothing of a store that is closed is copied any more. Call it under the store's lock."""
-        self.hold_at_most(0)
-        while self._dropped:
-            self._dropped.pop().wait()
+        # Both streams, and not the copies that are known: others read host memory that is about to go.
+        self._out_stream.synchronize()
+        self._in_stream.synchronize()
+        self._dropped.clear()
+        self.settle()
 
     def hold_at_most(self, nbytes: int) -> None:
         """Block until copies out hold no more device bytes than that. Call it under the store's lock."""

@@ -148,7 +148,6 @@ class HostStore(Store[HostTicket]):
         self._sizes = sizes = [] if isinstance(budget, SpareMemory) else segment_sizes(budget)
         self._segments = [Segment(host_memory(nbytes, accelerator)) for nbytes in sizes]
         self.limit_bytes = budget.most_bytes if isinstance(budget, SpareMemory) else sum(sizes)
-        self._held_after_close: list[Segment] = []  # copies in still read them
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> HostTicket | Refusal:
@@ -252,8 +251,6 @@ class HostStore(Store[HostTicket]):
         with self._deferred, self._deferred.lock:
             self._closed = True
             self._copies.finish()
-            for segment in self._segments:
-                segment.spans.finish()
             self._segments.clear()
 
     def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
@@ -309,9 +306,8 @@ class HostStore(Store[HostTicket]):
     def _settle(self) -> None:
         """Let go of what copies used that are done. Never blocks."""
         self._copies.settle()
-        for segment in (*self._segments, *self._held_after_close):
+        for segment in self._segments:
             segment.spans.settle()
-        self._held_after_close = [one for one in self._held_after_close if one.spans.has_spans_in_copies]
 
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
         # After the copy out, or bytes that the device has not written yet would be handed over.
@@ -340,10 +336,6 @@ class HostStore(Store[HostTicket]):
         if span is not None:
             events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
             ticket.segment.spans.free_after(events, span)
-            if self._closed:
-                self._held_after_close.append(ticket.segment)
-                if not self._accelerator.is_capturing():
-                    self._settle()
 
 
 def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:

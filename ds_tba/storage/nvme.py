@@ -666,7 +666,6 @@ class NvmeStore(Store[SwapTicket]):
             try:
                 # Copies that are under way read and write the memory that closing the ring frees.
                 self.ring.copies.finish()
-                self.ring.slots.finish()
             finally:
                 for path in self.paths:
                     path.file.close()

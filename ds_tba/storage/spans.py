@@ -127,12 +127,6 @@ class CopySafeAllocator(SpanAllocator):
             else:
                 self._in_copies.rotate(-1)
 
-    def finish(self) -> None:
-        """Block until no copy uses a span that was freed."""
-        for events, _ in self._in_copies:
-            for event in events:
-                event.synchronize()
-
     @property
     def has_spans_in_copies(self) -> bool:
         """True if :meth:`settle` will free a span later."""

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +98,7 @@ def test_the_budget_is_host_memory_whatever_the_default_device(make_store: Store
     store.close()
 
 
-def test_memory_that_a_copy_still_reads_outlives_the_store_and_its_last_ticket() -> None:
+def test_a_store_is_closed_only_when_no_copy_reads_its_memory() -> None:
     done = threading.Event()
     store = HostStore(EventAccelerator(done), MIB)
     ticket = put(store, torch.zeros(4096, dtype=torch.uint8))
@@ -108,16 +106,10 @@ def test_memory_that_a_copy_still_reads_outlives_the_store_and_its_last_ticket()
     assert store.copies_out() == []
     done.clear()
     store.get(ticket, CPU)
-    memory = weakref.ref(ticket.segment.memory)
+    threading.Timer(0.1, done.set).start()
     store.close()
+    assert done.is_set()
     store.release(ticket)
-    del ticket
-    gc.collect()
-    assert memory() is not None
-    done.set()
-    store.settle()
-    gc.collect()
-    assert memory() is None
 
 
 # ---- memory that the machine can spare ----

@@ -212,6 +212,17 @@ def test_memory_is_not_given_back_under_copies(
     assert device.copies_under_way == []
 
 
+def test_host_memory_is_not_given_back_under_copies_of_what_is_not_given_up(make_device: DeviceFactory) -> None:
+    device = make_device(longest_pause_s=0.1)
+    store = HostStore(device, MIB)
+    for _ in range(4):
+        ticket = store.put(torch.zeros(256 * KIB, dtype=torch.uint8), wait=False)
+        assert not isinstance(ticket, Refusal)
+        store.get(ticket, CPU)
+    store.close()
+    assert device.copies_under_way == []
+
+
 def test_device_memory_goes_as_soon_as_its_copy_is_done(make_device: DeviceFactory, make_store: StoreFactory) -> None:
     device = make_device(late_compute=True)
     store = make_store(ScriptedBackend(slow(0.2)), accelerator=device)  # the writes have nothing to do with it

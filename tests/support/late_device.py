@@ -82,7 +82,7 @@ class LateStream(_Stream):
     def synchronize(self) -> None:
         reached = threading.Event()
         self.run(reached.set)
-        if not reached.wait(TIMEOUT_S):
+        if self._thread.is_alive() and not reached.wait(TIMEOUT_S):  # else it has ended, with all its work
             raise TimeoutError("a stream never came to an end")
 
     def end(self) -> None:
