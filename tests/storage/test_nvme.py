@@ -37,7 +37,7 @@ from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.space import Part, PartState, SwapTicket
+from ds_tba.storage.space import Part, PartState
 from ds_tba.storage.swap_file import SwapFile
 
 
@@ -477,8 +477,6 @@ def test_illegal_moves_raise() -> None:
     part = Part(0, 1, None, None, None)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="illegal move of a part of a storage from 'in staging, write not started' to"):
         part.move(PartState.STORED)
-
-
 
 
 def test_closing_waits_for_what_another_thread_is_copying_into_staging(
