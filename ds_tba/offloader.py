@@ -101,7 +101,9 @@ class ActivationOffloader:
         self._writer = Writer(rank, PROCESS.claims)
         self._files = ReportFiles(config.report, self._writer)
         started_s = time.monotonic()
-        self._tiers = Tiers(config, aio_config, accelerator, zero_paths=zero_paths, ranks_on_node=ranks_on_node)
+        self._tiers = Tiers(
+            config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
+        )
         waking_s = time.monotonic() - started_s
         try:
             self._open_rooms(rank, waking_s)

@@ -59,9 +59,11 @@ class Tiers:
         accelerator: Accelerator,
         *,
         zero_paths: Sequence[str],
+        rank: int,
         ranks_on_node: int,
     ) -> None:
         self._config = config
+        self._rank = rank
         self._ranks_on_node = ranks_on_node
         self._accelerator = accelerator
         self._zero_paths = zero_paths
@@ -303,7 +305,7 @@ def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[floa
     io = {"staging_bytes": max(staging_bytes, REGION_BYTES), "swap_file_bytes": REGION_BYTES}
     only_nvme = {"placement": "nvme", "host_budget_bytes": 0, "io": config.io.model_copy(update=io)}
     config = config.model_copy(update=only_nvme)
-    tiers = Tiers(config, aio_config, CpuAccelerator(), zero_paths=(), ranks_on_node=1)
+    tiers = Tiers(config, aio_config, CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
     with closing(tiers):
         if tiers.nvme is None:
             return [], 0

@@ -351,7 +351,7 @@ def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(tmp_pat
     config = OffloadConfig.model_validate(
         {"nvme_path": str(tmp_path), "ssd": {"rated_endurance_tbw": 10.0, "min_life_days": 1.0}, "io": IO}
     )
-    tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), ranks_on_node=1)
+    tiers = Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
     with closing(tiers):
         memory = MemoryMeter(tiers._accelerator.memory, lambda: 0)
         machine = Machine(config, tiers, Rates(None, CpuAccelerator(), MIB), memory, CpuAccelerator().clock)
