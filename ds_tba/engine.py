@@ -1,9 +1,9 @@
 """When DeepSpeed's engine does what: finds the block, builds the offloader, hooks the class; nobody else knows it.
 
 DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
-config); ``forward``, ``step`` and ``destroy`` once there is an engine whose config has a block of ours, and what saves
-a model once one has that of the optimizer update. Reading a config is wrapped too, to find the block where it does not
-belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
+config); ``forward``, ``backward``, ``step`` and ``destroy`` once there is an engine whose config has a block of ours,
+and what saves a model once one has that of the optimizer update. Reading a config is wrapped too, to find the block
+where it does not belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
 
 [Note: Pipelines] ``PipelineEngine`` (``deepspeed/runtime/pipe/engine.py``) calls the base class's ``forward`` for each
 micro-batch and never ``step``: its ``train_batch`` is one step, in which forwards and backwards of several

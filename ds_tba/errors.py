@@ -69,7 +69,7 @@ class ActivationLostError(StorageError):
 
 
 class ActivationCorruptionError(StorageError):
-    """Bytes that were read differ from the bytes that were written (a lost, short, stale or torn write)."""
+    """Bytes that were read differ from those that were written (a lost, short, stale or torn write, or a bad read)."""
 
 
 class UpdateInterruptedError(DsTbaError, RuntimeError):

@@ -136,7 +136,7 @@ class ActivationOffloader:
             list(self._tiers.by_placement.values()),
             accelerator.device(),
             config.min_tensor_bytes,
-            wait_for_staging=config.placement != "adaptive",
+            wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
             accelerator=None if accelerator.is_synchronized_device() else accelerator,
             released_bytes=config.io.ring_bytes,
         )

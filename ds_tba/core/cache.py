@@ -158,7 +158,7 @@ class TensorCache(Keeper):
             any, everything is kept and measured.
         device: the training device, with its index.
         min_tensor_bytes: storages smaller than this are kept.
-        wait_for_staging: wait for room in staging instead of keeping the tensor, likewise.
+        wait_for_staging: wait for room in staging instead of keeping the tensor, in a micro-step without a policy.
         accelerator: of that device, where it is asynchronous: streams matter then, and what is read ahead takes device
             memory before backward asks for it.
         released_bytes: without a budget, the bound of the device memory that backward has let go of and the device has

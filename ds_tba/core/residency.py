@@ -295,7 +295,7 @@ class Residency:
         return True
 
     def end_prefetch(self, record: SavedStorage) -> None:
-        """Read a record no longer ahead, if it was."""
+        """Count a record as asked for ahead no longer, if it was; its store reads on."""
         if record.state is RecordState.AHEAD:
             record.move(RecordState.AWAY)
             if self._accelerator is not None:

@@ -143,8 +143,8 @@ class RecordState(Enum):
 
     KEPT = "kept in device memory"
     LEAVING = "kept until the operation that saves them is over"
-    AWAY = "in a store"
-    AHEAD = "in a store, and asked for ahead of backward"
+    AWAY = "left to a store, which has the bytes, still copies them, or makes them again"
+    AHEAD = "left to a store, and asked for ahead of backward"
     LOADING = "on their way into device memory"
     LOADED = "in device memory again"
     DROPPED = "given up"

@@ -32,7 +32,9 @@ class Refusal(Enum):
     CLOSED = "store closed"
 
     def count(self, stats: StoreStats, nbytes: int, *, is_last: bool = True) -> None:
-        """Count a storage that stays in memory, under the store's lock; say the first of each kind in the log.
+        """Count a storage that stays in memory, or a part whose write failed; say the first of each kind in the log.
+
+        The store's lock is held.
 
         Args:
             is_last: else another store may have it, and there is nothing to advise.

@@ -9,8 +9,9 @@ and queues others that overtake those which nobody waits for. ``release`` only d
 ``ds_tba/storage/finalizers.py``.
 
 [Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
-takes no more tensors. A failed read is tried once more and then raises: those bytes are gone. A lane survives whatever
-a transfer raises, or backward would wait for ever; the part carries the error.
+takes no more tensors. DeepSpeed's op reports no failed write: the checksum finds it at the read. A failed read is tried
+once more and then raises: those bytes are gone, and the path goes on. A lane survives whatever a transfer raises, or
+backward would wait for ever; the part carries the error.
 
 [Note: Again] Memory may also run out between the lines of a lane. Then its task is called again (``path.py``, [Note:
 Lanes do not die]), with what it knows in a :class:`_Work`. A transfer is made again: the same bytes between the same

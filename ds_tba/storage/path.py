@@ -274,7 +274,7 @@ class SwapPath:
         return grown
 
     def fail(self, failure: Exception) -> None:
-        """Take no more tensors, because a write failed; say so once."""
+        """Take no more tensors for as long as the engine lives, because a write failed; say so once."""
         if self.failure is not None:
             return
         self.failure = str(failure)

@@ -44,7 +44,7 @@ class PartState(Enum):
     STORED = "in the swap file"
     READ_QUEUED = "in the swap file, read not started"
     READING = "read under way"
-    LOADED = "in staging or on the device, and in the swap file"
+    LOADED = "in staging, beside it, or on the device, and in the swap file"
     RESCUED = "in host memory or staging, because a write failed"
     LOST = "nowhere"
     ABANDONED = "given up while a lane uses its memory"

@@ -34,7 +34,9 @@ def wait_for_stream(accelerator: Accelerator) -> None:
 
 
 class StagingRing:
-    """The only memory through which bytes pass, bounded by ``staging_bytes``, exact in size.
+    """The memory through which parts reach files, ``staging_bytes`` long and exact in size.
+
+    Only an urgent read without room, and a failed write, take memory beside it.
 
     Args:
         backend: says whether that is host memory (huge pages, or pinned) or device memory.
