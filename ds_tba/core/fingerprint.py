@@ -4,9 +4,10 @@ Knows storages and an accelerator; does not know records.
 
 [Note: Fingerprints] No version counter tells of a write through numpy, a raw kernel, a collective or ``.data``. So a
 fingerprint is taken of the bytes that leave, and a further save of the same storage and version is compared with it.
-What one operation of PyTorch has made is complete before it is saved: ``SAMPLED_WORDS`` words of it show a kernel that
-writes over it. Any other storage is a buffer, which may be filled part by part between two saves: all of its bytes
-count. A fingerprint of host memory is a number; that of device memory stays there, and is compared there, late.
+What one operation of PyTorch has made, and none has changed in place, is complete before it is saved: ``SAMPLED_WORDS``
+words of it show a kernel that writes over it. Any other storage is a buffer, which may be filled part by part between
+two saves: all of its bytes count. A fingerprint of host memory is a number; that of device memory stays there, and is
+compared there, late.
 """
 
 from __future__ import annotations

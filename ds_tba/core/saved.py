@@ -312,8 +312,12 @@ class SavedStorage(StateMachine):
         return self.memory.is_operand
 
     def left(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
-        """Note the fingerprint of the bytes, which are about to leave."""
-        self.fingerprint = Fingerprint.of(tensor, accelerator, is_whole=not self.is_complete)
+        """Note the fingerprint of the bytes, which are about to leave.
+
+        What was changed in place may be a buffer that ``index_put_``, say, fills part by part.
+        """
+        is_whole = self.key.version > 0 or not self.is_complete
+        self.fingerprint = Fingerprint.of(tensor, accelerator, is_whole=is_whole)
 
     @property
     def holders(self) -> list[SavedView]:

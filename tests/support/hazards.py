@@ -693,6 +693,26 @@ def slices_that_get_few_elements(saving: Saving) -> list[Tensor]:
     return _filled(4, fill, saving)
 
 
+def few_elements_of_a_buffer_that_was_filled_in_place(saving: Saving) -> list[Tensor]:
+    """Its graph names one operation, which has made a part of it."""
+    x, index = leaf(), torch.tensor([3, 9, 30])
+
+    def changed_in_place() -> Iterator[Tensor]:
+        yield torch.zeros(SIDE, SIDE).index_put_((index,), (x * 2)[:3])
+        yield torch.zeros(SIDE, SIDE).index_copy_(0, index, (x * 2)[:3])
+        yield torch.zeros(SIDE, SIDE).scatter_(0, index[:, None].expand(3, SIDE), (x * 2)[:3])
+        yield (x * 2).masked_fill_(torch.eye(SIDE, dtype=torch.bool), 3.0)
+
+    with saving():
+        loss = torch.zeros(())
+        for buffer in changed_in_place():
+            metric = buffer.sin().sum()
+            buffer.data[40, 5] = 100
+            loss = loss + (buffer * buffer).mean() + (buffer * x).sum()
+            del metric
+    return grads_after(loss, x)
+
+
 def a_part_of_a_buffer_that_gradients_flow_into(saving: Saving) -> list[Tensor]:
     """The rank's own keys have a gradient, the others are received."""
     x = leaf()
