@@ -48,6 +48,7 @@ def skip_frames(functions: Iterable[Any]) -> None:
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if skip_code is not None:
         skip_code(uncompiled.__code__)
+        skip_code(unseen.__code__)
         skip_code(is_being_compiled.__code__)
         skip_code(SelectiveCheckpoints.__call__.__code__)
         for function in functions:
