@@ -578,7 +578,7 @@ class TensorCache(Keeper):
                 memory[owner] = Arrival.done(storage_bytes(tensor))
             return tensor
         known = memory.get(owner)
-        # Of another stream it has to wait, or it would read what the copy there has not written yet.
+        # A read on another stream waits, or it would see what the copy there has not written yet.
         storage = None if known is None else known.join().untyped_storage()
         if storage is None and isinstance(held, SavedView):
             storage = self._source_of(held.record)

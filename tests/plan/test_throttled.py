@@ -151,7 +151,7 @@ def test_the_first_plan_counts_the_rates_that_steps_leave_of_a_drive_and_a_secon
     """Lanes sleep in steps as beside other traffic, and did not when the idle drive was measured."""
     left = 16e6
     backend = ModelledDrive(FULL)
-    # So little staging that what backward wants is read, not taken from writes that wait.
+    # Staging is so small that backward reads from the drive, and takes nothing from writes that wait.
     zero_path = str(tmp_path / "zero") if is_shared else "/proc/zero"
     ours, offloader = make(backend, zero_path, staging_bytes=1 << 20)
     backend.throttle(left, left)

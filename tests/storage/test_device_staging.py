@@ -138,7 +138,7 @@ def test_a_failed_write_is_rescued_to_the_host(make_store: StoreFactory, monkeyp
 
 
 def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:
-    """As of aio with three threads for each request: parts must be whole pages, and memory begin at one."""
+    """Three threads of aio share each request: parts must be whole pages, and memory begin at one."""
     backend = DeviceBackend()
     backend.stages_on_device, backend.alignment_bytes = False, 3 * 4096
     ring = StagingRing(EventAccelerator(), backend, MIB)

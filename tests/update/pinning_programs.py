@@ -192,7 +192,7 @@ class _AsCuda(LateDevice):
 
 
 def starts(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
-    """What is pinned when the update is taken over, and after each of two steps; and what the report says."""
+    """Return what is pinned when the update is taken over and after each of two steps, and what the report says."""
     pins = Pins()
     interleaved.CudaDriver = lambda: pins  # type: ignore[assignment,misc]
     engine = build(config)
