@@ -159,7 +159,7 @@ class ActivationOffloader:
         problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
         if problems:
             raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
-        self.cache.exclude(self._chosen)
+        self.cache.gate.exclude(self._chosen)
 
     def _open_sites(self) -> Sites | None:
         if not self.config.rematerialize_enabled:

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ds_tba.core.eligibility import Eligibility, Gate
 from ds_tba.core.fingerprint import Answer
 from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
 from ds_tba.core.originals import OwnMemory, Unpacked, keep_originals
@@ -69,17 +70,14 @@ from ds_tba.core.saved import (
     unmodified,
 )
 from ds_tba.core.tensors import (
-    Eligibility,
     ViewSpec,
     components_of,
-    eligibility,
     has_graph,
     has_plain_storage,
     held_bytes,
     is_complete,
     is_parameter,
     is_read_by_an_extension,
-    is_under_a_mode,
     next_sequence_number,
     span_bytes,
     storage_bytes,
@@ -116,14 +114,6 @@ class HooksObserver(Protocol):
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return hooks that call these."""
-
-
-class Exclusion(Protocol):
-    """Says which saved tensors may not leave device memory, by more than a tensor shows."""
-
-    def reason(self) -> str:
-        """Return why the tensor that this thread saves now may not leave; empty if it may."""
-        ...
 
 
 class _Taken(NamedTuple):
@@ -185,7 +175,7 @@ class TensorCache(Keeper):
         self._device = torch.device(device)
         self._accelerator = accelerator
         self._pid = os.getpid()
-        self._min_tensor_bytes = min_tensor_bytes
+        self.gate = Gate(self._device, min_tensor_bytes, accelerator)
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
         self.residency = Residency(self._stats, self.stores, self._device, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
@@ -193,7 +183,6 @@ class TensorCache(Keeper):
         self._live_records = 0
         self.rematerialization: TensorStore[Any] | None = None
         self._observers: list[HooksObserver] = []
-        self._exclusion: Exclusion | None = None
         self._originals = keep_originals()
         self._in_use: dict[int, deque[_InUse]] = {}  # by thread
         self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
@@ -320,9 +309,9 @@ class TensorCache(Keeper):
         self._stats.packed_tensors += 1
         if self._in_use and not self._is_capturing:
             self._end_operations(self._operation())
-        why, excluded_by = self._eligibility_by_tensor(tensor), ""
+        why, excluded_by = self._judged(tensor), ""
         if why is Eligibility.ELIGIBLE:
-            excluded_by = self._excluded_by()
+            excluded_by = self.gate.excluded_by()
             if not excluded_by:
                 return self._save(tensor)
         if why is Eligibility.PARAMETER:
@@ -343,27 +332,12 @@ class TensorCache(Keeper):
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory."""
-        why = self._eligibility_by_tensor(tensor)
-        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self._excluded_by() else why
+        why = self._judged(tensor)
+        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
-    def _excluded_by(self) -> str:
-        return "" if self._exclusion is None else self._exclusion.reason()
-
-    def _eligibility_by_tensor(self, tensor: torch.Tensor) -> Eligibility:
-        """Return whether a tensor may leave device memory, whichever module saves it."""
-        acts = self.stores or self.rematerialization is not None
-        if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
-            return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
-        casts_stay, accelerator = not self.residency.is_limited, self._accelerator
-        why = eligibility(tensor, self._device, self._min_tensor_bytes, casts_stay=casts_stay)
-        if why is not Eligibility.ELIGIBLE:
-            return why
-        # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
-        if accelerator is not None and (
-            accelerator.is_capturing() or accelerator.is_of_graph(tensor.untyped_storage())
-        ):
-            return Eligibility.OF_GRAPH
-        return why
+    def _judged(self, tensor: torch.Tensor) -> Eligibility:
+        residency = self.residency
+        return self.gate.judge(tensor, acts=bool(residency.watched), casts_stay=not residency.is_limited)
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
@@ -861,10 +835,6 @@ class TensorCache(Keeper):
         self.finalizers.refuse_broken()
         for store in self.residency.watched:
             store.refuse_broken()
-
-    def exclude(self, exclusion: Exclusion) -> None:
-        """Keep what is excluded as it is from now on: it is neither offloaded nor rematerialized."""
-        self._exclusion = exclusion
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""

@@ -1,4 +1,4 @@
-"""Saved tensors: their identity, their rebuilding, their versions, and which of them are never offloaded.
+"""Saved tensors: their identity, their rebuilding, their versions, and whose memory they have.
 
 Knows tensors and ``torch.autograd.Function``; does not know the cache.
 
@@ -11,50 +11,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from enum import Enum
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 _STAMP = "_ds_tba_stamp"  # of storages and tensors
-_OWNED = "_ds_tba_owned"
+OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 _FUNCTION_SAVES = "_ds_tba_function_saves"
-_COMPILED = "torch._functorch._aot_autograd"
+COMPILED = "torch._functorch._aot_autograd"
 # Packages whose Functions write into nothing that they save; but for custom operators, whose kernels are a user's, and
 # for what ``vmap`` makes of a user's Function.
 _TRUSTED, _OF_USERS = ("torch.", "deepspeed."), ("torch._library.", "torch._functorch.autograd_function.")
 # Nodes whose Python type says nothing of what they did: Functions of C++ extensions, and writes into parts of a buffer.
 _UNKNOWN_NODES = frozenset({"CppFunction", "CopySlices"})
 
-# A view that spans less than this fraction of its storage is kept: writing the storage would move many bytes for few,
-# as with a batch that is a slice of the whole data set.
-MIN_SPAN_FRACTION = 0.25
-
 # The generation of one storage or version counter, never issued twice in a process. A plain number, because it lies in
 # the __dict__ of users' tensors, which torch.save writes and torch.load reads with weights_only.
 Stamp = int
 _stamps = itertools.count()
-
-
-class Eligibility(Enum):
-    """Whether a saved tensor may leave device memory, and if not why; the values are the report's words."""
-
-    ELIGIBLE = "eligible"
-    PARAMETER = "parameter"
-    SMALL = "small"
-    SPARSE_VIEW = "small part of its storage"
-    NOT_DENSE = "not dense"
-    SUBCLASS = "tensor subclass"
-    OTHER_DEVICE = "not on the training device"
-    NO_STORAGE = "no storage"
-    UNDER_A_MODE = "under a dispatch mode of the user"
-    OF_GRAPH = "of a CUDA graph"
-    CAST_OF_PARAMETER = "a parameter in another dtype"
-    EXCLUDED = "excluded by name"
 
 
 class ViewSpec(NamedTuple):
@@ -115,7 +92,7 @@ def next_sequence_number() -> int:
 
 def is_of_a_compiled_graph(context: type) -> bool:
     """Return whether the class of a context belongs to a graph that ``torch.compile`` has made."""
-    return getattr(context, "_forward_cls", context).__module__.startswith(_COMPILED)
+    return getattr(context, "_forward_cls", context).__module__.startswith(COMPILED)
 
 
 def is_of_a_users_function(context: type) -> bool:
@@ -168,7 +145,7 @@ def mark_owned(module: torch.nn.Module) -> None:
     ZeRO-3 gathers parameters into new storage for every use, so this is called again before each forward of the module.
     """
     for tensor in _own_tensors(module):
-        setattr(tensor.untyped_storage(), _OWNED, True)
+        setattr(tensor.untyped_storage(), OWNED, True)
 
 
 class OwnedStorages:
@@ -192,7 +169,7 @@ class OwnedStorages:
             self._tensors = [tensor for module in self._modules for tensor in _own_tensors(module)]
             self._members = _members(self._modules)
         for tensor in self._tensors:
-            setattr(tensor.untyped_storage(), _OWNED, True)
+            setattr(tensor.untyped_storage(), OWNED, True)
 
 
 _TABLES = attrgetter("_modules", "_parameters", "_buffers")
@@ -210,7 +187,7 @@ def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 def is_owned(tensor: torch.Tensor) -> bool:
     """Return whether :func:`mark_owned` has marked the storage of a tensor."""
-    return getattr(tensor.untyped_storage(), _OWNED, False)
+    return getattr(tensor.untyped_storage(), OWNED, False)
 
 
 def mark_inputs(values: Any) -> None:
@@ -231,68 +208,6 @@ def is_parameter(tensor: torch.Tensor) -> bool:
         return True
     base = tensor._base
     return base is not None and isinstance(base, torch.nn.Parameter)
-
-
-def _is_cast_of_parameter(node: Any) -> bool:
-    """Return whether the node of a tensor, or of its base, has made it of a parameter in another dtype.
-
-    Autocast makes one for each parameter, and holds it until it exits: offloading it frees nothing in forward, and
-    writes as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op
-    saves.)
-    """
-    if type(node).__name__ != "ToCopyBackward0":
-        return False
-    return isinstance(getattr(node.next_functions[0][0], "variable", None), torch.nn.Parameter)
-
-
-def eligibility(tensor: torch.Tensor, device: torch.device, min_tensor_bytes: int, *, casts_stay: bool) -> Eligibility:
-    """Return whether a tensor handed to the pack hook may be offloaded.
-
-    Args:
-        device: the training device, with its index; a tensor elsewhere costs none of its memory.
-        min_tensor_bytes: storages smaller than this are kept.
-        casts_stay: parameters in another dtype are kept; with a budget the plan says what leaves.
-    """
-    if type(tensor) is not torch.Tensor:
-        return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
-    base = tensor._base  # called for every saved tensor: the usual ones are told without the costly checks
-    if base is not None and isinstance(base, torch.nn.Parameter):
-        return Eligibility.PARAMETER
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return Eligibility.SUBCLASS
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return Eligibility.NOT_DENSE
-    if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
-        return Eligibility.NOT_DENSE
-    if tensor._is_zerotensor():
-        return Eligibility.NO_STORAGE  # forward-mode AD's zeros: the storage claims bytes, and there is no memory
-    if tensor.device != device:
-        return Eligibility.OTHER_DEVICE
-    storage = tensor.untyped_storage()
-    if getattr(storage, _OWNED, False):
-        return Eligibility.PARAMETER
-    nbytes = storage.nbytes()
-    if nbytes == 0:
-        return Eligibility.NO_STORAGE
-    if nbytes < min_tensor_bytes:
-        return Eligibility.SMALL
-    if span_bytes(tensor) < MIN_SPAN_FRACTION * nbytes:
-        return Eligibility.SPARSE_VIEW
-    if casts_stay and _is_cast_of_parameter((tensor if base is None else base).grad_fn):
-        return Eligibility.CAST_OF_PARAMETER
-    return Eligibility.ELIGIBLE
-
-
-def is_under_a_mode() -> bool:
-    """Return whether a ``TorchDispatchMode`` would see what we do with a tensor now, and may not understand it.
-
-    Compiled code runs under a mode of its own, which looks at custom operators only. A mode that changes and records
-    nothing, and is to see what a run without it does, says so with the attribute ``observes_only``.
-    """
-    return not all(
-        type(mode).__module__.startswith(_COMPILED) or getattr(mode, "observes_only", False)
-        for mode in _get_current_dispatch_mode_stack()
-    )
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.core.tensors import Eligibility
+from ds_tba.core.eligibility import Eligibility
 from ds_tba.holders import Holder
 from ds_tba.stats import readable
 

@@ -36,6 +36,7 @@ from typing import Protocol
 
 import torch
 
+from ds_tba.core.eligibility import Eligibility
 from ds_tba.core.saved import (
     CountedMemory,
     Hooks,
@@ -47,7 +48,7 @@ from ds_tba.core.saved import (
     SavedView,
     StorageKey,
 )
-from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
+from ds_tba.core.tensors import Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule

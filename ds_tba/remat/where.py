@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_tba.core.tensors import Eligibility
+from ds_tba.core.eligibility import Eligibility
 
 _OURS = (__name__.partition(".")[0] + ".", "contextlib")
 _CALL = nn.Module._wrapped_call_impl.__code__

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import Hooks, RecordState
-from ds_tba.core.tensors import Eligibility
+from ds_tba.core.eligibility import Eligibility
 from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.stats import Gauge
@@ -549,7 +549,7 @@ def test_an_interrupt_while_room_is_made_takes_off_nothing_that_was_not_counted(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = bounded(make_store, 10 * 64 * KIB)
-    cache._min_tensor_bytes = 64 * KIB
+    cache.gate._min_tensor_bytes = 64 * KIB
 
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

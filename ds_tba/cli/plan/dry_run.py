@@ -165,7 +165,7 @@ def _micro_step(
     chosen = ChosenModules(running, training.offload.patterns)
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
-    cache.exclude(chosen)
+    cache.gate.exclude(chosen)
     recorder = Recorder(Scene(cache, clock, running))
     for module in model.modules():
         mark_owned(module)
@@ -351,7 +351,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         peak_bytes, whole_peak_bytes: the peak so far, without saved tensors and with them.
         samples: at the end of each operation its time, and the bytes without saved tensors.
-        observes_only: activations go where they go without the meter; see ``ds_tba.core.tensors.is_under_a_mode``.
+        observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
     """
 
     observes_only = True

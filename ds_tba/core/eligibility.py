@@ -1,0 +1,134 @@
+"""Which saved tensors may leave device memory, and if not why.
+
+Knows tensors, the device and the user's modes; does not know the cache, nor where storages go.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from ds_tba.core.tensors import COMPILED, OWNED, is_parameter, span_bytes
+from ds_tba.device.accelerator import Accelerator
+
+# A view that spans less than this fraction of its storage is kept: writing the storage would move many bytes for few,
+# as with a batch that is a slice of the whole data set.
+MIN_SPAN_FRACTION = 0.25
+
+
+class Eligibility(Enum):
+    """Whether a saved tensor may leave device memory, and if not why; the values are the report's words."""
+
+    ELIGIBLE = "eligible"
+    PARAMETER = "parameter"
+    SMALL = "small"
+    SPARSE_VIEW = "small part of its storage"
+    NOT_DENSE = "not dense"
+    SUBCLASS = "tensor subclass"
+    OTHER_DEVICE = "not on the training device"
+    NO_STORAGE = "no storage"
+    UNDER_A_MODE = "under a dispatch mode of the user"
+    OF_GRAPH = "of a CUDA graph"
+    CAST_OF_PARAMETER = "a parameter in another dtype"
+    EXCLUDED = "excluded by name"
+
+
+class Exclusion(Protocol):
+    """Says which saved tensors may not leave device memory, by more than a tensor shows."""
+
+    def reason(self) -> str:
+        """Return why the tensor that this thread saves now may not leave; empty if it may."""
+        ...
+
+
+class Gate:
+    """Says which saved tensors of a cache may leave device memory.
+
+    Args:
+        device: the training device, with its index; a tensor elsewhere costs none of its memory.
+        min_tensor_bytes: storages smaller than this are kept.
+        accelerator: of that device, where it is asynchronous.
+    """
+
+    def __init__(self, device: torch.device, min_tensor_bytes: int, accelerator: Accelerator | None) -> None:
+        self._device = device
+        self._min_tensor_bytes = min_tensor_bytes
+        self._accelerator = accelerator
+        self._exclusion: Exclusion | None = None
+
+    def exclude(self, exclusion: Exclusion) -> None:
+        """Keep what is excluded as it is from now on: it is neither offloaded nor rematerialized."""
+        self._exclusion = exclusion
+
+    def excluded_by(self) -> str:
+        """Return why the tensor that this thread saves now may not leave, whatever it is; empty if it may."""
+        return "" if self._exclusion is None else self._exclusion.reason()
+
+    def judge(self, tensor: torch.Tensor, *, acts: bool, casts_stay: bool) -> Eligibility:
+        """Return whether a tensor may leave device memory, whichever module saves it.
+
+        Args:
+            acts: something is done with the tensors that may.
+            casts_stay: parameters in another dtype are kept; with a budget the plan says what leaves.
+        """
+        if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
+            return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
+        if type(tensor) is not torch.Tensor:
+            return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
+        base = tensor._base  # called for every saved tensor: the usual ones are told without the costly checks
+        if base is not None and isinstance(base, torch.nn.Parameter):
+            return Eligibility.PARAMETER
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return Eligibility.SUBCLASS
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            return Eligibility.NOT_DENSE
+        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            return Eligibility.NOT_DENSE
+        if tensor._is_zerotensor():
+            return Eligibility.NO_STORAGE  # forward-mode AD's zeros: the storage claims bytes, and there is no memory
+        if tensor.device != self._device:
+            return Eligibility.OTHER_DEVICE
+        storage = tensor.untyped_storage()
+        if getattr(storage, OWNED, False):
+            return Eligibility.PARAMETER
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return Eligibility.NO_STORAGE
+        if nbytes < self._min_tensor_bytes:
+            return Eligibility.SMALL
+        if span_bytes(tensor) < MIN_SPAN_FRACTION * nbytes:
+            return Eligibility.SPARSE_VIEW
+        if casts_stay and _is_cast_of_parameter((tensor if base is None else base).grad_fn):
+            return Eligibility.CAST_OF_PARAMETER
+        # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
+        accelerator = self._accelerator
+        if accelerator is not None and (accelerator.is_capturing() or accelerator.is_of_graph(storage)):
+            return Eligibility.OF_GRAPH
+        return Eligibility.ELIGIBLE
+
+
+def _is_cast_of_parameter(node: Any) -> bool:
+    """Return whether the node of a tensor, or of its base, has made it of a parameter in another dtype.
+
+    Autocast makes one for each parameter, and holds it until it exits: offloading it frees nothing in forward, and
+    writes as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op
+    saves.)
+    """
+    if type(node).__name__ != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), torch.nn.Parameter)
+
+
+def is_under_a_mode() -> bool:
+    """Return whether a ``TorchDispatchMode`` would see what we do with a tensor now, and may not understand it.
+
+    Compiled code runs under a mode of its own, which looks at custom operators only. A mode that changes and records
+    nothing, and is to see what a run without it does, says so with the attribute ``observes_only``.
+    """
+    return not all(
+        type(mode).__module__.startswith(COMPILED) or getattr(mode, "observes_only", False)
+        for mode in _get_current_dispatch_mode_stack()
+    )
