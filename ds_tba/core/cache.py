@@ -11,11 +11,6 @@ one forward only, and once the bytes have left, with a view that is saved later 
 (``fingerprint.py``): bytes that change without a version (a buffer that numpy or a collective refills) are saved again.
 A device answers late; until then the later view keeps its bytes.
 
-[Note: Operations under way] Autograd packs what an operation saves before its kernel runs, and a kernel may write into
-that (``rrelu`` into its noise). So a storage that no finished operation has made leaves only when the operation that
-saves it is over: at the next save with another sequence number, which each node of the graph takes, or when forward
-is over. On a device the host has then also told the stream to wait for what a Function began on another one.
-
 [Note: Loads] No lock is held while a store loads bytes, or makes them from others, which are loaded in turn: the
 record is LOADING, and another thread that wants it waits for that. What is loaded for what a store makes, and wanted by
 backward later or not at all, stays for that, as long as there are few.
@@ -44,6 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ds_tba.core.eligibility import Eligibility, Gate
 from ds_tba.core.fingerprint import Answer
 from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
+from ds_tba.core.operations import Operations
 from ds_tba.core.originals import OwnMemory, Unpacked, keep_originals
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
@@ -78,7 +74,6 @@ from ds_tba.core.tensors import (
     is_complete,
     is_parameter,
     is_read_by_an_extension,
-    next_sequence_number,
     span_bytes,
     storage_bytes,
 )
@@ -126,20 +121,6 @@ class _Taken(NamedTuple):
 _NOT_TAKEN = _Taken()
 
 
-class _InUse(NamedTuple):
-    """A storage that leaves once the operation that saves it is over.
-
-    Attributes:
-        operation: see :class:`SavedStorage`; of the thread alone.
-        stream: that saved it; None where everything is done at once.
-    """
-
-    record: SavedStorage
-    choice: Choice
-    operation: Operation
-    stream: Any
-
-
 class TensorCache(Keeper):
     """Moves saved tensors into a store during forward and back during backward.
 
@@ -184,7 +165,7 @@ class TensorCache(Keeper):
         self.rematerialization: TensorStore[Any] | None = None
         self._observers: list[HooksObserver] = []
         self._originals = keep_originals()
-        self._in_use: dict[int, deque[_InUse]] = {}  # by thread
+        self._operations = Operations(accelerator, self._originals)
         self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
         self._doubted: deque[tuple[weakref.ref[SavedView], Answer]] = deque()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
@@ -307,8 +288,8 @@ class TensorCache(Keeper):
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
         self._stats.packed_tensors += 1
-        if self._in_use and not self._is_capturing:
-            self._end_operations(self._operation())
+        if self._operations.held_back and not self._is_capturing:
+            self._end_operations(self._operations.present())
         why, excluded_by = self._judged(tensor), ""
         if why is Eligibility.ELIGIBLE:
             excluded_by = self.gate.excluded_by()
@@ -374,7 +355,7 @@ class TensorCache(Keeper):
         """
         record, answer = forward.by_key.get(key), None
         if record is not None and record.operation is not None:
-            operation = self._operation()
+            operation = self._operations.present()
             # Saves of one operation have the same bytes: nothing runs in between.
             if record.fingerprint is not None and record.operation != operation:
                 answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
@@ -410,19 +391,15 @@ class TensorCache(Keeper):
             self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         else:
             self.residency.count_until_free(storage)
-            record.operation, record.is_complete = self._operation(), is_complete(tensor)
+            record.operation = operation = self._operations.present()
+            record.is_complete = is_complete(tensor)
             record.source = None if has_graph(tensor) else weakref.ref(storage)
             if taken.ticket is not None:
                 self.residency.give(record, taken.ticket, tensor)
-            elif self._is_over(record, tensor):
+            elif self._operations.has_filled(record, tensor):
                 self._place(record, tensor, choice)
             else:
-                stream = None if self._accelerator is None else self._accelerator.current_stream()
-                self._in_use.setdefault(record.operation.thread, deque()).append(
-                    _InUse(record, choice, record.operation, stream)
-                )
-                if choice.stores:
-                    record.move(RecordState.LEAVING)
+                self._operations.hold(record, choice, operation)
         forward.by_key[key] = record
         self._live_records += 1
         record.micro_step.saved += 1
@@ -441,46 +418,23 @@ class TensorCache(Keeper):
         else:
             record.index = record.micro_step.add(record)
 
-    def _operation(self) -> Operation:
-        """Return what tells the operation that saves now from later ones."""
-        return Operation(threading.get_ident(), next_sequence_number(), self._originals.checkpoints)
-
     @property
     def _is_capturing(self) -> bool:
         """True if a CUDA graph is being captured, which no copy and no event may come into."""
         return self._accelerator is not None and self._accelerator.is_capturing()
 
-    def _is_over(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
-        """Return whether whatever fills the storage that is being saved has filled it."""
-        return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
-
     def _end_operations(self, present: Operation | None = None, *, stays: bool = False) -> None:
-        """Have leave what operations of this thread have saved that are over; see [Note: Operations under way].
+        """Have leave what operations of this thread have saved that are over.
 
         Args:
             present: the operation that saves now; without one all are over.
             stays: what they have saved stays in memory, because forward has failed: nobody will want most of it.
         """
-        thread = threading.get_ident()
-        in_use = self._in_use.get(thread)
-        if not in_use or in_use[-1].operation == present:
+        if not self._operations.are_over(present):
             return
         with self.finalizers, self.finalizers.lock:
-            while in_use:
-                self._end_use(in_use.popleft(), stays=stays)
-            del self._in_use[thread]
-
-    def _end_use(self, one: _InUse, *, stays: bool) -> None:
-        record = one.record
-        if not record.is_kept:  # nobody wants it any more
-            return
-        if record.state is RecordState.LEAVING:  # not yet, where an interrupt came before that
-            record.move(RecordState.KEPT)
-        if self._accelerator is not None and one.stream != self._accelerator.current_stream():
-            event = self._accelerator.new_event()
-            event.record(one.stream)  # else the copy may begin before that stream has filled it
-            self._accelerator.current_stream().wait_event(event)
-        self._place(record, None if stays else next((view.held for view in record.holders), None), one.choice)
+            for record, choice, *_ in self._operations.ended():
+                self._place(record, None if stays else next((view.held for view in record.holders), None), choice)
 
     def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
         if self.residency.may_wait:
@@ -510,7 +464,7 @@ class TensorCache(Keeper):
         if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
             with torch.inference_mode(False):
                 return self.unpack(micro_step, held)
-        if self._in_use and not self._is_capturing:
+        if self._operations.held_back and not self._is_capturing:
             self._end_operations()
         reading = self._originals.begin_unpack()
         self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here

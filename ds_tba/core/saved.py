@@ -206,7 +206,7 @@ class Loading(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """An operation that saves tensors; see [Note: Operations under way] in ``cache.py``.
+    """An operation that saves tensors; see [Note: Operations under way] in ``operations.py``.
 
     Attributes:
         node: the number that the next node of the thread's graph takes.
