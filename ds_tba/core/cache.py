@@ -26,21 +26,21 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.eligibility import Eligibility, Gate
-from ds_tba.core.fingerprint import Answer
+from ds_tba.core.fingerprint import Doubts
+from ds_tba.core.functions import Functions
 from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
 from ds_tba.core.operations import Operations
-from ds_tba.core.originals import OwnMemory, Unpacked, keep_originals
+from ds_tba.core.originals import Unpacked, keep_originals
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
@@ -66,7 +66,6 @@ from ds_tba.core.saved import (
     unmodified,
 )
 from ds_tba.core.tensors import (
-    ViewSpec,
     components_of,
     has_graph,
     has_plain_storage,
@@ -74,17 +73,13 @@ from ds_tba.core.tensors import (
     is_complete,
     is_parameter,
     is_read_by_an_extension,
-    span_bytes,
-    storage_bytes,
 )
-from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
-from ds_tba.device.copies import Arrival
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Always, Choice, Loaded, Policy, Store, Ticket
 
-CHANGED = "saved again with other bytes"
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
 
@@ -111,16 +106,6 @@ class HooksObserver(Protocol):
         """Return hooks that call these."""
 
 
-class _Taken(NamedTuple):
-    """A storage before it is entered: its origin, and its ticket if a store has taken it."""
-
-    origin: Origin | None = None
-    ticket: Ticket | None = None
-
-
-_NOT_TAKEN = _Taken()
-
-
 class TensorCache(Keeper):
     """Moves saved tensors into a store during forward and back during backward.
 
@@ -140,6 +125,8 @@ class TensorCache(Keeper):
         rematerialization: the store that is asked before all others; None where nothing is rematerialized.
     """
 
+    room: Residency
+
     def __init__(
         self,
         stores: Sequence[Store[Any]],
@@ -158,21 +145,17 @@ class TensorCache(Keeper):
         self._pid = os.getpid()
         self.gate = Gate(self._device, min_tensor_bytes, accelerator)
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
-        self.residency = Residency(self._stats, self.stores, self._device, self, accelerator, released_bytes)
+        self._doubts = Doubts(self.finalizers, accelerator)
+        self.room = Residency(self._stats, self.stores, self._doubts, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
         self.learned_order: list[int] = []
         self._live_records = 0
         self.rematerialization: TensorStore[Any] | None = None
         self._observers: list[HooksObserver] = []
         self._originals = keep_originals()
+        self._functions = Functions(self, accelerator)
         self._operations = Operations(accelerator, self._originals)
-        self._answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
-        self._doubted: deque[tuple[weakref.ref[SavedView], Answer]] = deque()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
-
-    @property
-    def limit_bytes(self) -> float:
-        return self.residency.limit_bytes
 
     @property
     def stats(self) -> CacheStats:
@@ -275,7 +258,7 @@ class TensorCache(Keeper):
         """
         with self.finalizers, self.finalizers.lock:
             self.forward.micro_step = MicroStep()
-        self._read_doubts(wait=True)
+        self._doubts.read(wait=True)
         if self.rematerialization is not None:
             self.rematerialization.end_micro_step()
 
@@ -317,28 +300,27 @@ class TensorCache(Keeper):
         return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
     def _judged(self, tensor: torch.Tensor) -> Eligibility:
-        residency = self.residency
-        return self.gate.judge(tensor, acts=bool(residency.watched), casts_stay=not residency.is_limited)
+        return self.gate.judge(tensor, acts=bool(self.room.watched), casts_stay=not self.room.is_limited)
 
     def _save(self, tensor: torch.Tensor) -> SavedView:
         key = StorageKey.of(tensor)
         forward, first = self.forward, self.rematerialization
-        if self._doubted:
-            self._read_doubts()
+        if self._doubts.waiting:
+            self._doubts.read()
         view: SavedView | None = None
         with self.finalizers, self.finalizers.lock:
             choice = forward.policy.choose(key, key.nbytes)
-            if key in forward.by_key or (first is None and not self.residency.may_wait):
-                view = self._enter(forward, tensor, key, choice, _NOT_TAKEN)
+            if key in forward.by_key or (first is None and not self.room.may_wait):
+                view = self._enter(forward, tensor, key, choice)
         if view is None:  # something may have to be proven or waited for first
-            taken = _NOT_TAKEN
+            origin, ticket = None, None
             if first is not None:
                 first.settle()
                 if choice.rematerialize or forward.is_recorded:
-                    taken = _Taken(*first.take(tensor, is_wanted=choice.rematerialize))
-            self.wait_for_room(key.nbytes)
+                    origin, ticket = first.take(tensor, is_wanted=choice.rematerialize)
+            self.room.wait_for(key.nbytes)
             with self.finalizers, self.finalizers.lock:
-                view = self._enter(forward, tensor, key, choice, taken)
+                view = self._enter(forward, tensor, key, choice, origin, ticket)
         if self._accelerator is not None:
             # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
             self._accelerator.share(tensor, self._accelerator.current_stream())
@@ -347,27 +329,37 @@ class TensorCache(Keeper):
         return view
 
     def _enter(
-        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
+        self,
+        forward: Forward,
+        tensor: torch.Tensor,
+        key: StorageKey,
+        choice: Choice,
+        origin: Origin | None = None,
+        ticket: Ticket | None = None,
     ) -> SavedView:
         """Enter one more view of a storage, which is new unless it has a record with the same bytes.
 
         A view that a device has yet to compare keeps its bytes until then.
+
+        Args:
+            ticket: of the store that has taken the storage already, if one has.
         """
         record, answer = forward.by_key.get(key), None
         if record is not None and record.operation is not None:
             operation = self._operations.present()
             # Saves of one operation have the same bytes: nothing runs in between.
             if record.fingerprint is not None and record.operation != operation:
-                answer = record.fingerprint.compared(tensor, self._accelerator, self._answers)
+                answer = record.fingerprint.compared(tensor, self._accelerator, self._doubts.answers)
                 if answer.is_done:
                     record, answer = record if answer.read() else None, None
             if record is not None and answer is None:  # else what this operation saves next would pass for equal
                 record.operation = operation
         if record is None:
-            record = self._add(forward, tensor, key, choice, taken)
+            record = self._add(forward, tensor, key, choice, ticket)
+            record.origin = origin
         else:
-            if taken.ticket is not None:  # another thread has saved it meanwhile
-                taken.ticket.store.release(taken.ticket)
+            if ticket is not None:  # another thread has saved it meanwhile
+                ticket.store.release(ticket)
             self._stats.deduplicated_bytes += 0 if record.is_kept or answer is not None else nbytes_of(tensor)
         if record.views == record.lent:
             self._stats.saved.add(record.memory.save(key.nbytes))
@@ -377,29 +369,26 @@ class TensorCache(Keeper):
         # Under the lock: an interrupt between the count and the view whose end takes it back would leave it for ever.
         view = SavedView(self, record, tensor, offloaded=offloaded)
         if answer is not None:
-            self._doubted.append((weakref.ref(view), answer))
+            self._doubts.add(view, answer)
         return view
 
     def _add(
-        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: _Taken
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, ticket: Ticket | None
     ) -> SavedStorage:
         """Add the record of a storage at its version, which goes where it was chosen to go, unless it was taken."""
         storage = tensor.untyped_storage()
-        record = SavedStorage(key, forward.micro_step, self.residency.count(storage, key.nbytes))
-        record.origin = taken.origin
-        if not (choice.stores or taken.ticket is not None or self.residency.is_limited):
+        record = SavedStorage(key, forward.micro_step, self.room.count(storage, key.nbytes))
+        if not (choice.stores or ticket is not None or self.room.is_limited):
             self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         else:
-            self.residency.count_until_free(storage)
-            record.operation = operation = self._operations.present()
+            self.room.count_until_free(storage)
+            record.operation = self._operations.present()
             record.is_complete = is_complete(tensor)
             record.source = None if has_graph(tensor) else weakref.ref(storage)
-            if taken.ticket is not None:
-                self.residency.give(record, taken.ticket, tensor)
-            elif self._operations.has_filled(record, tensor):
+            if ticket is not None:
+                self.room.give(record, ticket, tensor)
+            elif not self._operations.hold(record, record.operation, tensor, choice):
                 self._place(record, tensor, choice)
-            else:
-                self._operations.hold(record, choice, operation)
         forward.by_key[key] = record
         self._live_records += 1
         record.micro_step.saved += 1
@@ -411,10 +400,10 @@ class TensorCache(Keeper):
         Args:
             tensor: that holds the bytes; None if no view does any more, or they are to stay.
         """
-        reason = choice.reason if tensor is None else self.residency.offload(record, tensor, choice)
+        reason = choice.reason if tensor is None else self.room.offload(record, tensor, choice)
         if record.is_kept:
             self._stats.kept_bytes[reason] += record.nbytes
-            self.residency.add_kept(record)
+            self.room.add_kept(record)
         else:
             record.index = record.micro_step.add(record)
 
@@ -437,11 +426,11 @@ class TensorCache(Keeper):
                 self._place(record, None if stays else next((view.held for view in record.holders), None), choice)
 
     def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
-        if self.residency.may_wait:
-            self.wait_for_room(nbytes)
+        if self.room.may_wait:
+            self.room.wait_for(nbytes)
         with self.finalizers, self.finalizers.lock:
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
-            memory = self.residency.count(holders[0].untyped_storage() if holders else None, nbytes)
+            memory = self.room.count(holders[0].untyped_storage() if holders else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
             self._stats.saved.add(added_bytes)
             if reason:
@@ -472,116 +461,21 @@ class TensorCache(Keeper):
         if isinstance(held, PassedThrough):
             tensor = held.restore()
         elif reading is not None and reading.memory is not None:
-            tensor = self._hand_out(held, reading.memory)
+            if self.rematerialization is not None and held.memory.is_operand:
+                # Comparisons hold operands, and backward may be about to update one that no recipe needs any longer.
+                self.rematerialization.wait_for_answers()
+                self.finalizers.act_if_free()
+            tensor = self._functions.hand_out(held, reading.memory)
         else:
             tensor = held.restore()
             if is_read_by_an_extension():
-                tensor = self._own(held, tensor)
+                tensor = self._functions.own(held, tensor)
         if reading is not None:
             reading.tensors.append(Unpacked(tensor, tensor is held.held))
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
-                micro_step.read_ahead(self.residency.prefetch)
+                micro_step.read_ahead(self.room.prefetch)
         return tensor
-
-    def _hand_out(self, held: SavedCounted | SavedView, memory: OwnMemory) -> torch.Tensor:
-        """Return a saved tensor to a Function of the user's, which may write into it without a version.
-
-        It has one memory for all its reads, as without hooks, and shares it with no recipe, nor with bytes that others
-        will read: what it returns may become ``.grad``, and be written into. A write with a version counts for the
-        tensor that was saved, so that whoever else has saved it raises, as without hooks. A tensor without a graph that
-        the user still has may be a state that backward updates, a running mean say: it is that memory.
-
-        Args:
-            memory: of what the node has read before.
-        """
-        owner = held.record if isinstance(held, SavedView) else held.memory
-        if owner.is_operand and self.rematerialization is not None:
-            # Comparisons hold operands, and backward may be about to update one that no recipe needs any longer.
-            self.rematerialization.wait_for_answers()
-            self.finalizers.act_if_free()
-        if held.held is not None and not owner.is_operand:
-            tensor = held.restore()
-            if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
-                memory[owner] = Arrival.done(storage_bytes(tensor))
-            return tensor
-        known = memory.get(owner)
-        # A read on another stream waits, or it would see what the copy there has not written yet.
-        storage = None if known is None else known.join().untyped_storage()
-        if storage is None and isinstance(held, SavedView):
-            storage = self._source_of(held.record)
-        if storage is not None:
-            tensor = held.over(storage)
-            if isinstance(held, SavedView):
-                with self.finalizers, self.finalizers.lock:
-                    self._note_unpacked(held)
-            return tensor
-        tensor = held.restore()
-        if not _is_its_bytes(tensor):
-            return tensor.clone()
-        data = storage_bytes(tensor)
-        if _others_read(owner):
-            data = self._copied(data)
-        memory[owner] = self._arrival(data)
-        return held.over(data.untyped_storage())
-
-    def _arrival(self, data: torch.Tensor) -> Arrival:
-        """Return bytes that come on the calling thread's current stream, for its other streams."""
-        accelerator = self._accelerator
-        if accelerator is None:
-            return Arrival.done(data)
-        arrival = Arrival(accelerator, data, moment(accelerator), accelerator.current_stream())
-        counted = self.residency.memory_of(data.untyped_storage())
-        if counted is not None:
-            arrival.consumers = counted.consumers
-        return arrival
-
-    def _source_of(self, record: SavedStorage) -> torch.UntypedStorage | None:
-        """Return the storage that was saved, if it is moved and the user has it all the same."""
-        storage = None if record.is_kept or record.source is None else record.source()
-        if storage is None or storage.nbytes() != record.nbytes or record.ticket is None:
-            return None
-        for copy in record.ticket.store.copies_out():  # else one that is under way would take what backward writes
-            copy.wait()
-        return storage
-
-    def _own(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a saved tensor to a Function in C++, in memory of its own and with a version of its own.
-
-        It, too, may write into that without a version, and what it returns may become ``.grad``, or be added to in
-        place: nobody else refers to the tensor that autograd makes of ours. Nothing tells whether it reads once more,
-        so that each read has another memory.
-        """
-        owner = held.record if isinstance(held, SavedView) else held.memory
-        if held.held is None and not _others_read(owner):
-            return tensor
-        if not _is_its_bytes(tensor):
-            return tensor.detach().clone()
-        spec = ViewSpec.of(tensor)
-        start = spec.storage_offset * tensor.element_size()
-        own = self._copied(storage_bytes(tensor)[start : start + span_bytes(tensor)])
-        return spec._replace(storage_offset=0).rebuild(own)
-
-    def _copied(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy of bytes, on the consumer's stream, which may be behind the load of these."""
-        nbytes, device = source.numel(), self._accelerator
-        self.wait_for_room(nbytes)
-        if device is None:
-            copy = source.clone()
-        else:
-            copy = device.allocate(nbytes, self._device)
-            device.copy(source, copy)
-        with self.finalizers, self.finalizers.lock:
-            self.residency.count(copy.untyped_storage(), nbytes)
-            self.residency.count_until_free(copy.untyped_storage())
-        return copy
-
-    def _note_unpacked(self, view: SavedView) -> None:
-        record = view.record
-        if view.held is None:
-            record.pending -= not (view.is_unpacked or view.is_lent)
-        view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
-        self._evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
 
     def load(self, view: SavedView) -> torch.Tensor:
         if os.getpid() != self._pid:
@@ -592,19 +486,8 @@ class TensorCache(Keeper):
             if self._accelerator is None or not is_out_of_memory(error):
                 raise
         # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
-        self._give_way()
+        self.room.give_way()
         return self._load_once(view)
-
-    def _give_way(self) -> None:
-        """Drop what was read ahead, and wait until the device is done with what was let go of."""
-        with self.finalizers, self.finalizers.lock:
-            self.residency.drop_ahead()
-            release = self.residency.releases.oldest
-        while release is not None:
-            release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
-            with self.finalizers, self.finalizers.lock:
-                self.residency.releases.settle()
-                release = self.residency.releases.oldest
 
     def _load_once(self, view: SavedView) -> torch.Tensor:
         record = view.record
@@ -613,20 +496,20 @@ class TensorCache(Keeper):
             data = arrival.join()  # every consumer waits for the copy, each in its own stream
             unmodified(data, arrival.version)  # an earlier consumer may have written into it
             if view.is_lent:
-                self.residency.add_early(record)
-            self._note_unpacked(view)
-            record.micro_step.read_ahead(self.residency.prefetch, after=record.index)
+                self.room.add_early(record)
+            self.room.note_unpacked(view)
+            record.micro_step.read_ahead(self.room.prefetch, after=record.index)
         return data
 
     def _loaded(self, record: SavedStorage) -> Loaded:
         """Load a record, if it is not there; see [Note: Loads]."""
         try:
             while True:
-                self.wait_for_room(self.residency.loading_bytes(record))
+                self.room.wait_for(self.room.loading_bytes(record))
                 with self.finalizers, self.finalizers.lock:
                     if record.loaded is not None:
                         return record.loaded
-                    loading = record.loading or self.residency.begin_load(record)
+                    loading = record.loading or self.room.begin_load(record)
                 if loading.thread == threading.get_ident():
                     return self._fetch(record, loading)
                 with loading.done:  # another thread loads it
@@ -641,39 +524,20 @@ class TensorCache(Keeper):
             loaded = store.get(loading.ticket, self._device)
         except BaseException:  # another thread would wait for it for ever
             with self.finalizers, self.finalizers.lock:
-                self.residency.end_load(record, loading, None)
+                self.room.end_load(record, loading, None)
             raise
         with self.finalizers, self.finalizers.lock:
             if store.keeps_bytes:
                 self._stats.moving_s += time.perf_counter() - started_s
-            self.residency.end_load(record, loading, loaded)
+            self.room.end_load(record, loading, loaded)
         return loaded
-
-    def _evict_if_unpacked(self, record: SavedStorage) -> None:
-        """Release loaded bytes that no view waits for: a second backward loads them again."""
-        if record.pending == 0 and record.is_backed:
-            self.residency.evict(record)
 
     # ---- for what is rematerialized -----------------------------------------------------------------------------
 
     def rematerialize(self, store: TensorStore[Any] | None) -> None:
         """Ask a store that knows what storages are made of before those that keep their bytes; None: none."""
         self.rematerialization = store
-        self.residency.watched = self.stores if store is None else (store, *self.stores)
-
-    def lend(self, held: SavedView | SavedCounted) -> SavedView | SavedCounted:
-        twin = held.twin()
-        if isinstance(held, SavedView):
-            self._count_lent(held.record)
-        else:
-            held.memory.users += 1
-            held.memory.lent += 1
-        return twin
-
-    def _count_lent(self, record: SavedStorage) -> None:
-        record.views += 1
-        record.lent += 1
-        record.memory.lent += 1
+        self.room.watched = self.stores if store is None else (store, *self.stores)
 
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
         is_wanted = is_held = False
@@ -681,98 +545,40 @@ class TensorCache(Keeper):
             with self.finalizers, self.finalizers.lock:
                 is_wanted = record.state is not RecordState.DROPPED
                 if is_wanted:  # one user more, or it might be dropped meanwhile
-                    self._count_lent(record)
+                    record.count_lent()
             if is_wanted:
                 self._loaded(record)
         finally:
             if is_wanted:
-                is_held = self._end_hold(record, leaves=leaves)
+                with self.finalizers, self.finalizers.lock:
+                    if record.loaded is not None:
+                        is_held, record.loaded = True, replace(record.loaded, stored=False)
+                    self.finalize(ViewGone(record, is_away=True, is_lent=True))
+                    if leaves and record.state is RecordState.LOADED:
+                        self.room.evict(record)
         return is_held
-
-    def _end_hold(self, record: SavedStorage, *, leaves: bool) -> bool:
-        with self.finalizers, self.finalizers.lock:
-            is_held = record.loaded is not None
-            if record.loaded is not None:
-                record.loaded = replace(record.loaded, stored=False)
-            self.finalize(ViewGone(record, is_away=True, is_lent=True))
-            if leaves and record.state is RecordState.LOADED:
-                self.residency.evict(record)
-        return is_held
-
-    @contextmanager
-    def scratch(self, nbytes: int) -> Iterator[None]:
-        self.wait_for_room(nbytes)
-        counted_bytes = 0
-        try:
-            with self.finalizers, self.finalizers.lock:
-                self.residency.make_room(nbytes)
-                counted_bytes = nbytes if self.residency.is_limited else 0
-                self._stats.resident.add(counted_bytes)
-            yield
-        finally:
-            with self.finalizers, self.finalizers.lock:
-                self._stats.resident.add(-counted_bytes)
-
-    def end_early(self) -> None:
-        with self.finalizers, self.finalizers.lock:
-            self.residency.end_early()
-
-    def _read_doubts(self, *, wait: bool = False) -> None:
-        """Act on what a device has answered of storages that were saved again."""
-        while self._doubted and not self._is_capturing:
-            with self.finalizers, self.finalizers.lock:
-                if not self._doubted or not (wait or self._doubted[0][1].is_done):
-                    return
-                reference, answer = self._doubted.popleft()
-            self._share_if_equal(reference, answer)  # without the lock: it may wait for the device
-
-    def _share_if_equal(self, reference: weakref.ref[SavedView], answer: Answer) -> None:
-        """Have a view that was saved later keep its bytes no longer, where they are those of its record."""
-        view, is_equal = reference(), answer.read()
-        if view is None:
-            return
-        with self.finalizers, self.finalizers.lock:
-            record, held = view.record, view.held
-            is_elsewhere = not record.is_kept and record.state is not RecordState.DROPPED
-            if held is None or not (is_equal and is_elsewhere and view.holds(record.key)):
-                self._stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
-                return
-            self._stats.deduplicated_bytes += nbytes_of(held)
-            record.pending += not view.is_unpacked
-            view.let_go()
 
     # ---- room, for forwards that run again and for ourselves ----------------------------------------------------
-
-    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        if self._doubted and self.residency.is_exceeded_by(nbytes):
-            self._read_doubts(wait=True)  # they keep bytes that the budget cannot move
-        while self.residency.may_wait:
-            with self.finalizers, self.finalizers.lock:
-                release = self.residency.free_room(nbytes, pinned)
-            if release is None:
-                break
-            release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
-        return not self.residency.is_exceeded_by(nbytes)
 
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
         if is_parameter(tensor) or not has_plain_storage(tensor):
             return
-        self.wait_for_room(nbytes := held_bytes(tensor, self._device))
+        self.room.wait_for(nbytes := held_bytes(tensor, self._device))
         with self.finalizers, self.finalizers.lock:
-            self._recomputed.append(self.residency.count(tensor.untyped_storage(), nbytes))
-            self.residency.count_until_free(tensor.untyped_storage())
+            self._recomputed.append(self.room.count(tensor.untyped_storage(), nbytes))
+            self.room.count_until_free(tensor.untyped_storage())
 
     def end_recomputations(self) -> None:
         """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
         with self.finalizers, self.finalizers.lock:
             while self._recomputed:
-                self.residency.leave(self._recomputed.pop())
+                self.room.leave(self._recomputed.pop())
 
     def limit_resident(self, nbytes: int | None, name: str = "") -> None:
         """Hold saved tensors in device memory within a budget from now on; see :meth:`Residency.limit`."""
         with self.finalizers, self.finalizers.lock:
-            self.residency.limit(nbytes, name)
+            self.room.limit(nbytes, name)
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
@@ -787,13 +593,13 @@ class TensorCache(Keeper):
             StateError: one has; see [Note: Broken] in ``finalizers.py``.
         """
         self.finalizers.refuse_broken()
-        for store in self.residency.watched:
+        for store in self.room.watched:
             store.refuse_broken()
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""
         with self.finalizers, self.finalizers.lock:
-            self.residency.releases.settle()
+            self.room.releases.settle()
         for store in self.stores:  # under their own locks
             store.settle()
         self.finalizers.act_if_free()
@@ -807,12 +613,12 @@ class TensorCache(Keeper):
 
     def finalize(self, gone: Finalized) -> None:
         if isinstance(gone, CountedMemory):
-            self.residency.free(gone)
+            self.room.free(gone)
             return
         if isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
             self._stats.saved.add(0 if gone.is_lent else -gone.memory.unsave())
-            self.residency.leave(gone.memory)
+            self.room.leave(gone.memory)
             return
         record = gone.record
         record.views -= 1
@@ -824,10 +630,10 @@ class TensorCache(Keeper):
         if record.views == 0:
             self._forget(record)
         else:
-            self._evict_if_unpacked(record)
+            self.room.evict_if_unpacked(record)
 
     def _forget(self, record: SavedStorage) -> None:
-        self.residency.remove(record)
+        self.room.remove(record)
         record.move(RecordState.DROPPED)
         record.loaded = record.origin = None  # a sample or a recording that holds the record would hold its bytes
         self._live_records -= 1
@@ -838,13 +644,3 @@ class TensorCache(Keeper):
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order
-
-
-def _is_its_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a storage of its own, and no mark that the bytes there do not have."""
-    return has_plain_storage(tensor) and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _others_read(owner: SavedStorage | CountedMemory) -> bool:
-    """Return whether bytes that backward has just got are what another tensor is made of, or another reader's, too."""
-    return owner.is_operand or (isinstance(owner, SavedStorage) and owner.loaded is not None)

@@ -1,6 +1,6 @@
 """Tells whether a storage that is saved again still has the bytes that left when it was saved first.
 
-Knows storages and an accelerator; does not know records.
+Knows storages and an accelerator; does not know records, nor what follows from an answer.
 
 [Note: Fingerprints] No version counter tells of a write through numpy, a raw kernel, a collective or ``.data``. So a
 fingerprint is taken of the bytes that leave, and a further save of the same storage and version is compared with it.
@@ -13,13 +13,16 @@ compared there, late.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple
+import weakref
+from collections import deque
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
 
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
+from ds_tba.device.accelerator import Accelerator, Event, PinnedAnswers, moment
+from ds_tba.storage.finalizers import DeferredFinalizers
 
 SAMPLED_WORDS = 128
 _WORD_BYTES = 8
@@ -80,7 +83,7 @@ class Answer(NamedTuple):
 
     known: bool | None
     differs: torch.Tensor | None
-    done: Any
+    done: Event | None
 
     @property
     def is_done(self) -> bool:
@@ -94,6 +97,50 @@ class Answer(NamedTuple):
         if self.done is not None:
             self.done.synchronize()
         return not self.differs.item()
+
+
+class SavedAgain(Protocol):
+    """A view of a storage whose bytes have left; it keeps its own until they are known to be the same."""
+
+    def answered(self, *, is_equal: bool) -> None:
+        """Act on the answer. Called under the cache's lock."""
+
+
+class Doubts:
+    """The views of storages that were saved again, which a device has yet to compare, in the order of their saves.
+
+    Args:
+        finalizers: have the lock under which an answer is acted on.
+        accelerator: of the device; None where every answer is known at once.
+
+    Attributes:
+        answers: memory into which the device writes its answers; None without one.
+        waiting: each view, not held, with the answer to come.
+    """
+
+    def __init__(self, finalizers: DeferredFinalizers[Any], accelerator: Accelerator | None) -> None:
+        self._finalizers = finalizers
+        self._accelerator = accelerator
+        self.answers = None if accelerator is None else PinnedAnswers(accelerator, 1, torch.bool)
+        self.waiting: deque[tuple[weakref.ref[SavedAgain], Answer]] = deque()
+
+    def add(self, view: SavedAgain, answer: Answer) -> None:
+        """Have a view wait for an answer. Call it under the lock."""
+        self.waiting.append((weakref.ref(view), answer))
+
+    def read(self, *, wait: bool = False) -> None:
+        """Act on what the device has answered; on everything, if that is to be waited for."""
+        if self._accelerator is not None and self._accelerator.is_capturing():
+            return  # no event may be asked for while a graph is being captured
+        while self.waiting:
+            with self._finalizers, self._finalizers.lock:
+                if not self.waiting or not (wait or self.waiting[0][1].is_done):
+                    return
+                reference, answer = self.waiting.popleft()
+            view, is_equal = reference(), answer.read()  # without the lock: it may wait for the device
+            if view is not None:
+                with self._finalizers, self._finalizers.lock:
+                    view.answered(is_equal=is_equal)
 
 
 def _in_host_memory(storage: torch.UntypedStorage, *, is_whole: bool) -> int:

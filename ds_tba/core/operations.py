@@ -58,17 +58,18 @@ class Operations:
         """Return what tells the operation that saves now from later ones."""
         return Operation(threading.get_ident(), next_sequence_number(), self._originals.checkpoints)
 
-    def has_filled(self, record: SavedStorage, tensor: torch.Tensor) -> bool:
-        """Return whether whatever fills the storage that is being saved has filled it."""
-        return record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage())
+    def hold(self, record: SavedStorage, operation: Operation, tensor: torch.Tensor, choice: Choice) -> bool:
+        """Hold back a storage that an operation saves, unless whatever fills it has; return whether it is held back.
 
-    def hold(self, record: SavedStorage, choice: Choice, operation: Operation) -> None:
-        """Hold back a storage that an operation saves. Call it under the cache's lock, in the saving thread."""
+        Call it under the cache's lock, in the saving thread.
+        """
+        if record.is_complete or self._originals.is_of_compiled(tensor.untyped_storage()):
+            return False
         stream = None if self._accelerator is None else self._accelerator.current_stream()
-        waiting = self.held_back.setdefault(operation.thread, deque())
-        waiting.append(InUse(record, choice, operation, stream))
+        self.held_back.setdefault(operation.thread, deque()).append(InUse(record, choice, operation, stream))
         if choice.stores:
             record.move(RecordState.LEAVING)
+        return True
 
     def are_over(self, present: Operation | None = None) -> bool:
         """Return whether operations of this thread are over that have saved what is held back.

@@ -21,12 +21,23 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, SavedStorage
+from ds_tba.core.fingerprint import Doubts
+from ds_tba.core.saved import (
+    NO_INDEX,
+    CountedMemory,
+    Keeper,
+    Loading,
+    RecordState,
+    Room,
+    SavedStorage,
+    SavedView,
+)
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
@@ -37,13 +48,14 @@ from ds_tba.storage.base import Choice, Loaded, Store, Ticket
 logger = logging.getLogger(__name__)
 
 
-class Residency:
+class Residency(Room):
     """The saved storages in device memory, within the budget. Changed only under the cache's lock.
 
     Args:
         stats: its gauge has their bytes, and it the host's seconds in stores.
         stores: where bytes may go that were kept, in order of preference.
-        cache: told when memory is free.
+        doubts: views that keep bytes which the budget cannot move, until a device has answered.
+        cache: has the lock, and acts when memory is free.
         accelerator: of the device, where that is asynchronous.
         released_bytes: without a budget, the bound of what the host has let go of and the device has not.
 
@@ -57,7 +69,7 @@ class Residency:
         self,
         stats: CacheStats,
         stores: tuple[Store[Any], ...],
-        device: torch.device,
+        doubts: Doubts,
         cache: Keeper,
         accelerator: Accelerator | None,
         released_bytes: int,
@@ -72,7 +84,7 @@ class Residency:
         self._stats = stats
         self._stores = stores
         self.watched = stores
-        self._device = device
+        self._doubts = doubts
         self._cache = cache
         self._accelerator = accelerator
         self._has_warned = False
@@ -104,6 +116,59 @@ class Residency:
         may_wait = self.is_limited or self.releases.nbytes > 0
         # A capture into a graph, inside of forward, would be spoilt by looking whether the device has done something.
         return may_wait and not (self._accelerator is not None and self._accelerator.is_capturing())
+
+    def wait_for(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        if self._doubts.waiting and self.is_exceeded_by(nbytes):
+            self._doubts.read(wait=True)  # they keep bytes that the budget cannot move
+        finalizers = self._cache.finalizers
+        while self.may_wait:
+            with finalizers, finalizers.lock:
+                release = self.free_room(nbytes, pinned)
+            if release is None:
+                break
+            release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
+        return not self.is_exceeded_by(nbytes)
+
+    def give_way(self) -> None:
+        """Drop what was read ahead, and wait until the device is done with what was let go of."""
+        finalizers = self._cache.finalizers
+        with finalizers, finalizers.lock:
+            for record in [one for one in self._movable if one.state is RecordState.AHEAD]:
+                self.evict(record)
+            self.end_early()
+            release = self.releases.oldest
+        while release is not None:
+            release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
+            with finalizers, finalizers.lock:
+                self.releases.settle()
+                release = self.releases.oldest
+
+    @contextmanager
+    def scratch(self, nbytes: int) -> Iterator[None]:
+        self.wait_for(nbytes)
+        finalizers, counted_bytes = self._cache.finalizers, 0
+        try:
+            with finalizers, finalizers.lock:
+                self.make_room(nbytes)
+                counted_bytes = nbytes if self.is_limited else 0
+                self._gauge.add(counted_bytes)
+            yield
+        finally:
+            with finalizers, finalizers.lock:
+                self._gauge.add(-counted_bytes)
+
+    def copied(self, source: torch.Tensor) -> torch.Tensor:
+        nbytes, device, finalizers = source.numel(), self._accelerator, self._cache.finalizers
+        self.wait_for(nbytes)
+        if device is None:
+            copy = source.clone()
+        else:
+            copy = device.allocate(nbytes, source.device)
+            device.copy(source, copy)
+        with finalizers, finalizers.lock:
+            self.count(copy.untyped_storage(), nbytes)
+            self.count_until_free(copy.untyped_storage())
+        return copy
 
     def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | PendingCopy | None:
         """Move what can be moved until ``nbytes`` more fit the budget, or will once streams are done with the rest.
@@ -165,7 +230,6 @@ class Residency:
     # ---- what is counted ----------------------------------------------------------------------------------------
 
     def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
-        """Return the account of the memory of a storage, if it has one."""
         memory: CountedMemory | None = getattr(storage, self._account, None)
         return memory
 
@@ -311,15 +375,19 @@ class Residency:
         while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
             self.evict(next(iter(self._early)))
 
-    def drop_ahead(self) -> None:
-        """Hold nothing that backward does not want now."""
-        for record in [one for one in self._movable if one.state is RecordState.AHEAD]:
-            self.evict(record)
-        self.end_early()
-
     def end_early(self) -> None:
-        """Hold none of them any longer: forward goes on, and backward is far."""
         for record in list(self._early):
+            self.evict(record)
+
+    def note_unpacked(self, view: SavedView) -> None:
+        if view.held is None:
+            view.record.pending -= not (view.is_unpacked or view.is_lent)
+        view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
+        self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
+
+    def evict_if_unpacked(self, record: SavedStorage) -> None:
+        """Release loaded bytes that no view waits for: a second backward loads them again."""
+        if record.pending == 0 and record.is_backed:
             self.evict(record)
 
     # ---- out of device memory -----------------------------------------------------------------------------------

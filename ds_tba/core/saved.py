@@ -55,6 +55,7 @@ from ds_tba.storage.finalizers import DeferredFinalizers
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
 
+CHANGED = "saved again with other bytes"
 NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
@@ -65,7 +66,10 @@ class Keeper(ABC):
         lock: guards everything that the cache changes. It is not reentrant on purpose: a finalizer that found it free
             in the middle of a critical section of its own thread would change what that section is changing.
         finalizers: deferred until somebody has the lock; see [Note: Finalizers].
+        room: for what it keeps and loads.
     """
+
+    room: Room
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -88,36 +92,13 @@ class Keeper(ABC):
         """
 
     @abstractmethod
-    def lend(self, held: SavedView | SavedCounted) -> SavedView | SavedCounted:
-        """Return one more that holds the same bytes, to make another storage from. Call it under the lock."""
-
-    @abstractmethod
     def finalize(self, gone: Finalized) -> None:
         """Act on one deferred finalizer. Called under the lock."""
-
-    # ---- for a store that makes storages from others -----------------------------------------------------------------
 
     @property
     @abstractmethod
     def stats(self) -> CacheStats:
         """Return its counters."""
-
-    @property
-    @abstractmethod
-    def limit_bytes(self) -> float:
-        """Return the budget; infinite without one."""
-
-    @abstractmethod
-    def wait_for_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
-
-        Args:
-            pinned: storages that stay where they are.
-        """
-
-    @abstractmethod
-    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
-        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
 
     @abstractmethod
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
@@ -130,7 +111,35 @@ class Keeper(ABC):
             Whether they are held: else nobody wants them any more.
         """
 
-    @abstractmethod
+
+class Room(Protocol):
+    """The room for saved bytes in device memory, as those see it that take some of it. ``residency.py`` makes it.
+
+    Attributes:
+        limit_bytes: the budget; infinite without one.
+    """
+
+    limit_bytes: float
+
+    def wait_for(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
+        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
+
+        Args:
+            pinned: storages that stay where they are.
+        """
+
+    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
+        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
+
+    def copied(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a copy of bytes, on the consumer's stream, which may be behind the load of these."""
+
+    def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
+        """Return the account of the memory of a storage, if it has one."""
+
+    def note_unpacked(self, view: SavedView) -> None:
+        """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
+
     def end_early(self) -> None:
         """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
 
@@ -306,11 +315,6 @@ class SavedStorage(StateMachine):
         """True if the bytes are loaded, and can be loaded once more."""
         return self.loaded is not None and self.loaded.stored
 
-    @property
-    def is_operand(self) -> bool:
-        """True if a recipe makes another storage from these bytes, so that nobody else may write into them."""
-        return self.memory.is_operand
-
     def left(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
         """Note the fingerprint of the bytes, which are about to leave.
 
@@ -318,6 +322,12 @@ class SavedStorage(StateMachine):
         """
         is_whole = self.key.version > 0 or not self.is_complete
         self.fingerprint = Fingerprint.of(tensor, accelerator, is_whole=is_whole)
+
+    def count_lent(self) -> None:
+        """Count one more view, which belongs to a recipe."""
+        self.views += 1
+        self.lent += 1
+        self.memory.lent += 1
 
     @property
     def holders(self) -> list[SavedView]:
@@ -396,8 +406,10 @@ class SavedCounted(_Kept):
         return self._cache is cache
 
     def twin(self) -> SavedCounted:
-        """Return another one of the same tensor, for a recipe. Called under the cache's lock, which counts it."""
+        """Return one more that holds the same tensor, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
+        self.memory.users += 1
+        self.memory.lent += 1
         self._cache.finalizers.watch(other, CountedGone(self.memory, is_lent=True))
         return other
 
@@ -504,14 +516,31 @@ class SavedView:
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
 
+    @property
+    def memory(self) -> CountedMemory:
+        """The account of the storage that was saved."""
+        return self.record.memory
+
     def twin(self) -> SavedView:
-        """Return another view of the same bytes, for a recipe. Called under the cache's lock, which counts it."""
+        """Return one more view of the same bytes, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
+        self.record.count_lent()
         other.state = ViewGone(self.record, self.state.is_away, True)
         notice = self._cache.finalizers.watch(other, other.state)
         if other.held is not None:
             self.record.kept_views.append(notice)
         return other
+
+    def answered(self, *, is_equal: bool) -> None:
+        """Hold the bytes no longer, if they are those that left. Called under the cache's lock; see ``Doubts``."""
+        record, held, stats = self.record, self.held, self._cache.stats
+        is_elsewhere = not record.is_kept and record.state is not RecordState.DROPPED
+        if held is None or not (is_equal and is_elsewhere and self.holds(record.key)):
+            stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
+            return
+        stats.deduplicated_bytes += nbytes_of(held)
+        record.pending += not self.is_unpacked
+        self.let_go()
 
     def let_go(self) -> None:
         """Hold the bytes no longer. Called under the cache's lock."""
@@ -604,7 +633,7 @@ class CountedMemory:
 
     @property
     def is_operand(self) -> bool:
-        """True if a recipe makes another storage from a tensor in this memory."""
+        """True if a recipe makes another storage from these bytes, so that nobody else may write into them."""
         return self.lent > 0
 
     def save(self, nbytes: int) -> int:

@@ -247,7 +247,7 @@ class Controller:
     def recompute(self, saved_bytes: int) -> None:
         """Make room for a pass that backward runs again, and count it."""
         self._cache.stats.recomputed_bytes += saved_bytes
-        self._cache.wait_for_room(saved_bytes)  # at once: what it saves then finds the room
+        self._cache.room.wait_for(saved_bytes)  # at once: what it saves then finds the room
 
     def save_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a pass saves which runs again."""

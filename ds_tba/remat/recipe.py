@@ -189,9 +189,9 @@ class Recipe(NamedTuple):
         """Return the saved storages that it is made of, as often as they are held."""
         return (held.record for held in self.held() if isinstance(held, SavedView))
 
-    def bound(self, cache: Keeper) -> Recipe:
+    def bound(self) -> Recipe:
         """Return the same with operands of its own. Call it under the cache's lock."""
-        return self._with({id(one): cache.lend(one) for one in self.held() if not isinstance(one, PassedThrough)})
+        return self._with({id(one): one.twin() for one in self.held() if not isinstance(one, PassedThrough)})
 
     def copied(self, cache: Keeper) -> Recipe:
         """Return the same with copies of its own of parameters and buffers, as they are now."""

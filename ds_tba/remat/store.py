@@ -106,8 +106,6 @@ class RematStore(TensorStore[RecipeTicket]):
         sites: find recipes, and prove that they give the same bytes.
     """
 
-    keeps_bytes = False
-
     def __init__(self, cache: Keeper, sites: Prover) -> None:
         self.sites = sites
         self._cache = cache
@@ -167,7 +165,7 @@ class RematStore(TensorStore[RecipeTicket]):
     def _may_prove(self, tensor: torch.Tensor, recipe: Recipe) -> bool:
         """Return whether there is room for a comparison now, and it is likely to be worth that."""
         site, nbytes = recipe.site, tensor.untyped_storage().nbytes()
-        if 2 * recipe.work_bytes > self._cache.limit_bytes:
+        if 2 * recipe.work_bytes > self._cache.room.limit_bytes:
             return False
         unread_bytes = sum(one.nbytes for one in self.copies_out())
         if not site.is_proven and unread_bytes and unread_bytes + nbytes > MAX_UNREAD_BYTES:
@@ -185,17 +183,17 @@ class RematStore(TensorStore[RecipeTicket]):
                 raise
             return None
         with cache.finalizers, cache.finalizers.lock:
-            return recipe.bound(cache)
+            return recipe.bound()
 
     def _compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None:
         needed_bytes, operands = 2 * recipe.steps[-1].nbytes + recipe.scratch_bytes, set(recipe.records())
-        if not self._cache.wait_for_room(needed_bytes + sum(one.load_bytes for one in operands), operands):
+        if not self._cache.room.wait_for(needed_bytes + sum(one.load_bytes for one in operands), operands):
             return None
         try:
-            with self._cache.scratch(needed_bytes):
+            with self._cache.room.scratch(needed_bytes):
                 return self.sites.compare(recipe, tensor)
         finally:
-            self._cache.end_early()
+            self._cache.room.end_early()
 
     def _new_ticket(self, recipe: Recipe, source: torch.Tensor | None) -> RecipeTicket:
         """Take a storage, whose bytes are held where a comparison is not answered yet."""
@@ -286,7 +284,7 @@ class RematStore(TensorStore[RecipeTicket]):
         return Loaded(self._make(recipe), stored=True)
 
     def _make(self, recipe: Recipe) -> Arrival:
-        with self._cache.scratch(recipe.scratch_bytes):
+        with self._cache.room.scratch(recipe.scratch_bytes):
             return self._arrival(self.sites.make(recipe))
 
     def prefetch(self, ticket: RecipeTicket) -> bool:

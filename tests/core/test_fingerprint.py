@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from support import hazards
 from support.late_device import LateDevice
 
-from ds_tba.core.cache import CHANGED, TensorCache
+from ds_tba.core.cache import TensorCache
 from ds_tba.core.fingerprint import Fingerprint
+from ds_tba.core.saved import CHANGED
 from ds_tba.device.accelerator import CpuAccelerator, PinnedAnswers
 from ds_tba.storage.host import HostStore
 
@@ -116,7 +117,7 @@ def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(device: Late
         second = (x * buffer).sum()
         wanted = buffer.clone()
     device.synchronize()
-    cache._read_doubts(wait=True)
+    cache._doubts.read(wait=True)
     assert cache.stats.kept_bytes[CHANGED] == (buffer.nbytes if is_changed else 0)
     assert cache.stats.deduplicated_bytes == (0 if is_changed else buffer.nbytes)
     (second + 0 * (first + other)).backward()
@@ -135,7 +136,7 @@ def test_what_one_operation_saves_twice_waits_for_the_device_twice(device: LateD
         x.data[0, 0] += 1
         second = (x * x).sum()
     device.synchronize()
-    cache._read_doubts(wait=True)
+    cache._doubts.read(wait=True)
     assert torch.equal(torch.autograd.grad(second, x)[0], 2 * x.detach())
     del first, other
     host.close()

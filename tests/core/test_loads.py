@@ -130,7 +130,7 @@ def test_memory_that_runs_out_once_the_bytes_are_there_leaves_them_to_the_next(
     """A load is tried again when the allocator has memory."""
     run.store.gate.set()
     run.cache.limit_resident(1 << 20)
-    residency, rooms = run.cache.residency, [1 << 20, 0]
+    residency, rooms = run.cache.room, [1 << 20, 0]
     make_room = residency.make_room
 
     def no_more(nbytes: int) -> None:
@@ -161,10 +161,10 @@ def test_what_another_thread_evicts_while_it_is_loaded_early_holds_up_nobody(run
 
     def load_early() -> None:
         with cache.finalizers, cache.finalizers.lock:
-            cache.residency.add_early(record)
-            assert cache.residency.prefetch(record) and record.state is RecordState.AHEAD
+            cache.room.add_early(record)
+            assert cache.room.prefetch(record) and record.state is RecordState.AHEAD
             for one in others:
-                cache.residency.add_early(one.record)
+                cache.room.add_early(one.record)
 
     run.end(run.thread(load_early))
     run.read()

@@ -308,10 +308,10 @@ def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: Sto
     before = cache.stats.resident.now
     ahead, cancelled = records[-1], records[0]
     with cache.lock:
-        assert cache.residency.prefetch(cancelled) and cancelled.state is RecordState.AHEAD
+        assert cache.room.prefetch(cancelled) and cancelled.state is RecordState.AHEAD
         assert cache.stats.resident.now == before + asynchronous * cancelled.nbytes
-        assert cache.residency.prefetch(cancelled)  # counted once
-        cache.residency.end_prefetch(cancelled)
+        assert cache.room.prefetch(cancelled)  # counted once
+        cache.room.end_prefetch(cancelled)
         assert cancelled.state is RecordState.AWAY and cache.stats.resident.now == before
     y.sum().backward()
     assert set(seen[0]) == {RecordState.AHEAD} and ahead.loaded is None
