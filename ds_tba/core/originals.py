@@ -26,11 +26,11 @@ counts how often such a Function has saved it, and the unpack hook is told when 
 
 from __future__ import annotations
 
-import functools
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -140,7 +140,7 @@ class SavedTensors:
         if ctx is None:
             return self
         is_users = is_of_a_users_function(type(ctx))
-        return self.read(lambda: self._builtin.__get__(ctx, owner), ctx if is_users else None)
+        return self.read(partial(self._builtin.__get__, ctx, owner), ctx if is_users else None)
 
     def read(self, unpack: Callable[[], Sequence[Any]], ctx: Any = None) -> Sequence[Any]:
         """Return what ``unpack`` returns, with the originals among it.
@@ -243,7 +243,7 @@ def _count_saves(saved_tensors: SavedTensors) -> None:
     """Have each storage count its saves by [Note: Functions of the user]: they all call ``ctx.save_for_backward``."""
     builtin = FunctionCtx.save_for_backward
 
-    @functools.wraps(builtin)
+    @wraps(builtin)
     def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
         is_compiled, is_users = is_of_a_compiled_graph(type(self)), is_of_a_users_function(type(self))
         if is_compiled or is_users:
@@ -262,7 +262,11 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
     frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
     get_inputs, save_inputs = getattr(frame, "get_inputs", None), getattr(frame, "save_inputs", None)
     if get_inputs is not None:
-        frame.get_inputs = lambda self: saved_tensors.read(lambda: get_inputs(self))
+
+        def originals(self: Any) -> Sequence[Any]:
+            return saved_tensors.read(partial(get_inputs, self))
+
+        frame.get_inputs = originals
     if save_inputs is not None:
 
         def noted(self: Any, *args: Any) -> None:

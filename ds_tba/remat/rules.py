@@ -54,13 +54,15 @@ class Rule:
 
     Attributes:
         op: name in the config and in reports.
-        make: returns the output, from the operands, the constants and the :class:`Output`.
+        make: returns the output, from the operands and the constants.
         constants: attributes of the node.
         result: attribute under which the node may hold its own output.
         is_view: True if the output shares its operand's memory, so that it is a step between others only.
         listed: attribute under which the node holds a list of more operands.
         needs_epsilon: True if the last constant is the ``eps`` of a norm; see ``search.py``.
         is_copy: True if the graph does not tell the strides of the output.
+        by_name: True if ``make`` takes the constants as keywords.
+        from_output: True if ``make`` takes the :class:`Output`, too, last of all.
     """
 
     op: str
@@ -72,6 +74,8 @@ class Rule:
     listed: str = ""
     needs_epsilon: bool = False
     is_copy: bool = False
+    by_name: bool = False
+    from_output: bool = False
 
     def is_rounded_once(self, constants: tuple[Any, ...]) -> bool:
         """Return whether each element has the same bits wherever it lies in memory: one operation rounds it at most."""
@@ -118,14 +122,16 @@ class Step(NamedTuple):
         Raises:
             NoRecipeError: it has another shape or dtype than in forward, as that of an op in place may have.
         """
-        made = self.rule.make(*operands, *self.constants, self.output)
+        rule, values = self.rule, (*operands, *(() if self.rule.by_name else self.constants))
+        keywords = dict(zip(rule.constants, self.constants, strict=True)) if rule.by_name else {}
+        made = rule.make(*values, self.output) if rule.from_output else rule.make(*values, **keywords)
         if made.shape != self.output.shape or made.dtype != self.output.dtype:
             raise NoRecipeError("made again it has another shape or dtype")
         return made
 
     def signature(self) -> tuple[Any, ...]:
         """Return what is equal for equal work: the op, its constants, and of all tensors dtype, shape and stride."""
-        return (self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
+        return (self.rule.op, self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
 
 
 def _look(one: int | Saved | torch.Tensor | None) -> Any:
@@ -141,17 +147,37 @@ _ROUNDED_ONCE = frozenset(
 )
 
 
-def _rule(op: str, operands: str, make: Callable[..., Any], constants: str = "", result: str = "") -> Rule:
+def _rule(op: str, operands: str, make: Make, constants: str = "", result: str = "", *, by_name: bool = False) -> Rule:
     """Return a rule; ``-`` stands for an operand that the node does not hold."""
     found = tuple(Operand("" if name == "-" else name, edge) for edge, name in enumerate(operands.split()))
-    return Rule(op, found, lambda *values: make(*values[:-1]), tuple(constants.split()), result)
+    return Rule(op, found, make, tuple(constants.split()), result, by_name=by_name)
 
 
-def _view(make: Make, constants: str = "") -> Rule:
-    return Rule("view", (Operand("", 0),), make, tuple(constants.split()), is_view=True)
+def _view(make: Make, constants: str = "", *, from_output: bool = False) -> Rule:
+    return Rule("view", (Operand("", 0),), make, tuple(constants.split()), is_view=True, from_output=from_output)
 
 
-def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float, output: Output) -> torch.Tensor:
+def _reshaped(tensor: torch.Tensor, output: Output) -> torch.Tensor:
+    return tensor.reshape(output.shape)
+
+
+def _expanded(tensor: torch.Tensor, output: Output) -> torch.Tensor:
+    return tensor.expand(output.shape)
+
+
+def _split(tensor: torch.Tensor, nelements: int, dim: int, output: Output) -> torch.Tensor:
+    return tensor.split(nelements, dim)[output.number]  # type: ignore[no-untyped-call]
+
+
+def _unbound(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
+    return tensor.unbind(dim)[output.number]
+
+
+def _cast(tensor: torch.Tensor, output: Output) -> torch.Tensor:
+    return tensor.to(output.dtype)
+
+
+def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     scale = 0.0 if p == 1 else 1 / (1 - p)
     if tensor.device.type == "cpu":  # whose forward rounds the scale, and whose backward does not
         return tensor * (mask.to(tensor.dtype) * scale)
@@ -164,31 +190,31 @@ def _layer_norm(
     bias: torch.Tensor | None,
     shape: tuple[int, ...],
     eps: float,
-    output: Output,
 ) -> torch.Tensor:
     return torch.native_layer_norm(tensor, shape, weight, bias, eps)[0]
 
 
+def _group_norm(
+    tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, groups: int, eps: float
+) -> torch.Tensor:
+    return functional.group_norm(tensor, groups, weight, bias, eps)
+
+
 def _rms_norm(
-    tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None, output: Output
+    tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None
 ) -> torch.Tensor:
     return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]
-
-
-def _elu(tensor: torch.Tensor, alpha: float, scale: float, input_scale: float) -> torch.Tensor:
-    return torch.ops.aten.elu(tensor, alpha, scale, input_scale)
 
 
 def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
     return torch.softmax(tensor, dim, dtype=None if output.dtype == tensor.dtype else output.dtype)
 
 
-def _index(tensor: torch.Tensor, *others: Any) -> torch.Tensor:
-    indices = list(others[:-1])
-    return torch.ops.aten.index(tensor, indices)
+def _index(tensor: torch.Tensor, *indices: torch.Tensor | None) -> torch.Tensor:
+    return torch.ops.aten.index(tensor, list(indices))
 
 
-def _not_made(output: Output) -> torch.Tensor:
+def _not_made() -> torch.Tensor:
     raise StateError("its own result is held, or nothing; this is a bug in ds_tba")
 
 
@@ -199,22 +225,18 @@ RULES: dict[str, Rule] = {
     # Products and sums of tensors. A number that multiplies or divides is held by the node, one that is added is not.
     "MulBackward0": _rule("mul", "self other", torch.mul),
     "DivBackward0": _rule("div", "self other", torch.div),
-    "AddBackward0": _rule("add", "- -", lambda a, b, alpha: torch.add(a, b, alpha=alpha), "alpha"),
-    "SubBackward0": _rule("sub", "- -", lambda a, b, alpha: torch.sub(a, b, alpha=alpha), "alpha"),
-    "AddcmulBackward0": _rule(
-        "addcmul", "- tensor1 tensor2", lambda a, b, c, value: torch.addcmul(a, b, c, value=value), "value"
-    ),
+    "AddBackward0": _rule("add", "- -", torch.add, "alpha", by_name=True),
+    "SubBackward0": _rule("sub", "- -", torch.sub, "alpha", by_name=True),
+    "AddcmulBackward0": _rule("addcmul", "- tensor1 tensor2", torch.addcmul, "value", by_name=True),
     "MaximumBackward0": _rule("maximum", "self other", torch.maximum),
     "MinimumBackward0": _rule("minimum", "self other", torch.minimum),
-    "WhereBackward0": Rule(
-        "where", (Operand("condition", None), Operand("", 0), Operand("", 1)), lambda c, a, b, _: torch.where(c, a, b)
-    ),
+    "WhereBackward0": Rule("where", (Operand("condition", None), Operand("", 0), Operand("", 1)), torch.where),
     # Activation functions.
     "SiluBackward0": _rule("silu", "self", functional.silu),
-    "GeluBackward0": _rule("gelu", "self", lambda x, kind: functional.gelu(x, approximate=kind), "approximate"),
+    "GeluBackward0": _rule("gelu", "self", functional.gelu, "approximate", by_name=True),
     "ReluBackward0": _rule("relu", "-", torch.relu, result="result"),
     "LeakyReluBackward0": _rule("leaky_relu", "self", functional.leaky_relu, "negative_slope"),
-    "EluBackward0": _rule("elu", "self", _elu, "alpha scale input_scale"),
+    "EluBackward0": _rule("elu", "self", torch.ops.aten.elu, "alpha scale input_scale"),
     "HardtanhBackward0": _rule("hardtanh", "self", functional.hardtanh, "min_val max_val"),
     "HardswishBackward0": _rule("hardswish", "self", functional.hardswish),
     "HardsigmoidBackward0": _rule("hardsigmoid", "self", functional.hardsigmoid),
@@ -246,32 +268,30 @@ RULES: dict[str, Rule] = {
         "group_norm",
         # A bias that is not trained looks like none.
         (Operand("input", 0), Operand("weight", 1, True), Operand("", 2)),
-        lambda x, weight, bias, groups, eps, _: functional.group_norm(x, groups, weight, bias, eps),
+        _group_norm,
         ("group", "eps"),
     ),
-    "SoftmaxBackward0": Rule("softmax", _ONE, _softmax, ("dim",), "result"),
+    "SoftmaxBackward0": Rule("softmax", _ONE, _softmax, ("dim",), "result", from_output=True),
     "NativeDropoutBackward0": Rule(
         "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)
     ),
     "IndexBackward0": Rule("index", _ONE, _index, listed="indices"),
-    "ToCopyBackward0": Rule("cast", _ONE, lambda x, output: x.to(output.dtype), is_copy=True),
-    "CloneBackward0": Rule("copy", _ONE, lambda x, _: x.contiguous(), is_copy=True),
-    "UnsafeViewBackward0": Rule("copy", _ONE, lambda x, output: x.reshape(output.shape)),
+    "ToCopyBackward0": Rule("cast", _ONE, _cast, is_copy=True, from_output=True),
+    "CloneBackward0": Rule("copy", _ONE, torch.Tensor.contiguous, is_copy=True),
+    "UnsafeViewBackward0": Rule("copy", _ONE, _reshaped, from_output=True),
     # What lies between: views, and ops that hold their own output.
-    "ViewBackward0": _view(lambda x, output: x.reshape(output.shape)),
-    "UnsqueezeBackward0": _view(lambda x, output: x.reshape(output.shape)),
-    "SqueezeBackward0": _view(lambda x, output: x.reshape(output.shape)),
-    "SqueezeBackward1": _view(lambda x, output: x.reshape(output.shape)),
-    "ExpandBackward0": _view(lambda x, output: x.expand(output.shape)),
-    "TBackward0": _view(lambda x, _: x.t()),
-    "TransposeBackward0": _view(lambda x, a, b, _: x.transpose(a, b), "dim0 dim1"),
-    "PermuteBackward0": _view(lambda x, dims, _: x.permute(dims), "dims"),
-    "SelectBackward0": _view(lambda x, dim, index, _: x.select(dim, index), "dim index"),
-    "SliceBackward0": _view(
-        lambda x, dim, start, end, step, _: torch.ops.aten.slice(x, dim, start, end, step), "dim start end step"
-    ),
-    "SplitBackward0": _view(lambda x, size, dim, out: x.split(size, dim)[out.number], "split_size dim"),
-    "UnbindBackward0": _view(lambda x, dim, out: x.unbind(dim)[out.number], "dim"),
+    "ViewBackward0": _view(_reshaped, from_output=True),
+    "UnsqueezeBackward0": _view(_reshaped, from_output=True),
+    "SqueezeBackward0": _view(_reshaped, from_output=True),
+    "SqueezeBackward1": _view(_reshaped, from_output=True),
+    "ExpandBackward0": _view(_expanded, from_output=True),
+    "TBackward0": _view(torch.t),
+    "TransposeBackward0": _view(torch.transpose, "dim0 dim1"),
+    "PermuteBackward0": _view(torch.permute, "dims"),
+    "SelectBackward0": _view(torch.select, "dim index"),
+    "SliceBackward0": _view(torch.ops.aten.slice, "dim start end step"),
+    "SplitBackward0": _view(_split, "split_size dim", from_output=True),
+    "UnbindBackward0": _view(_unbound, "dim", from_output=True),
     **{
         f"ScaledDotProduct{kind}AttentionBackward0": Rule("attention", (), _not_made, result="output")
         for kind in ("Flash", "Efficient", "Cudnn")

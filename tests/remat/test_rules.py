@@ -21,7 +21,7 @@ from ds_tba.remat.rules import RULES, NoRecipeError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
 
-NAMES = {rule.make: name for name, rule in RULES.items()}
+NAMES = {id(rule): name for name, rule in RULES.items()}
 SIZE = (12, 34)
 SPECIAL = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -1e-40, 3e38, -3e38, 65504.0, 88.8, -104.0]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -125,7 +125,7 @@ class Run:
 
 
 def names(recipe: Recipe) -> set[str]:
-    return {NAMES[one.rule.make] for one in recipe.steps}
+    return {NAMES[id(one.rule)] for one in recipe.steps}
 
 
 def made_by(recipe: Recipe) -> Tensor:
@@ -223,7 +223,7 @@ def test_a_fused_rms_norm_is_made_by_the_op_that_made_it(eps: float | None, dtyp
     a, weight = values(0, dtype), values(1, dtype)[0].detach()
     made = torch.ops.aten._fused_rms_norm(a, SIZE[1:], weight, eps)[0]
     rule = RULES["FusedRmsNormBackward0"]
-    assert torch.equal(bits(rule.make(a, weight, SIZE[1:], eps, None)), bits(made))
+    assert torch.equal(bits(rule.make(a, weight, SIZE[1:], eps)), bits(made))
 
 
 # ---- what cannot be known -------------------------------------------------------------------------------------------
