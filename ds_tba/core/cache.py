@@ -48,6 +48,7 @@ from ds_tba.core.saved import (
     CountedGone,
     CountedMemory,
     Finalized,
+    Held,
     Hooks,
     Keeper,
     Loading,
@@ -80,6 +81,7 @@ from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Always, Choice, Loaded, Policy, Store, Ticket
 
+Taken = tuple[Origin | None, Ticket | None]
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
 
@@ -264,7 +266,7 @@ class TensorCache(Keeper):
 
     # ---- pack ---------------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> PassedThrough | SavedCounted | SavedView:
+    def pack(self, tensor: torch.Tensor) -> Held:
         """Return the object to hold in place of ``tensor``: autograd's pack hook.
 
         Raises:
@@ -313,14 +315,14 @@ class TensorCache(Keeper):
             if key in forward.by_key or (first is None and not self.room.may_wait):
                 view = self._enter(forward, tensor, key, choice)
         if view is None:  # something may have to be proven or waited for first
-            origin, ticket = None, None
+            taken: Taken = None, None
             if first is not None:
                 first.settle()
                 if choice.rematerialize or forward.is_recorded:
-                    origin, ticket = first.take(tensor, is_wanted=choice.rematerialize)
+                    taken = first.take(tensor, is_wanted=choice.rematerialize)
             self.room.wait_for(key.nbytes)
             with self.finalizers, self.finalizers.lock:
-                view = self._enter(forward, tensor, key, choice, origin, ticket)
+                view = self._enter(forward, tensor, key, choice, taken)
         if self._accelerator is not None:
             # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
             self._accelerator.share(tensor, self._accelerator.current_stream())
@@ -329,22 +331,16 @@ class TensorCache(Keeper):
         return view
 
     def _enter(
-        self,
-        forward: Forward,
-        tensor: torch.Tensor,
-        key: StorageKey,
-        choice: Choice,
-        origin: Origin | None = None,
-        ticket: Ticket | None = None,
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: Taken = (None, None)
     ) -> SavedView:
         """Enter one more view of a storage, which is new unless it has a record with the same bytes.
 
         A view that a device has yet to compare keeps its bytes until then.
 
         Args:
-            ticket: of the store that has taken the storage already, if one has.
+            taken: how it could be rematerialized, and the ticket if it was taken for that.
         """
-        record, answer = forward.by_key.get(key), None
+        record, answer, (origin, ticket) = forward.by_key.get(key), None, taken
         if record is not None and record.operation is not None:
             operation = self._operations.present()
             # Saves of one operation have the same bytes: nothing runs in between.
@@ -440,9 +436,7 @@ class TensorCache(Keeper):
 
     # ---- unpack -------------------------------------------------------------------------------------------------
 
-    def unpack(
-        self, micro_step: MicroStep[SavedStorage], held: PassedThrough | SavedCounted | SavedView
-    ) -> torch.Tensor:
+    def unpack(self, micro_step: MicroStep[SavedStorage], held: Held) -> torch.Tensor:
         """Return the tensor for which ``held`` stands: autograd's unpack hook.
 
         Raises:
