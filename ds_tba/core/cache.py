@@ -192,7 +192,7 @@ class TensorCache(Keeper):
             continues: the forward belongs to the micro-step of the last one; see [Note: Micro-steps].
             is_recorded: the micro-step is being recorded.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # an evaluation pass must not end the micro-step before its backward
             yield
             return
         if self.rematerialization is not None:
@@ -380,7 +380,7 @@ class TensorCache(Keeper):
             self.room.count_until_free(storage)
             record.operation = self._operations.present()
             record.is_complete = is_complete(tensor)
-            record.source = None if has_graph(tensor) else weakref.ref(storage)
+            record.source = None if has_graph(tensor) else weakref.ref(storage)  # held, it would never be free
             if ticket is not None:
                 self.room.give(record, ticket, tensor)
             elif not self._operations.hold(record, record.operation, tensor, choice):
@@ -556,7 +556,7 @@ class TensorCache(Keeper):
 
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
-        if is_parameter(tensor) or not has_plain_storage(tensor):
+        if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
             return
         self.room.wait_for(nbytes := held_bytes(tensor, self._device))
         with self.finalizers, self.finalizers.lock:
@@ -619,7 +619,7 @@ class TensorCache(Keeper):
         record.lent -= gone.is_lent
         record.memory.lent -= gone.is_lent
         record.pending -= gone.is_pending
-        if record.views == record.lent and not gone.is_lent:
+        if record.views == record.lent and not gone.is_lent:  # autograd would hold it no longer, whatever recipes do
             self._stats.saved.add(-record.memory.unsave())
         if record.views == 0:
             self._forget(record)

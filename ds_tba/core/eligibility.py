@@ -74,9 +74,9 @@ class Gate:
             acts: something is done with the tensors that may.
             casts_stay: parameters in another dtype are kept; with a budget the plan says what leaves.
         """
-        if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():
+        if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():  # which would see our copies
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) is not torch.Tensor:  # a subclass may raise for functions that it does not know
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
         base = tensor._base  # called for every saved tensor: the usual ones are told without the costly checks
         if base is not None and isinstance(base, torch.nn.Parameter):
@@ -85,14 +85,14 @@ class Gate:
             return Eligibility.SUBCLASS
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return Eligibility.NOT_DENSE
-        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # no version, or a mark that the bytes lack
             return Eligibility.NOT_DENSE
         if tensor._is_zerotensor():
             return Eligibility.NO_STORAGE  # forward-mode AD's zeros: the storage claims bytes, and there is no memory
         if tensor.device != self._device:
             return Eligibility.OTHER_DEVICE
         storage = tensor.untyped_storage()
-        if getattr(storage, OWNED, False):
+        if getattr(storage, OWNED, False):  # ZeRO-3 gathers parameters into storages of plain tensors
             return Eligibility.PARAMETER
         nbytes = storage.nbytes()
         if nbytes == 0:

@@ -126,7 +126,7 @@ class Doubts:
 
     def add(self, view: SavedAgain, answer: Answer) -> None:
         """Have a view wait for an answer. Call it under the lock."""
-        self.waiting.append((weakref.ref(view), answer))
+        self.waiting.append((weakref.ref(view), answer))  # not held, or a dropped graph would keep its bytes
 
     def read(self, *, wait: bool = False) -> None:
         """Act on what the device has answered; on everything, if that is to be waited for."""

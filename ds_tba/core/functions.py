@@ -56,7 +56,7 @@ class Functions:
             return tensor
         tensor = held.restore()
         if not _is_its_bytes(tensor):
-            return tensor.clone()
+            return tensor.clone()  # a conjugate's mark would be lost with bytes alone
         data = storage_bytes(tensor)
         if _others_read(held):
             data = self._cache.room.copied(data)
@@ -71,7 +71,7 @@ class Functions:
         arrival = Arrival(accelerator, data, moment(accelerator), accelerator.current_stream())
         counted = self._cache.room.memory_of(data.untyped_storage())
         if counted is not None:
-            arrival.consumers = counted.consumers
+            arrival.consumers = counted.consumers  # one list: the memory is free when all who read it are done
         return arrival
 
     def _source_of(self, record: SavedStorage) -> torch.UntypedStorage | None:

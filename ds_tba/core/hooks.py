@@ -107,7 +107,7 @@ def is_being_compiled() -> bool:
 _RESPECT = "respect_saved_tensors_hooks"
 _CHECKPOINT = "_checkpoint_without_reentrant_generator_impl"  # since PyTorch 2.14
 _IN_SCOPE = "_current_user_saved_tensors_hooks"  # likewise
-_exchanging = threading.Lock()
+_exchanging = threading.Lock()  # of two forwards that end at once one would leave the replacement in place
 
 
 class _Ours(threading.local):
@@ -126,7 +126,7 @@ class SelectiveCheckpoints:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):
             forward, recomputation = contexts = options["context_fn"]()
-            options["context_fn"] = lambda: contexts
+            options["context_fn"] = lambda: contexts  # a second call would make other contexts than those judged here
             options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)
             self.ours.seen += isinstance(forward, checkpointing._CachingTorchDispatchMode)
         return self.checkpoint(*args, **options)

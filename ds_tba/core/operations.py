@@ -85,7 +85,7 @@ class Operations:
         waiting = self.held_back[threading.get_ident()]
         while waiting:
             one = waiting.popleft()
-            if not one.record.is_kept:
+            if not one.record.is_kept:  # dropped meanwhile: nobody wants it any more
                 continue
             if one.record.state is RecordState.LEAVING:  # not yet, where an interrupt came before that
                 one.record.move(RecordState.KEPT)
@@ -95,4 +95,4 @@ class Operations:
                 event.record(one.stream)  # else the copy may begin before that stream has filled it
                 accelerator.current_stream().wait_event(event)
             yield one
-        del self.held_back[threading.get_ident()]
+        del self.held_back[threading.get_ident()]  # or an ended thread would be remembered for ever

@@ -174,9 +174,9 @@ class SavedTensors:
         last = None if found is None else found()
         if last is None:
             last = _LastRead()
-            torch.autograd.Variable._execution_engine.queue_callback(last)
+            torch.autograd.Variable._execution_engine.queue_callback(last)  # goes with the backward, however it ends
             for ended in [number for number, one in of_thread.items() if one() is None]:
-                del of_thread[ended]
+                del of_thread[ended]  # numbers do not come again, and would pile up
             of_thread[backward] = weakref.ref(last)
         last.leave((id(ctx), ctx._sequence_nr()))
         return last

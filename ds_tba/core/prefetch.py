@@ -109,7 +109,7 @@ class MicroStep(Generic[Record]):
             reach = min(reach, self._used + self.lead[self._used])
         while self._asked < reach:
             record = self._records[self._order[self._asked]]
-            if record is not None and not ask(record):
+            if record is not None and not ask(record):  # no room now: it is asked for again at the next unpack
                 return
             self._asked += 1
 

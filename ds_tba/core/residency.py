@@ -146,7 +146,7 @@ class Residency(Room):
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
         self.wait_for(nbytes)
-        finalizers, counted_bytes = self._cache.finalizers, 0
+        finalizers, counted_bytes = self._cache.finalizers, 0  # until it is counted: an interrupt must take off nothing
         try:
             with finalizers, finalizers.lock:
                 self.make_room(nbytes)
@@ -244,7 +244,7 @@ class Residency(Room):
             memory = CountedMemory()
             if storage is not None:
                 setattr(storage, self._account, memory)
-        if nbytes > memory.nbytes:
+        if nbytes > memory.nbytes:  # else it is counted already: records and tensors share storages
             if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
                 self.make_room(nbytes - memory.nbytes)
             self._gauge.add(nbytes - memory.nbytes)
@@ -404,7 +404,7 @@ class Residency(Room):
         if record.is_backed:
             record.move(RecordState.AWAY)
             record.loaded = None
-        elif record.state in (RecordState.KEPT, RecordState.LOADED):
+        elif record.state in (RecordState.KEPT, RecordState.LOADED):  # not LEAVING: a kernel may still write there
             tensor = self._only_copy(record, kept_at)
             stays = tensor is None or self.offload(record, tensor, Choice(self._stores, wait=True))
             if stays and self.is_limited:

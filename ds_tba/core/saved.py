@@ -351,7 +351,7 @@ class _Kept:
     __slots__ = ("_version", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = -1 if tensor.is_inference() else tensor._version  # asking one of inference mode raises
         self.held = kept(tensor)
 
     def restore(self) -> torch.Tensor:
@@ -525,7 +525,7 @@ class SavedView:
         """Return one more view of the same bytes, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
         self.record.count_lent()
-        other.state = ViewGone(self.record, self.state.is_away, True)
+        other.state = ViewGone(self.record, self.state.is_away, True)  # or one end would count for both views
         notice = self._cache.finalizers.watch(other, other.state)
         if other.held is not None:
             self.record.kept_views.append(notice)

@@ -56,7 +56,7 @@ class ViewSpec(NamedTuple):
 
         A true view, so that a backward that changes what it unpacked bumps the version counter of all of them.
         """
-        whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize]
+        whole = data[: data.numel() // self.dtype.itemsize * self.dtype.itemsize]  # an odd rest fits no element
         return whole.view(self.dtype).as_strided(self.shape, self.stride, self.storage_offset)
 
 
@@ -99,7 +99,7 @@ def is_of_a_users_function(context: type) -> bool:
     """Return whether a class of a node or context is of a Function that neither PyTorch nor DeepSpeed brings."""
     if not issubclass(context, torch.autograd.function.BackwardCFunction):
         return False
-    module = getattr(context, "_forward_cls", context).__module__ + "."
+    module = getattr(context, "_forward_cls", context).__module__ + "."  # or torchvision would pass for torch
     return not module.startswith(_TRUSTED) or module.startswith(_OF_USERS)
 
 
@@ -351,7 +351,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def integers_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same bits as numbers that are equal only to themselves."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach().resolve_conj().resolve_neg()  # marks are not in the bits
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()])

@@ -77,7 +77,7 @@ class Site:
     def compared(self) -> None:
         """Note that this visit is compared, and choose the next one that is."""
         interval = min(PERIOD, self.visits)
-        self.next_visit = self.visits + interval - self.key % max(1, interval // 2)
+        self.next_visit = self.visits + interval - self.key % max(1, interval // 2)  # not all sites in one step
 
     def refuse(self, reason: str) -> None:
         """Use it no more."""
@@ -145,7 +145,7 @@ def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
         present = None if kernels is None else Kernels.present()
         if kernels is not None and present is not None and kernels != present:
             kernels.choose()
-            state.callback(present.choose)
+            state.callback(present.choose)  # or the rest of backward would run with forward's settings
         yield
 
 
@@ -200,7 +200,7 @@ class Recipe(NamedTuple):
             if is_of_a_module(one):
                 with torch.no_grad():
                     copy = one.held.detach().clone()
-                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")
+                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")  # no reason: autograd has not saved it
         return self._with(copies) if copies else self
 
     def _with(self, own: Mapping[int, Held]) -> Recipe:
@@ -236,7 +236,7 @@ class Recipe(NamedTuple):
                 result = step.run(operands)
                 taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
                 if step is last and result.untyped_storage().data_ptr() in taken:
-                    result = result.clone()
+                    result = result.clone()  # ``contiguous`` may return its operand, which must not be written into
                 if clock is not None:
                     marks.append((before, clock.mark()))
                 results.append(result)

@@ -203,7 +203,7 @@ def _group_norm(
 def _rms_norm(
     tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None
 ) -> torch.Tensor:
-    return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]
+    return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]  # not the composite one: other bits
 
 
 def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:

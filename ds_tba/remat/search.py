@@ -84,7 +84,7 @@ class Search:
         if self._entered > MAX_STEPS:
             raise NoRecipeError("too many steps")
         if not self._searched.has(node):
-            raise NoRecipeError("made in an earlier forward")
+            raise NoRecipeError("made in an earlier forward")  # no graph tells what was changed in between
         operands = [self._operand(node, one) for one in rule.operands]
         if rule.listed:
             operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
@@ -117,7 +117,7 @@ class Search:
         """Return the output of a node, for another one that has it as input."""
         if type(node).__name__ == "AccumulateGrad":
             is_parameter = isinstance(node.variable, torch.nn.Parameter)
-            raise NoRecipeError("a parameter" if is_parameter else "an input of the model")
+            raise NoRecipeError("a parameter" if is_parameter else "an input of the model")  # changed without a version
         noted = node.metadata.get((_NOTE, number)) if self._searched.has(node) else None
         view = None if noted is None else noted()
         if view is not None:
@@ -150,7 +150,7 @@ class Search:
             if _is_number(data):  # autograd calls no hooks for those
                 return data
             raise NoRecipeError("saved without our hooks")
-        held = data if isinstance(data, Held) else getattr(data, "held", None)
+        held = data if isinstance(data, Held) else getattr(data, "held", None)  # a recorder wraps what our hook returns
         if not isinstance(held, Held):
             raise NoRecipeError("saved by hooks of the user")
         return self._usable(held)
@@ -159,7 +159,7 @@ class Search:
         if not held.is_of(self._searched.cache):
             raise NoRecipeError("saved by hooks of another engine")
         if not held.is_unmodified:
-            raise NoRecipeError("an operand was changed in place")
+            raise NoRecipeError("an operand was changed in place")  # the op took what was there before
         tensor = held.held
         if tensor is None:
             return held
@@ -196,7 +196,7 @@ def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
     node: Any = node_of(tensor)
     # One that was changed in place may have had other values when the next op took it.
     if isinstance(held, SavedView) and node is not None and not tensor._version:
-        node.metadata[_NOTE, tensor.output_nr] = weakref.ref(held)
+        node.metadata[_NOTE, tensor.output_nr] = weakref.ref(held)  # held here, it would live as long as the node
     # The statistics of a norm, whose node does not hold its epsilon. Only a fused RMS norm's have a gradient.
     is_of_norm = node is None or type(node).__name__ == "FusedRmsNormBackward0"
     if is_of_norm and has_plain_storage(tensor) and tensor.shape[-1:] == (1,):

@@ -195,7 +195,7 @@ class Sites:
                     differs = (
                         differs & ~_both_nan(made, saved) if not self._is_synchronous or differs.any() else differs
                     )
-                flags = torch.stack((differs.any(), bits.amin() != bits.amax()))
+                flags = torch.stack((differs.any(), bits.amin() != bits.amax()))  # equal elements (zeros) prove nothing
             if not self._is_synchronous:
                 host = self._answers.take()
                 self.accelerator.copy(flags.view(torch.uint8), host.view(torch.uint8))
@@ -226,7 +226,7 @@ class Sites:
         if not is_other:
             if has_values:
                 site.equal_in = comparison.step
-                site.unseen_since = None if comparison.visit == site.visits else comparison.step
+                site.unseen_since = None if comparison.visit == site.visits else comparison.step  # later ones
             return True
         site.refuse("made again it differs")
         since, site.unseen_since = site.unseen_since, None

@@ -171,7 +171,7 @@ class RematStore(TensorStore[RecipeTicket]):
         if not site.is_proven and unread_bytes and unread_bytes + nbytes > MAX_UNREAD_BYTES:
             return False
         comes_again = site.is_proven or site.unseen_since is not None or site.visits > 1
-        return comes_again or not any(one.load_bytes for one in _leaves(recipe))
+        return comes_again or not any(one.load_bytes for one in _leaves(recipe))  # a length may never recur
 
     def _own(self, recipe: Recipe) -> Recipe | None:
         """Return the recipe with operands of its own: the graph may go, or be used up by another backward."""
@@ -208,7 +208,7 @@ class RematStore(TensorStore[RecipeTicket]):
     def _add(self, ticket: RecipeTicket) -> None:
         """Count a storage whose bytes are not saved."""
         with self._deferred, self._deferred.lock:
-            if ticket.recipe is not None:
+            if ticket.recipe is not None:  # else it was released before the answer came
                 ticket.held = None
                 self._cache.stats.rematerialized_bytes += ticket.nbytes
 
@@ -225,7 +225,7 @@ class RematStore(TensorStore[RecipeTicket]):
         self.read_answers(until=None)
         while self._differed:
             with self._deferred, self._deferred.lock:
-                ticket = self._differed.popleft() if self._differed else None
+                ticket = self._differed.popleft() if self._differed else None  # another thread may have taken it
             record = None if ticket is None else ticket.record
             if ticket is None or record is None:
                 continue
@@ -241,7 +241,7 @@ class RematStore(TensorStore[RecipeTicket]):
         """
         while True:
             with self._deferred, self._deferred.lock:
-                is_wanted = until is not None and until in self._pending
+                is_wanted = until is not None and until in self._pending  # another thread may have read it
                 if not self._pending or not (is_wanted or self._pending[0].comparison.is_done):
                     return
                 pending = self._pending.popleft()
@@ -277,7 +277,7 @@ class RematStore(TensorStore[RecipeTicket]):
         with self._deferred, self._deferred.lock:
             held, recipe = ticket.held, ticket.recipe
         if held is not None:
-            unmodified(held.join(), held.version)
+            unmodified(held.join(), held.version)  # it is the user's memory still, and may have been changed
             return Loaded(held, stored=True)
         if recipe is None:
             raise StateError("a storage was to be made after it was given up; this is a bug in ds_tba")
