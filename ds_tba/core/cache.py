@@ -203,7 +203,7 @@ class TensorCache(Keeper):
                 step = MicroStep(self.learned_order)
                 self._stats.micro_steps += 1
             step.begin_forward(lead)
-            self.forward = Forward(step, policy or self._default_policy, is_recorded)
+            self.forward = Forward(step, policy or self._default_policy, is_recorded)  # finds no record of earlier ones
         try:
             with hooks_of_forward(self._hooks(step, around)):
                 yield
@@ -292,7 +292,7 @@ class TensorCache(Keeper):
             small = why is Eligibility.SMALL
             nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
             counted = SavedCounted(self, tensor, nbytes, why.value)
-        if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:
+        if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
             self.rematerialization.note(tensor, counted)
         return counted
 
@@ -489,7 +489,7 @@ class TensorCache(Keeper):
         with self.finalizers, self.finalizers.lock:
             data = arrival.join()  # every consumer waits for the copy, each in its own stream
             unmodified(data, arrival.version)  # an earlier consumer may have written into it
-            if view.is_lent:
+            if view.is_lent:  # or each recipe that wants it would read it again
                 self.room.add_early(record)
             self.room.note_unpacked(view)
             record.micro_step.read_ahead(self.room.prefetch, after=record.index)
@@ -567,7 +567,7 @@ class TensorCache(Keeper):
         """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
         with self.finalizers, self.finalizers.lock:
             while self._recomputed:
-                self.room.leave(self._recomputed.pop())
+                self.room.uncount(self._recomputed.pop())
 
     def limit_resident(self, nbytes: int | None, name: str = "") -> None:
         """Hold saved tensors in device memory within a budget from now on; see :meth:`Residency.limit`."""
@@ -612,7 +612,7 @@ class TensorCache(Keeper):
         if isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
             self._stats.saved.add(0 if gone.is_lent else -gone.memory.unsave())
-            self.room.leave(gone.memory)
+            self.room.uncount(gone.memory)
             return
         record = gone.record
         record.views -= 1
@@ -637,4 +637,4 @@ class TensorCache(Keeper):
             record.ticket.store.release(record.ticket)  # see [Note: Order of locks]
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
-            self.learned_order = record.micro_step.remove(record.index) or self.learned_order
+            self.learned_order = record.micro_step.remove(record.index) or self.learned_order  # a part teaches none

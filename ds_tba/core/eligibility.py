@@ -89,7 +89,7 @@ class Gate:
             return Eligibility.NOT_DENSE
         if tensor._is_zerotensor():
             return Eligibility.NO_STORAGE  # forward-mode AD's zeros: the storage claims bytes, and there is no memory
-        if tensor.device != self._device:
+        if tensor.device != self._device:  # also one of the same type: its memory is not what runs out
             return Eligibility.OTHER_DEVICE
         storage = tensor.untyped_storage()
         if getattr(storage, OWNED, False):  # ZeRO-3 gathers parameters into storages of plain tensors

@@ -58,7 +58,7 @@ class Functions:
         if not _is_its_bytes(tensor):
             return tensor.clone()  # a conjugate's mark would be lost with bytes alone
         data = storage_bytes(tensor)
-        if _others_read(held):
+        if _others_read(held):  # or what the Function writes would be their bytes
             data = self._cache.room.copied(data)
         memory[owner] = self._arrival(data)
         return held.over(data.untyped_storage())
@@ -77,7 +77,7 @@ class Functions:
     def _source_of(self, record: SavedStorage) -> torch.UntypedStorage | None:
         """Return the storage that was saved, if it is moved and the user has it all the same."""
         storage = None if record.is_kept or record.source is None else record.source()
-        if storage is None or storage.nbytes() != record.nbytes or record.ticket is None:
+        if storage is None or storage.nbytes() != record.nbytes or record.ticket is None:  # gone, or resized by now
             return None
         for copy in record.ticket.store.copies_out():  # else one that is under way would take what backward writes
             copy.wait()
@@ -93,7 +93,7 @@ class Functions:
         if held.held is None and not _others_read(held):
             return tensor
         if not _is_its_bytes(tensor):
-            return tensor.detach().clone()
+            return tensor.detach().clone()  # its mark is not in its bytes
         spec = ViewSpec.of(tensor)
         start = spec.storage_offset * tensor.element_size()
         own = self._cache.room.copied(storage_bytes(tensor)[start : start + span_bytes(tensor)])

@@ -124,7 +124,7 @@ class SelectiveCheckpoints:
         self.forwards = 0  # under way, in all threads
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):
+        if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):  # what it says stays
             forward, recomputation = contexts = options["context_fn"]()
             options["context_fn"] = lambda: contexts  # a second call would make other contexts than those judged here
             options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)
@@ -135,7 +135,7 @@ class SelectiveCheckpoints:
         if self.ours.pack is None or context_fn in (None, checkpointing.noop_context_fn):
             return False
         hooks = getattr(checkpointing, _IN_SCOPE)()
-        return hooks is not None and hooks[0] is self.ours.pack
+        return hooks is not None and hooks[0] is self.ours.pack  # else they are the user's, inside of ours
 
 
 def _replacement() -> SelectiveCheckpoints | None:

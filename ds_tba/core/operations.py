@@ -67,7 +67,7 @@ class Operations:
             return False
         stream = None if self._accelerator is None else self._accelerator.current_stream()
         self.held_back.setdefault(operation.thread, deque()).append(InUse(record, choice, operation, stream))
-        if choice.stores:
+        if choice.stores:  # or a recording would take it for one that stays
             record.move(RecordState.LEAVING)
         return True
 

@@ -98,7 +98,7 @@ class _LastRead:
     def __call__(self) -> None:
         """Do nothing at the end of the backward, whose callback this is."""
 
-    def leave(self, reader: tuple[int, int] | None = None) -> None:
+    def forget(self, reader: tuple[int, int] | None = None) -> None:
         """Refer no longer to what another node has read, but for gradients."""
         if reader is None or reader != self.reader:
             self.memory = {}
@@ -178,7 +178,7 @@ class SavedTensors:
             for ended in [number for number, one in of_thread.items() if one() is None]:
                 del of_thread[ended]  # numbers do not come again, and would pile up
             of_thread[backward] = weakref.ref(last)
-        last.leave((id(ctx), ctx._sequence_nr()))
+        last.forget((id(ctx), ctx._sequence_nr()))  # an id alone may be another node's by now
         return last
 
     def begin_unpack(self) -> Reading | None:
@@ -192,7 +192,7 @@ class SavedTensors:
             found = state.last.get(torch._C._current_graph_task_id())
             last = None if found is None else found()
             if last is not None:
-                last.leave()
+                last.forget()
         return reading
 
     def note_compiled(self, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -227,7 +227,7 @@ def keep_originals() -> SavedTensors:
     if not isinstance(present, SavedTensors):
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
-        setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))
+        setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))  # or reads by it would go around ours
         _hand_to_checkpoints(present)
         _count_saves(present)
     return present
@@ -247,7 +247,7 @@ def _count_saves(saved_tensors: SavedTensors) -> None:
     def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
         is_compiled, is_users = is_of_a_compiled_graph(type(self)), is_of_a_users_function(type(self))
         if is_compiled or is_users:
-            with torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
                 plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
                 storages = {id(one.untyped_storage()): one.untyped_storage() for one in plain}
             saved_tensors.note_compiled(list(storages.values()) if is_compiled else ())

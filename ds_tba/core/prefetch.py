@@ -96,7 +96,7 @@ class MicroStep(Generic[Record]):
             ask: for a record; False where there is no room for it now.
             after: the record that backward wants now.
         """
-        if self.phase is Phase.FORWARD:
+        if self.phase is Phase.FORWARD:  # more is to come, and backward wants that first
             return
         self.phase = Phase.BACKWARD
         if not self._order or (self.is_interleaved and len(self._order) < len(self._records)):

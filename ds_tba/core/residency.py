@@ -188,7 +188,7 @@ class Residency(Room):
             for record in (*held, *reversed(ahead)):  # lists: finalizers that _copies_out() acts on remove records
                 if self._fits(nbytes, copies):
                     break
-                if record not in pinned:
+                if record not in pinned:  # or an operand would be evicted for what is made of it
                     self.evict(record)
                     copies = self._copies_out()
         is_too_far = self.releases.nbytes > self._released_limit_bytes and not self.is_limited
@@ -203,7 +203,7 @@ class Residency(Room):
         while (release := self.free_room(nbytes)) is not None:
             release.wait()  # under the lock, where another thread took the room that was waited for without it
         if self.is_exceeded_by(nbytes) and self._setting and not self._has_warned:
-            self._has_warned = True
+            self._has_warned = True  # or each save from now on would say it
             logger.warning(
                 "%s %d cannot be held: %d bytes of saved tensors are in device memory, %d more come, and none of them "
                 "can be moved now: forward or backward is using them, they are smaller than min_tensor_bytes, excluded "
@@ -259,7 +259,7 @@ class Residency(Room):
             memory.is_watched = True
             self._cache.finalizers.watch(storage, memory)
 
-    def leave(self, memory: CountedMemory) -> None:
+    def uncount(self, memory: CountedMemory) -> None:
         """Take a user away; with the last one the memory is counted no longer."""
         memory.users -= 1
         if not memory.users:
@@ -281,7 +281,7 @@ class Residency(Room):
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
-        self.leave(record.memory)
+        self.uncount(record.memory)
         self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)
@@ -449,7 +449,7 @@ class Residency(Room):
     def give(self, record: SavedStorage, ticket: Ticket, tensor: torch.Tensor) -> None:
         """Leave the bytes of a record, which are those of a tensor's storage, to the store that issued a ticket."""
         try:
-            record.left(tensor, self._accelerator)
+            record.take_fingerprint(tensor, self._accelerator)
         except BaseException:  # the device has no memory for a fingerprint: everything stays as it was
             ticket.store.release(ticket)
             raise
@@ -460,4 +460,4 @@ class Residency(Room):
         record.loaded = None
         self._largest_bytes = max(self._largest_bytes, record.nbytes)
         if is_kept:
-            record.let_go()
+            record.release_views()

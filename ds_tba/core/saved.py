@@ -164,9 +164,9 @@ class RecordState(Enum):
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
     _R.KEPT: (_R.LEAVING, _R.AWAY, _R.DROPPED),
-    _R.LEAVING: (_R.KEPT, _R.AWAY, _R.DROPPED),
+    _R.LEAVING: (_R.KEPT, _R.DROPPED),  # not AWAY: its kernel may still write
     _R.AWAY: (_R.AHEAD, _R.LOADING, _R.DROPPED),
-    _R.AHEAD: (_R.AWAY, _R.DROPPED),
+    _R.AHEAD: (_R.AWAY, _R.DROPPED),  # not LOADING at once, or its bytes would be counted twice
     _R.LOADING: (_R.AWAY, _R.LOADED),
     _R.LOADED: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
@@ -315,8 +315,8 @@ class SavedStorage(StateMachine):
         """True if the bytes are loaded, and can be loaded once more."""
         return self.loaded is not None and self.loaded.stored
 
-    def left(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
-        """Note the fingerprint of the bytes, which are about to leave.
+    def take_fingerprint(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
+        """Take the fingerprint of the bytes, which are about to leave.
 
         What was changed in place may be a buffer that ``index_put_``, say, fills part by part.
         """
@@ -334,11 +334,11 @@ class SavedStorage(StateMachine):
         """The views that hold the bytes; not those whose tensor has another storage now, or a resized one."""
         return [view for one in self.kept_views if (view := one()) is not None and view.holds(self.key)]
 
-    def let_go(self) -> None:
+    def release_views(self) -> None:
         """Have no view hold the bytes any longer: they are elsewhere, as the state says by now."""
         for view in self.holders:
             self.pending += not (view.is_unpacked or view.is_lent)
-            view.let_go()
+            view.release()
         self.kept_views.clear()
 
 
@@ -460,7 +460,7 @@ class SavedView:
         if self.held is None:
             return False
         storage = self.held.untyped_storage()
-        return stamp_of(storage) == key.storage and storage.nbytes() == key.nbytes
+        return stamp_of(storage) == key.storage and storage.nbytes() == key.nbytes  # else exchanged, or resized
 
     @property
     def is_offloaded(self) -> bool:
@@ -540,9 +540,9 @@ class SavedView:
             return
         stats.deduplicated_bytes += nbytes_of(held)
         record.pending += not self.is_unpacked
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold the bytes no longer. Called under the cache's lock."""
         if self.held is not None and self.holds(self.record.key):
             self._spec, self._witness = ViewSpec.of(self.held), VersionWitness(self.held)

@@ -331,7 +331,7 @@ class VersionWitness:
                 self.alias: Any = tensor.detach()
         else:
             self.alias = tensor.detach()
-        self.alias.data = tensor.new_empty(0)
+        self.alias.data = tensor.new_empty(0)  # or it would keep the memory
 
     @property
     def version(self) -> int:

@@ -178,7 +178,7 @@ def _cast(tensor: torch.Tensor, output: Output) -> torch.Tensor:
 
 
 def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
-    scale = 0.0 if p == 1 else 1 / (1 - p)
+    scale = 0.0 if p == 1 else 1 / (1 - p)  # all is dropped, and 1 / 0 raises
     if tensor.device.type == "cpu":  # whose forward rounds the scale, and whose backward does not
         return tensor * (mask.to(tensor.dtype) * scale)
     return torch.ops.aten.native_dropout_backward(tensor, mask, scale)
@@ -203,7 +203,7 @@ def _group_norm(
 def _rms_norm(
     tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None
 ) -> torch.Tensor:
-    return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]  # not the composite one: other bits
+    return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]  # functional's is other ops on a CPU
 
 
 def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:

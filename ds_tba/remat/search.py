@@ -90,7 +90,7 @@ class Search:
             operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
         constants = tuple([constant(_of_node(node, f"_saved_{name}")) for name in rule.constants])
         is_copied = any(self._is_copied[one] for one in operands if isinstance(one, int))
-        if is_copied and not rule.is_rounded_once(constants):
+        if is_copied and not rule.is_rounded_once(constants):  # other loops, other last bits
             raise NoRecipeError("behind a copy that may have another order of elements")
         if rule.needs_epsilon:
             constants += (_epsilon(node),)
@@ -170,7 +170,7 @@ class Search:
                 raise NoRecipeError("a parameter or buffer of a module")  # ZeRO-3 may have freed it
         elif isinstance(held, PassedThrough) and tensor.dim():
             raise NoRecipeError("an operand that is not on the device")
-        if is_input(tensor):
+        if is_input(tensor):  # a loader may refill it without a version
             raise NoRecipeError("an input of the model")
         return held
 

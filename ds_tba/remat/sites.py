@@ -98,7 +98,7 @@ class Sites:
         self._thread = self._thread or threading.current_thread()
         # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
         self._has_other_threads |= threading.current_thread() != self._thread
-        self._numbers.clear()
+        self._numbers.clear()  # counted on, no site would be met again
         if len(self._sites) >= MAX_SITES:  # of lengths that do not come again, say
             self._sites = {key: one for key, one in self._sites.items() if one.unseen_since is not None}
 
@@ -226,10 +226,10 @@ class Sites:
         if not is_other:
             if has_values:
                 site.equal_in = comparison.step
-                site.unseen_since = None if comparison.visit == site.visits else comparison.step  # later ones
+                site.unseen_since = None if comparison.visit == site.visits else comparison.step  # later visits unseen
             return True
         site.refuse("made again it differs")
-        since, site.unseen_since = site.unseen_since, None
+        since, site.unseen_since = site.unseen_since, None  # one error for each: it is used no more
         if since is not None:
             raise RematerializationError(_differs(comparison, since))
         return False

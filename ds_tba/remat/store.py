@@ -193,7 +193,7 @@ class RematStore(TensorStore[RecipeTicket]):
             with self._cache.room.scratch(needed_bytes):
                 return self.sites.compare(recipe, tensor)
         finally:
-            self._cache.room.end_early()
+            self._cache.room.end_early()  # what was loaded to compare would stay until backward
 
     def _new_ticket(self, recipe: Recipe, source: torch.Tensor | None) -> RecipeTicket:
         """Take a storage, whose bytes are held where a comparison is not answered yet."""
@@ -288,7 +288,7 @@ class RematStore(TensorStore[RecipeTicket]):
             return self._arrival(self.sites.make(recipe))
 
     def prefetch(self, ticket: RecipeTicket) -> bool:
-        return True
+        return True  # False would hold up all reads behind it
 
     def cancel_prefetch(self, ticket: RecipeTicket) -> bool:
         return False
@@ -310,7 +310,7 @@ class RematStore(TensorStore[RecipeTicket]):
         """Make what takes less than operands that nobody else wants, and hold it; see [Note: Graphs that stay]."""
         cache = self._cache
         with cache.finalizers, cache.finalizers.lock:
-            found = [one for one in list(self._tickets) if _takes_more(one)]
+            found = [one for one in list(self._tickets) if _takes_more(one)]  # a list: others may release meanwhile
         for ticket in found:
             record = ticket.record
             try:

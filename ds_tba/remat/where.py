@@ -28,7 +28,7 @@ def position_in_code() -> int:
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _CALL:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):  # of which there are more in a recorded step
-            path.append((id(frame.f_code), frame.f_lasti))
+            path.append((id(frame.f_code), frame.f_lasti))  # two lines of one module are two sites
         frame = frame.f_back
     return 0 if frame is None else hash((*path, id(frame.f_locals["self"])))
 
