@@ -170,7 +170,7 @@ def test_a_storage_that_no_store_takes_is_one_fallback_however_often_it_is_tried
     """A budget tries again at each save."""
     io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
     offloader = make(tmp_path, io=io, placement="nvme", rematerialize=False)
-    offloader.cache.limit_resident(1 << 20)
+    offloader.cache.room.limit(1 << 20)
     x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
     with offloader.saving():
         loss = x.exp().sigmoid().tanh().exp().sigmoid().sum()
@@ -440,7 +440,7 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
 ) -> None:
     offloader = make(tmp_path, placement="adaptive", rematerialize=False)
     limits: list[tuple[object, ...]] = []
-    monkeypatch.setattr(offloader.cache, "limit_resident", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(offloader.cache.room, "limit", lambda *limit: limits.append(limit))
     monkeypatch.setattr("ds_tba.plan.rates.Machine.room_bytes", lambda _: 1 << 10)  # less than any plan can reach
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     for _ in range(6):

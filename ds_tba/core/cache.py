@@ -569,11 +569,6 @@ class TensorCache(Keeper):
             while self._recomputed:
                 self.room.uncount(self._recomputed.pop())
 
-    def limit_resident(self, nbytes: int | None, name: str = "") -> None:
-        """Hold saved tensors in device memory within a budget from now on; see :meth:`Residency.limit`."""
-        with self.finalizers, self.finalizers.lock:
-            self.room.limit(nbytes, name)
-
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
     def observe(self, observer: HooksObserver) -> None:

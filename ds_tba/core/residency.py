@@ -95,16 +95,17 @@ class Residency(Room):
 
     # ---- room ---------------------------------------------------------------------------------------------------
 
-    def limit(self, nbytes: int | None, setting: str) -> None:
-        """Set the budget.
+    def limit(self, nbytes: int | None, setting: str = "") -> None:
+        """Hold saved tensors in device memory within a budget from now on.
 
         Args:
             nbytes: None for none.
             setting: that asks for it, for a warning where it cannot be held; empty for no warning.
         """
-        self.limit_bytes = math.inf if nbytes is None else nbytes
-        self.is_limited = self.limit_bytes < math.inf
-        self._setting = setting
+        with self._cache.finalizers, self._cache.finalizers.lock:
+            self.limit_bytes = math.inf if nbytes is None else nbytes
+            self.is_limited = self.limit_bytes < math.inf
+            self._setting = setting
 
     def is_exceeded_by(self, more_bytes: float) -> bool:
         """Return whether so many bytes more do not fit now."""
@@ -292,9 +293,8 @@ class Residency(Room):
         """Return the bytes that a load adds to what is counted."""
         if record.ticket is None or record.loaded is not None:
             return 0
-        return self._passing_bytes(record.ticket) + (
-            0 if record.state is RecordState.AHEAD else record.ticket.new_bytes
-        )
+        new_bytes = 0 if record.state is RecordState.AHEAD else record.ticket.new_bytes
+        return new_bytes + self._passing_bytes(record.ticket)
 
     def _passing_bytes(self, ticket: Ticket) -> int:
         return 0 if self._accelerator is None else ticket.passing_bytes

@@ -109,7 +109,7 @@ class Controller:
         self.in_force: PlanInForce | None = None
         self.plans = 0
         self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
-        cache.limit_resident(self._budget_bytes, "activation_budget_bytes")
+        cache.room.limit(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
         self._is_over, self._recording = True, None
@@ -358,7 +358,7 @@ class Controller:
         self._recorded, self.in_force = (found.trace, found.scopes), found
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
-        self._cache.limit_resident(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
+        self._cache.room.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
         self.feedback.planned(found, self._machine.resources().rates)
         if not is_new:
             return

@@ -191,10 +191,9 @@ class Sites:
                 bits = integers_of(saved)
                 differs = integers_of(made) != bits
                 # NaN is NaN: the payload may depend on its place in memory, and plain training goes on with either.
-                if saved.is_floating_point() or saved.is_complex():
-                    differs = (
-                        differs & ~_both_nan(made, saved) if not self._is_synchronous or differs.any() else differs
-                    )
+                has_nan = saved.is_floating_point() or saved.is_complex()
+                if has_nan and (not self._is_synchronous or differs.any()):
+                    differs &= ~_both_nan(made, saved)
                 flags = torch.stack((differs.any(), bits.amin() != bits.amax()))  # equal elements (zeros) prove nothing
             if not self._is_synchronous:
                 host = self._answers.take()

@@ -197,10 +197,8 @@ class RematStore(TensorStore[RecipeTicket]):
 
     def _new_ticket(self, recipe: Recipe, source: torch.Tensor | None) -> RecipeTicket:
         """Take a storage, whose bytes are held where a comparison is not answered yet."""
-        nbytes, held = recipe.steps[-1].nbytes, None
-        if source is not None:
-            held = self._arrival(storage_bytes(source))
-        ticket = RecipeTicket(nbytes, self, recipe, held)
+        held = None if source is None else self._arrival(storage_bytes(source))
+        ticket = RecipeTicket(recipe.steps[-1].nbytes, self, recipe, held)
         if held is None:
             self._add(ticket)
         return ticket
@@ -281,11 +279,8 @@ class RematStore(TensorStore[RecipeTicket]):
             return Loaded(held, stored=True)
         if recipe is None:
             raise StateError("a storage was to be made after it was given up; this is a bug in ds_tba")
-        return Loaded(self._make(recipe), stored=True)
-
-    def _make(self, recipe: Recipe) -> Arrival:
         with self._cache.room.scratch(recipe.scratch_bytes):
-            return self._arrival(self.sites.make(recipe))
+            return Loaded(self._arrival(self.sites.make(recipe)), stored=True)
 
     def prefetch(self, ticket: RecipeTicket) -> bool:
         return True  # False would hold up all reads behind it

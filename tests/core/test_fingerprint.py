@@ -147,7 +147,7 @@ def test_views_that_the_device_has_yet_to_answer_for_are_in_the_budget(device: L
     host = HostStore(device, 32 * MIB)
     cache = TensorCache([host], "cpu", 1024, accelerator=device)
     limit_bytes = 4 * 64 * 64 * 4
-    cache.limit_resident(limit_bytes)
+    cache.room.limit(limit_bytes)
     x = torch.randn(64, 64, requires_grad=True)
     with cache.saving():
         y = x

@@ -129,7 +129,7 @@ def test_memory_that_runs_out_once_the_bytes_are_there_leaves_them_to_the_next(
 ) -> None:
     """A load is tried again when the allocator has memory."""
     run.store.gate.set()
-    run.cache.limit_resident(1 << 20)
+    run.cache.room.limit(1 << 20)
     residency, rooms = run.cache.room, [1 << 20, 0]
     make_room = residency.make_room
 

@@ -161,7 +161,7 @@ def test_a_graph_that_stays_holds_nothing_that_functions_have_read() -> None:
     cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)], "cpu", 1024)
     x = torch.randn(64, 64, requires_grad=True)
     nbytes, y = x.untyped_storage().nbytes(), x
-    cache.limit_resident(4 * nbytes)
+    cache.room.limit(4 * nbytes)
     with cache.saving():
         for _ in range(16):
             y = Sine.apply(y)

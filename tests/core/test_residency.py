@@ -93,7 +93,7 @@ def peak_of_backward(device: LateDevice, cache: TensorCache) -> int:
 @pytest.mark.parametrize("budget_bytes", [2 * MIB, 5 * MIB])
 def test_backward_holds_no_more_than_the_budget(device: LateDevice, budget_bytes: int) -> None:
     cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
-    cache.limit_resident(budget_bytes, "the budget")
+    cache.room.limit(budget_bytes, "the budget")
     assert peak_of_backward(device, cache) <= budget_bytes
     assert cache.stats.resident.peak <= budget_bytes
 
@@ -162,7 +162,7 @@ def test_what_pieces_pass_through_counts_until_the_device_has_read_it(
 ) -> None:
     pieces = make_store(accelerator=device, staging_bytes=MIB)
     cache = TensorCache([pieces], "cpu", 1024, wait_for_staging=True, accelerator=device)
-    cache.limit_resident(8 * MIB, "the budget")
+    cache.room.limit(8 * MIB, "the budget")
     saved = forward(device, cache, 12, 2 * MIB)
     settle(device, cache)
     device.peak_held_bytes = 0
@@ -172,7 +172,7 @@ def test_what_pieces_pass_through_counts_until_the_device_has_read_it(
 
 def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> None:
     cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
-    cache.limit_resident(3 * MIB, "the budget")
+    cache.room.limit(3 * MIB, "the budget")
     saved = forward(device, cache, 6)
     device.synchronize()
     gates = [threading.Event() for _ in saved]
@@ -205,7 +205,7 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
 def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: LateDevice) -> None:
     store = of_host_memory(device, ahead_bytes=8 * MIB)
     cache = TensorCache([store], "cpu", 1024, accelerator=device)
-    cache.limit_resident(4 * MIB, "the budget")
+    cache.room.limit(4 * MIB, "the budget")
     gates, packed = [threading.Event(), threading.Event()], threading.Event()
 
     def tensor() -> Tensor:

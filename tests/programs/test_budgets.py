@@ -13,7 +13,7 @@ import pytest
 from planners import PLANNERS
 from support.doubles import ScriptedBackend
 
-from ds_tba.core.cache import TensorCache
+from ds_tba.core.residency import Residency
 from ds_tba.storage.backends.select import Selection
 from programs.budgets import KIB, MIB, Budgets, Program, Step, Trained, check, quick_start, trained
 from programs.kind import check_all
@@ -112,6 +112,6 @@ def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded
 
 
 def test_a_budget_that_is_lifted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TensorCache, "limit_resident", lambda *_: None)
+    monkeypatch.setattr(Residency, "limit", lambda *_: None)
     monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
     assert check(training(12), tmp_path).failures

@@ -446,7 +446,7 @@ def summed(*parts: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("limit", [3, 6, 8, 12, 20, 30])
 def test_budgets_hold_while_many_operands_are_brought_back(limit: int, make_store: StoreFactory) -> None:
     run, parts = Run(stores=(make_store(),)), [tensor(seed) for seed in range(6)]
-    run.cache.limit_resident(limit * parts[0].nbytes)
+    run.cache.room.limit(limit * parts[0].nbytes)
     for _ in range(5):
         agrees(run, summed, *parts)
         run.cache.end_micro_step()
@@ -460,7 +460,7 @@ def test_what_is_due_and_cannot_be_compared_is_saved(limit: int, make_store: Sto
     run, x, y = Run(stores=(make_store(),)), tensor(), tensor(1)
     for _ in range(2):
         agrees(run, gated, x, y)
-    run.cache.limit_resident(limit * x.nbytes)
+    run.cache.room.limit(limit * x.nbytes)
     wrong = 0
     try:
         for step in range(100):
@@ -502,7 +502,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
             kept.append((made * made).mean())
             made.sum().backward()
             del made
-    make = run.store._make
+    make = run.sites.make
 
     calls = []
 
@@ -512,7 +512,7 @@ def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypat
         gc.collect()
         return make(*arguments)
 
-    monkeypatch.setattr(run.store, "_make", collected)
+    monkeypatch.setattr(run.sites, "make", collected)
     del cycle
     run.cache.end_micro_step()
     assert calls
@@ -590,7 +590,7 @@ def test_budgets_hold_while_sites_are_proven_and_used(make_store: StoreFactory) 
     store = make_store()
     run, x, y = Run(stores=(store,)), tensor(), tensor(1)
     limit = 6 * x.nbytes
-    run.cache.limit_resident(limit)
+    run.cache.room.limit(limit)
     for _ in range(4):
         agrees(run, gated, x, y)
     assert run.nbytes > 0
