@@ -79,7 +79,7 @@ from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Always, Choice, Loaded, Policy, Store, Ticket
+from ds_tba.storage.base import Always, AnyStore, Choice, Loaded, Policy, Ticket
 
 Taken = tuple[Origin | None, Ticket | None]
 # Passed through: they hold no memory of the training device.
@@ -131,7 +131,7 @@ class TensorCache(Keeper):
 
     def __init__(
         self,
-        stores: Sequence[Store[Any]],
+        stores: Sequence[AnyStore],
         device: torch.device | str,
         min_tensor_bytes: int,
         *,

@@ -6,9 +6,10 @@ Knows tensors, the device and the user's modes; does not know the cache, nor whe
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ds_tba.core.tensors import COMPILED, OWNED, is_parameter, span_bytes
@@ -110,14 +111,14 @@ class Gate:
         return Eligibility.ELIGIBLE
 
 
-def _is_cast_of_parameter(node: Any) -> bool:
+def _is_cast_of_parameter(node: Node | None) -> bool:
     """Return whether the node of a tensor, or of its base, has made it of a parameter in another dtype.
 
     Autocast makes one for each parameter, and holds it until it exits: offloading it frees nothing in forward, and
     writes as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op
     saves.)
     """
-    if type(node).__name__ != "ToCopyBackward0":
+    if node is None or type(node).__name__ != "ToCopyBackward0":
         return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), torch.nn.Parameter)
 

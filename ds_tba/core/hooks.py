@@ -111,7 +111,7 @@ _exchanging = threading.Lock()  # of two forwards that end at once one would lea
 
 
 class _Ours(threading.local):
-    pack: Any = None  # the hook of ours that is on in this thread
+    pack: object = None  # the hook of ours that is on in this thread
     seen = 0  # selective checkpoints of this thread that have handed us what they save
 
 
@@ -131,7 +131,7 @@ class SelectiveCheckpoints:
             self.ours.seen += isinstance(forward, checkpointing._CachingTorchDispatchMode)
         return self.checkpoint(*args, **options)
 
-    def _concerns_us(self, context_fn: Any) -> bool:
+    def _concerns_us(self, context_fn: object) -> bool:
         if self.ours.pack is None or context_fn in (None, checkpointing.noop_context_fn):
             return False
         hooks = getattr(checkpointing, _IN_SCOPE)()

@@ -136,13 +136,13 @@ class SavedTensors:
         self._builtin = builtin
         self._of_thread = _OfThread()
 
-    def __get__(self, ctx: Any, owner: type | None = None) -> Any:
+    def __get__(self, ctx: Any, owner: type | None = None) -> object:
         if ctx is None:
             return self
         is_users = is_of_a_users_function(type(ctx))
         return self.read(partial(self._builtin.__get__, ctx, owner), ctx if is_users else None)
 
-    def read(self, unpack: Callable[[], Sequence[Any]], ctx: Any = None) -> Sequence[Any]:
+    def read(self, unpack: Callable[[], Sequence[object]], ctx: Any = None) -> Sequence[object]:
         """Return what ``unpack`` returns, with the originals among it.
 
         Args:
@@ -233,7 +233,7 @@ def keep_originals() -> SavedTensors:
     return present
 
 
-def _by_old_name(ctx: Any) -> Any:
+def _by_old_name(ctx: Any) -> object:
     """Return ``ctx.saved_tensors`` for ``ctx.saved_variables``, which PyTorch still has; with the warning of that."""
     warnings.warn("'saved_variables' is deprecated; use 'saved_tensors'", DeprecationWarning, stacklevel=2)
     return ctx.saved_tensors
@@ -244,7 +244,7 @@ def _count_saves(saved_tensors: SavedTensors) -> None:
     builtin = FunctionCtx.save_for_backward
 
     @wraps(builtin)
-    def save_for_backward(self: Any, *tensors: torch.Tensor) -> None:
+    def save_for_backward(self: FunctionCtx, *tensors: torch.Tensor) -> None:
         is_compiled, is_users = is_of_a_compiled_graph(type(self)), is_of_a_users_function(type(self))
         if is_compiled or is_users:
             with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
@@ -263,13 +263,13 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
     get_inputs, save_inputs = getattr(frame, "get_inputs", None), getattr(frame, "save_inputs", None)
     if get_inputs is not None:
 
-        def originals(self: Any) -> Sequence[Any]:
+        def originals(self: object) -> Sequence[object]:
             return saved_tensors.read(partial(get_inputs, self))
 
         frame.get_inputs = originals
     if save_inputs is not None:
 
-        def noted(self: Any, *args: Any) -> None:
+        def noted(self: object, *args: object) -> None:
             saved_tensors.note_checkpoint()
             save_inputs(self, *args)
 

@@ -23,7 +23,6 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -43,7 +42,7 @@ from ds_tba.device.accelerator import Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Choice, Loaded, Store, Ticket
+from ds_tba.storage.base import AnyStore, Choice, Loaded, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ class Residency(Room):
     def __init__(
         self,
         stats: CacheStats,
-        stores: tuple[Store[Any], ...],
+        stores: tuple[AnyStore, ...],
         doubts: Doubts,
         cache: Keeper,
         accelerator: Accelerator | None,

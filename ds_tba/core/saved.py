@@ -394,7 +394,7 @@ class SavedCounted(_Kept):
     def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
         super().__init__(tensor)
         self._cache = cache
-        self.eps: tuple[Any] | None = None
+        self.eps: tuple[float | None] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(self, tensor, nbytes, reason)
 
@@ -434,7 +434,7 @@ class SavedView:
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
-        self.eps: tuple[Any] | None = None
+        self.eps: tuple[float | None] | None = None
         self._cache = cache
         self.record = record
         self.state = ViewGone(record, offloaded, False)

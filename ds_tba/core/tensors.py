@@ -12,9 +12,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 _STAMP = "_ds_tba_stamp"  # of storages and tensors
@@ -158,7 +159,7 @@ class OwnedStorages:
     def __init__(self) -> None:
         self._modules: list[torch.nn.Module] = []
         self._tensors: list[torch.Tensor] = []
-        self._members: list[Any] = []  # held, so that another object cannot have the place of one of them
+        self._members: list[object] = []  # held, so that another object cannot have the place of one of them
 
     def mark(self, model: torch.nn.Module) -> None:
         """Mark the storages of the parameters and buffers that the model has now."""
@@ -175,7 +176,7 @@ class OwnedStorages:
 _TABLES = attrgetter("_modules", "_parameters", "_buffers")
 
 
-def _members(modules: list[torch.nn.Module]) -> list[Any]:
+def _members(modules: list[torch.nn.Module]) -> list[object]:
     return [member for tables in map(_TABLES, modules) for table in tables for member in table.values()]
 
 
@@ -190,7 +191,7 @@ def is_owned(tensor: torch.Tensor) -> bool:
     return getattr(tensor.untyped_storage(), OWNED, False)
 
 
-def mark_inputs(values: Any) -> None:
+def mark_inputs(values: object) -> None:
     """Mark the storages of the tensors among a forward's arguments: whoever made them may refill them."""
     for value in tree_leaves(values):
         if type(value) is torch.Tensor and has_plain_storage(value):
@@ -280,7 +281,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def node_of(tensor: torch.Tensor) -> Any:
+def node_of(tensor: torch.Tensor) -> Node | None:
     """Return the node that has made a tensor; None if there is none, or where autograd does not tell it.
 
     [Note: Stale views] Autograd raises where it is asked for the node of a view that a Function's forward has made of a
@@ -328,7 +329,7 @@ class VersionWitness:
         if torch._C._dispatch_tls_is_dispatch_key_excluded(key):
             # Beneath autograd, where a selective checkpoint saves, an alias would have a counter of its own.
             with torch._C._SetExcludeDispatchKeyGuard(key, False):
-                self.alias: Any = tensor.detach()
+                self.alias = tensor.detach()
         else:
             self.alias = tensor.detach()
         self.alias.data = tensor.new_empty(0)  # or it would keep the memory

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter
-from ds_tba.device.accelerator import Clock
+from ds_tba.device.accelerator import Clock, Event
 from ds_tba.remat.rules import NoRecipeError, Saved, Step
 
 logger = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ class Comparison(NamedTuple):
 
     recipe: Recipe
     flags: torch.Tensor
-    done: Any
+    done: Event | None
     marks: list[tuple[Any, Any]]
     step: int
     visit: int

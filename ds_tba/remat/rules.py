@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn import functional
 
 from ds_tba.errors import StateError
@@ -77,7 +78,7 @@ class Rule:
     by_name: bool = False
     from_output: bool = False
 
-    def is_rounded_once(self, constants: tuple[Any, ...]) -> bool:
+    def is_rounded_once(self, constants: tuple[object, ...]) -> bool:
         """Return whether each element has the same bits wherever it lies in memory: one operation rounds it at most."""
         has_factor = self.op in ("add", "sub") and constants != (1,)  # which some loops fuse, and others do not
         return self.is_view or (self.op in _ROUNDED_ONCE and not has_factor)
@@ -108,7 +109,7 @@ class Step(NamedTuple):
 
     rule: Rule
     operands: tuple[int | Saved | torch.Tensor | None, ...]
-    constants: tuple[Any, ...]
+    constants: tuple[object, ...]
     output: Output
 
     @property
@@ -129,12 +130,12 @@ class Step(NamedTuple):
             raise NoRecipeError("made again it has another shape or dtype")
         return made
 
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[object, ...]:
         """Return what is equal for equal work: the op, its constants, and of all tensors dtype, shape and stride."""
         return (self.rule.op, self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
 
 
-def _look(one: int | Saved | torch.Tensor | None) -> Any:
+def _look(one: int | Saved | torch.Tensor | None) -> object:
     if one is None or isinstance(one, int):
         return one
     if isinstance(one, torch.Tensor):  # a number, in host memory
@@ -306,24 +307,27 @@ OPS = frozenset(rule.op for rule in RULES.values() if not rule.is_view and rule.
 """The names that the config may leave out."""
 
 
-def is_passing(node: Any) -> bool:
+def is_passing(node: Node) -> bool:
     """Return whether the output of a node is its input."""
-    return type(node).__name__ in PASSING and type(node)._forward_cls.__module__.startswith("deepspeed.")
+    return type(node).__name__ in PASSING and getattr(type(node), "_forward_cls", Node).__module__.startswith(
+        "deepspeed."
+    )
 
 
 _SIGNED = 1 << 63
 
 
-def constant(value: Any) -> Any:
+def constant(value: object) -> object:
     """Return a constant of a node. Negative dimensions come as unsigned numbers of 64 bits."""
     if isinstance(value, tuple):
         return tuple(_signed(one) for one in value)
     return _signed(value)
 
 
-def _signed(value: Any) -> Any:
-    is_wrapped = isinstance(value, int) and not isinstance(value, bool) and value >= _SIGNED
-    return value - 2 * _SIGNED if is_wrapped else value
+def _signed(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= _SIGNED:
+        return value - 2 * _SIGNED
+    return value
 
 
 def is_supported() -> bool:

@@ -27,6 +27,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn import functional
 
 from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView
@@ -56,7 +57,7 @@ class Searched:
     rules: Mapping[str, Rule]
     first_node: float
 
-    def has(self, node: Any) -> bool:
+    def has(self, node: Node) -> bool:
         """Return whether a node was made in the forward that runs."""
         return bool(node._sequence_nr() >= self.first_node)
 
@@ -72,10 +73,10 @@ class Search:
         self.steps: list[Step] = []
         self._searched = searched
         self._entered = 0
-        self._found: dict[tuple[int, int], tuple[Any, int]] = {}  # with the node, so that its id stays its own
+        self._found: dict[tuple[int, int], tuple[Node, int]] = {}  # with the node, so that its id stays its own
         self._is_copied: list[bool] = []  # of each step: whether its strides may be others than in forward
 
-    def add(self, node: Any, rule: Rule, number: int) -> int:
+    def add(self, node: Node, rule: Rule, number: int) -> int:
         """Return the number of the step that makes the output of a node; the same for the same output."""
         known = self._found.get((id(node), number))
         if known is not None:
@@ -101,7 +102,7 @@ class Search:
         self._found[id(node), number] = node, len(self.steps) - 1
         return len(self.steps) - 1
 
-    def _operand(self, node: Any, operand: Operand) -> int | Held | torch.Tensor | None:
+    def _operand(self, node: Node, operand: Operand) -> int | Held | torch.Tensor | None:
         if operand.attribute:
             found = self._attribute(node, operand.attribute)
             if found is not None:
@@ -113,12 +114,13 @@ class Search:
             raise NoRecipeError(UNSAVED)
         return self._output(made_by, number)
 
-    def _output(self, node: Any, number: int) -> int | Held | torch.Tensor:
+    def _output(self, node: Node, number: int) -> int | Held | torch.Tensor:
         """Return the output of a node, for another one that has it as input."""
         if type(node).__name__ == "AccumulateGrad":
-            is_parameter = isinstance(node.variable, torch.nn.Parameter)
+            is_parameter = isinstance(getattr(node, "variable", None), torch.nn.Parameter)
             raise NoRecipeError("a parameter" if is_parameter else "an input of the model")  # changed without a version
-        noted = node.metadata.get((_NOTE, number)) if self._searched.has(node) else None
+        metadata: Any = node.metadata  # a method by PyTorch's stub, which it is not
+        noted = metadata.get((_NOTE, number)) if self._searched.has(node) else None
         view = None if noted is None else noted()
         if view is not None:
             return self._usable(view)
@@ -138,7 +140,7 @@ class Search:
             raise NoRecipeError(UNSAVED)
         return self.add(node, rule, number)
 
-    def _attribute(self, node: Any, name: str) -> Held | torch.Tensor | None:
+    def _attribute(self, node: Node, name: str) -> Held | torch.Tensor | None:
         """Return an operand that a node holds; None where it holds nothing."""
         return self._held(_of_node(node, f"_raw_saved_{name}"))
 
@@ -175,7 +177,7 @@ class Search:
         return held
 
 
-def _of_node(node: Any, name: str) -> Any:
+def _of_node(node: Node, name: str) -> Any:
     """Return an attribute of a node. Each PyTorch has its own: 2.14 holds no epsilon of a group norm any more."""
     try:
         return getattr(node, name)
@@ -183,7 +185,7 @@ def _of_node(node: Any, name: str) -> Any:
         raise NoRecipeError(f"{type(node).__name__}, which has no {name} in this PyTorch") from None
 
 
-def made_by(tensor: torch.Tensor) -> tuple[Any, int]:
+def made_by(tensor: torch.Tensor) -> tuple[Node | None, int]:
     """Return the node that made a tensor, and the number of the tensor among its outputs."""
     node, number = tensor.grad_fn, tensor.output_nr
     while node is not None and is_passing(node):
@@ -193,10 +195,11 @@ def made_by(tensor: torch.Tensor) -> tuple[Any, int]:
 
 def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
     """Note at its node that a tensor was saved, for recipes that need it as an operand; see [Note: Operands]."""
-    node: Any = node_of(tensor)
+    node = node_of(tensor)
     # One that was changed in place may have had other values when the next op took it.
     if isinstance(held, SavedView) and node is not None and not tensor._version:
-        node.metadata[_NOTE, tensor.output_nr] = weakref.ref(held)  # held here, it would live as long as the node
+        metadata: Any = node.metadata
+        metadata[_NOTE, tensor.output_nr] = weakref.ref(held)  # held here, it would live as long as the node
     # The statistics of a norm, whose node does not hold its epsilon. Only a fused RMS norm's have a gradient.
     is_of_norm = node is None or type(node).__name__ == "FusedRmsNormBackward0"
     if is_of_norm and has_plain_storage(tensor) and tensor.shape[-1:] == (1,):
@@ -208,7 +211,7 @@ def _is_number(tensor: torch.Tensor) -> bool:
     return not tensor.dim() and not tensor._version and tensor.device.type == "cpu"
 
 
-def _epsilon_in_frames() -> tuple[Any] | None:
+def _epsilon_in_frames() -> tuple[float | None] | None:
     """Return the ``eps`` of PyTorch's function of a norm, in a tuple, if one saves its statistics at this moment."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(("ds_tba.", "contextlib")):
@@ -216,7 +219,7 @@ def _epsilon_in_frames() -> tuple[Any] | None:
     return (frame.f_locals["eps"],) if frame is not None and frame.f_code in _NORMS else None
 
 
-def _epsilon(node: Any) -> Any:
+def _epsilon(node: Node) -> float | None:
     name = "result2" if hasattr(node, "_raw_saved_result2") else "result1"
     held = _of_node(node, f"_raw_saved_{name}").data
     held = held if isinstance(held, Held) else getattr(held, "held", None)

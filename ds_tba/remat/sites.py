@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -80,9 +81,9 @@ class Sites:
         self._answers = PinnedAnswers(accelerator, 2, torch.bool)
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
         self._sites: dict[int, Site] = {}
-        self._numbers: Counter[Any] = Counter()  # of what comes more than once in a forward
-        self._unsaved: set[Any] = set()
-        self._refused: dict[Any, str] = {}  # without a recipe: the reason, once for each form of tensors
+        self._numbers: Counter[Hashable] = Counter()  # of what comes more than once in a forward
+        self._unsaved: set[Hashable] = set()
+        self._refused: dict[Hashable, str] = {}  # without a recipe: the reason, once for each form of tensors
         self._seconds = 0.0  # that making took, by what it took when it was measured
         self._searched = Searched(cache, self.rules, 0)
         self._thread: threading.Thread | None = None
@@ -137,8 +138,8 @@ class Sites:
         """
         made = base_of(tensor)
         node, number = made_by(made)
-        rule = None if node is None else self.rules.get(type(node).__name__)
-        if rule is None or rule.is_view or not rule.operands or number:
+        rule = self.rules.get(type(node).__name__)
+        if node is None or rule is None or rule.is_view or not rule.operands or number:
             return None
         if self._has_other_threads or threading.current_thread() != (self._thread or threading.current_thread()):
             raise NoRecipeError("forwards run in several threads")

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import FrameType
-from typing import Any
 
 from torch import nn
 
@@ -24,7 +23,7 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 
 def position_in_code() -> int:
     """Return a hash of the innermost module that the caller's thread runs, and of the calls inside it; 0 outside."""
-    path: list[Any] = []
+    path: list[tuple[int, int]] = []
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not _CALL:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):  # of which there are more in a recorded step
