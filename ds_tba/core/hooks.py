@@ -47,11 +47,7 @@ def skip_frames(functions: Iterable[Any]) -> None:
     """
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if skip_code is not None:
-        skip_code(uncompiled.__code__)
-        skip_code(unseen.__code__)
-        skip_code(is_being_compiled.__code__)
-        skip_code(SelectiveCheckpoints.__call__.__code__)
-        for function in functions:
+        for function in (uncompiled, unseen, is_being_compiled, SelectiveCheckpoints.__call__, *functions):
             skip_code(function.__code__)
 
 

@@ -86,8 +86,7 @@ class Site:
             logger.debug("%s is not rematerialized: %s", self.op, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Makeable:
+class Makeable(NamedTuple):
     """A way to rematerialize a storage.
 
     Attributes:

@@ -22,9 +22,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import Node
@@ -43,8 +42,7 @@ _NORMS: frozenset[CodeType] = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Searched:
+class Searched(NamedTuple):
     """The part of a graph that may be entered.
 
     Attributes:

@@ -25,7 +25,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +94,7 @@ class Sites:
 
     def begin_forward(self) -> None:
         """Begin a forward: enter no nodes of earlier ones, and count sites from its first op on."""
-        self._searched = replace(self._searched, rules=self.rules, first_node=next_sequence_number())
+        self._searched = self._searched._replace(rules=self.rules, first_node=next_sequence_number())
         self._thread = self._thread or threading.current_thread()
         # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
         self._has_other_threads |= threading.current_thread() != self._thread
