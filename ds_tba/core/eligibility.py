@@ -82,9 +82,9 @@ class Gate:
         base = tensor._base  # called for every saved tensor: the usual ones are told without the costly checks
         if base is not None and isinstance(base, torch.nn.Parameter):
             return Eligibility.PARAMETER
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of vmap, whose storage cannot be had
             return Eligibility.SUBCLASS
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:  # bytes alone do not tell it
             return Eligibility.NOT_DENSE
         if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # no version, or a mark that the bytes lack
             return Eligibility.NOT_DENSE

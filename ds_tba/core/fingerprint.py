@@ -95,7 +95,7 @@ class Answer(NamedTuple):
         if self.differs is None:
             return bool(self.known)
         if self.done is not None:
-            self.done.synchronize()
+            self.done.synchronize()  # or an earlier answer would be read from this memory
         return not self.differs.item()
 
 
@@ -134,7 +134,7 @@ class Doubts:
             return  # no event may be asked for while a graph is being captured
         while self.waiting:
             with self._finalizers, self._finalizers.lock:
-                if not self.waiting or not (wait or self.waiting[0][1].is_done):
+                if not self.waiting or not (wait or self.waiting[0][1].is_done):  # another thread may be first
                     return
                 reference, answer = self.waiting.popleft()
             view, is_equal = reference(), answer.read()  # without the lock: it may wait for the device

@@ -87,7 +87,7 @@ def innermost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], to
 
 def take_off(hooks: saved_tensors_hooks | None) -> None:
     """Take these hooks, if they are the innermost, off this thread's stack."""
-    if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):
+    if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):  # never others in their place
         hooks.__exit__()
 
 
@@ -172,7 +172,7 @@ def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
         with _on(hooks):
             yield
     finally:
-        selective.ours.pack = before
+        selective.ours.pack = before  # a forward may run inside of another
         with _exchanging:
             selective.forwards -= 1
             if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile

@@ -224,7 +224,7 @@ class SavedTensors:
 def keep_originals() -> SavedTensors:
     """Return the descriptor, put in its place at the first call."""
     present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
-    if not isinstance(present, SavedTensors):
+    if not isinstance(present, SavedTensors):  # once for all engines, or ours would be wrapped in ours
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
         setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))  # or reads by it would go around ours
@@ -301,7 +301,7 @@ def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked]) -> tuple[
 def _is_around(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other:
         return True
-    if one.dtype != other.dtype or not one.layout == other.layout == torch.strided:
+    if one.dtype != other.dtype or not one.layout == other.layout == torch.strided:  # a sparse one has no address
         return False
     if one.is_nested or other.is_nested or one.shape != other.shape or one._is_zerotensor():
         return False

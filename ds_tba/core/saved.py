@@ -193,7 +193,7 @@ class StorageKey(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageKey:
         storage = tensor.untyped_storage()
-        nbytes, saves = storage.nbytes(), saves_by_functions(storage)
+        nbytes, saves = storage.nbytes(), saves_by_functions(storage)  # they may write without a version
         return cls(stamp_of(storage), lineage_of(tensor), tensor._version, nbytes, saves)
 
 
@@ -337,7 +337,7 @@ class SavedStorage(StateMachine):
     def release_views(self) -> None:
         """Have no view hold the bytes any longer: they are elsewhere, as the state says by now."""
         for view in self.holders:
-            self.pending += not (view.is_unpacked or view.is_lent)
+            self.pending += not (view.is_unpacked or view.is_lent)  # else nobody waits for it: it is not read ahead
             view.release()
         self.kept_views.clear()
 
@@ -440,10 +440,10 @@ class SavedView:
         self.state = ViewGone(record, offloaded, False)
         notice = cache.finalizers.watch(self, self.state)
         if offloaded:
-            self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)
+            self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)  # autograd compares no version
         else:
             self.held = kept(tensor)
-            record.kept_views.append(notice)
+            record.kept_views.append(notice)  # or it would hold the bytes when they leave
 
     @property
     def is_unpacked(self) -> bool:
@@ -528,7 +528,7 @@ class SavedView:
         other.state = ViewGone(self.record, self.state.is_away, True)  # or one end would count for both views
         notice = self._cache.finalizers.watch(other, other.state)
         if other.held is not None:
-            self.record.kept_views.append(notice)
+            self.record.kept_views.append(notice)  # likewise
         return other
 
     def answered(self, *, is_equal: bool) -> None:
@@ -638,7 +638,7 @@ class CountedMemory:
 
     def save(self, nbytes: int) -> int:
         """Add a saver; return the bytes that this adds."""
-        added_bytes = max(nbytes - self.saved_bytes, 0)
+        added_bytes = max(nbytes - self.saved_bytes, 0)  # a slice of it may have been saved before
         self.savers += 1
         self.saved_bytes += added_bytes
         return added_bytes

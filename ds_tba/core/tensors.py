@@ -66,7 +66,7 @@ def stamp_of(owner: torch.UntypedStorage | torch.Tensor) -> Stamp:
     stamp: Stamp | None = getattr(owner, _STAMP, None)
     if stamp is None:
         stamp = next(_stamps)
-        setattr(owner, _STAMP, stamp)
+        setattr(owner, _STAMP, stamp)  # an address would be another storage's later
     return stamp
 
 

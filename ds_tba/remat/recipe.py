@@ -81,7 +81,7 @@ class Site:
 
     def refuse(self, reason: str) -> None:
         """Use it no more."""
-        if not self.reason:
+        if not self.reason:  # the first reason is the one that is reported
             self.reason = reason
             logger.debug("%s is not rematerialized: %s", self.op, reason)
 
@@ -198,7 +198,7 @@ class Recipe(NamedTuple):
         for one in self.held():
             if is_of_a_module(one):
                 with torch.no_grad():
-                    copy = one.held.detach().clone()
+                    copy = one.held.detach().clone()  # an optimizer may step before backward
                 copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")  # no reason: autograd has not saved it
         return self._with(copies) if copies else self
 

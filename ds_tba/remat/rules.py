@@ -126,7 +126,7 @@ class Step(NamedTuple):
         rule, values = self.rule, (*operands, *(() if self.rule.by_name else self.constants))
         keywords = dict(zip(rule.constants, self.constants, strict=True)) if rule.by_name else {}
         made = rule.make(*values, self.output) if rule.from_output else rule.make(*values, **keywords)
-        if made.shape != self.output.shape or made.dtype != self.output.dtype:
+        if made.shape != self.output.shape or made.dtype != self.output.dtype:  # ``x.mul_(y)`` does not promote
             raise NoRecipeError("made again it has another shape or dtype")
         return made
 
@@ -143,7 +143,7 @@ def _look(one: int | Saved | torch.Tensor | None) -> object:
     return one.signature()
 
 
-_ROUNDED_ONCE = frozenset(
+_ROUNDED_ONCE = frozenset(  # in any loop the same bits; see [Note: Order of elements]
     {"mul", "div", "add", "sub", "maximum", "minimum", "where", "relu", "abs", "neg", "index", "cast", "copy"}
 )
 
@@ -314,7 +314,7 @@ def is_passing(node: Node) -> bool:
     )
 
 
-_SIGNED = 1 << 63
+_SIGNED = 1 << 63  # a dimension from the end would be an index beyond all
 
 
 def constant(value: object) -> object:

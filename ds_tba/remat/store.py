@@ -289,7 +289,7 @@ class RematStore(TensorStore[RecipeTicket]):
         return False
 
     def release(self, ticket: RecipeTicket) -> None:
-        self._deferred.leave(ticket)
+        self._deferred.leave(ticket)  # waits for no lock: whoever releases it may hold the cache's
 
     def refuse_broken(self) -> None:
         self._deferred.refuse_broken()

@@ -29,7 +29,7 @@ def position_in_code() -> int:
         if not str(frame.f_globals.get("__name__")).startswith(_OURS):  # of which there are more in a recorded step
             path.append((id(frame.f_code), frame.f_lasti))  # two lines of one module are two sites
         frame = frame.f_back
-    return 0 if frame is None else hash((*path, id(frame.f_locals["self"])))
+    return 0 if frame is None else hash((*path, id(frame.f_locals["self"])))  # two modules may run one code
 
 
 class RunningModule:
