@@ -16,7 +16,7 @@ def compilations() -> int:
     Counts everything that it times: frames, backwards (compiled when they first run), kernels and their tuning.
     """
     times: dict[str, list[float]] = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
-    return sum(map(len, list(times.values())))
+    return sum(map(len, list(times.values())))  # a list: another thread may compile meanwhile
 
 
 def moves_in_vain(stats: CacheStats, moved_bytes: int, compilations_before: int) -> bool:

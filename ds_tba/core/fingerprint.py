@@ -170,7 +170,7 @@ def _folded(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     for first in range(0, rows, _ROWS):
         part = table[first : first + _ROWS]
         number = torch.arange(first, first + len(part), dtype=torch.int64, device=words.device)
-        mixed = part ^ number.mul_(_ODD[0])[:, None]
+        mixed = part ^ number.mul_(_ODD[0])[:, None]  # or rows that trade places would not be seen
         for factor in _ODD[1:]:  # as the finalizer of SplitMix64 does
             mixed.mul_(factor).bitwise_xor_(mixed >> 29)
         total += mixed.sum(0)

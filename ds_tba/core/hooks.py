@@ -123,7 +123,7 @@ class SelectiveCheckpoints:
         if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):  # what it says stays
             forward, recomputation = contexts = options["context_fn"]()
             options["context_fn"] = lambda: contexts  # a second call would make other contexts than those judged here
-            options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)
+            options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)  # wants changes
             self.ours.seen += isinstance(forward, checkpointing._CachingTorchDispatchMode)
         return self.checkpoint(*args, **options)
 

@@ -192,7 +192,7 @@ class SavedTensors:
             found = state.last.get(torch._C._current_graph_task_id())
             last = None if found is None else found()
             if last is not None:
-                last.forget()
+                last.forget()  # or a graph that stays would hold what was read
         return reading
 
     def note_compiled(self, storages: Sequence[torch.UntypedStorage]) -> None:
@@ -247,7 +247,7 @@ def _count_saves(saved_tensors: SavedTensors) -> None:
     def save_for_backward(self: FunctionCtx, *tensors: torch.Tensor) -> None:
         is_compiled, is_users = is_of_a_compiled_graph(type(self)), is_of_a_users_function(type(self))
         if is_compiled or is_users:
-            with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
+            with torch._C.DisableTorchFunction():
                 plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
                 storages = {id(one.untyped_storage()): one.untyped_storage() for one in plain}
             saved_tensors.note_compiled(list(storages.values()) if is_compiled else ())
@@ -266,11 +266,11 @@ def _hand_to_checkpoints(saved_tensors: SavedTensors) -> None:
         def originals(self: object) -> Sequence[object]:
             return saved_tensors.read(partial(get_inputs, self))
 
-        frame.get_inputs = originals
+        frame.get_inputs = originals  # PyTorch 2.13 saves them in no Function
     if save_inputs is not None:
 
         def noted(self: object, *args: object) -> None:
-            saved_tensors.note_checkpoint()
+            saved_tensors.note_checkpoint()  # no node counts it: its save would pass for the last one's
             save_inputs(self, *args)
 
         frame.save_inputs = noted

@@ -241,7 +241,7 @@ class Recipe(NamedTuple):
                 results.append(result)
             if result.stride() != spec.stride or result.untyped_storage().nbytes() != last.nbytes:
                 strides = zip(result.shape, result.stride(), spec.stride, strict=True)
-                is_same_order = all(size == 1 or one == other for size, one, other in strides)
+                is_same_order = all(size == 1 or one == other for size, one, other in strides)  # 1 has no order
                 if not (is_same_order or last.rule.is_rounded_once(last.constants)):
                     raise NoRecipeError("made again it has another order of elements")
                 result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)

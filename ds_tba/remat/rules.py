@@ -208,7 +208,7 @@ def _rms_norm(
 
 
 def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
-    return torch.softmax(tensor, dim, dtype=None if output.dtype == tensor.dtype else output.dtype)
+    return torch.softmax(tensor, dim, dtype=None if output.dtype == tensor.dtype else output.dtype)  # cast inside
 
 
 def _index(tensor: torch.Tensor, *indices: torch.Tensor | None) -> torch.Tensor:

@@ -157,7 +157,7 @@ class Search:
 
     def _usable(self, held: Held) -> Held:
         if not held.is_of(self._searched.cache):
-            raise NoRecipeError("saved by hooks of another engine")
+            raise NoRecipeError("saved by hooks of another engine")  # whose lock guards its records, not ours
         if not held.is_unmodified:
             raise NoRecipeError("an operand was changed in place")  # the op took what was there before
         tensor = held.held

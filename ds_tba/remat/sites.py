@@ -162,7 +162,7 @@ class Sites:
     def site_of(self, recipe: Recipe) -> Site:
         """Return the site with such a recipe that comes next in this forward."""
         signature = (*(step.signature() for step in recipe.steps), recipe.spec.stride, recipe.kernels)
-        place = hash(signature), position_in_code()
+        place = hash(signature), position_in_code()  # branches of one shape may not stand for each other
         self._numbers[place] += 1
         key = hash((place, self._numbers[place]))
         site = self._sites.get(key)
@@ -192,7 +192,7 @@ class Sites:
                 differs = integers_of(made) != bits
                 # NaN is NaN: the payload may depend on its place in memory, and plain training goes on with either.
                 has_nan = saved.is_floating_point() or saved.is_complex()
-                if has_nan and (not self._is_synchronous or differs.any()):
+                if has_nan and (not self._is_synchronous or differs.any()):  # asking a device would wait for it
                     differs &= ~_both_nan(made, saved)
                 flags = torch.stack((differs.any(), bits.amin() != bits.amax()))  # equal elements (zeros) prove nothing
             if not self._is_synchronous:

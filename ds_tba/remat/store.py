@@ -143,7 +143,7 @@ class RematStore(TensorStore[RecipeTicket]):
         if own is None:
             return None
         if not site.is_due:
-            self.sites.left_out(own)
+            self.sites.left_out(own)  # from now on a difference is an error
             return self._new_ticket(own, None)
         comparison = self._compare(own, tensor)
         if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
