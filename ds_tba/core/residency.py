@@ -27,16 +27,7 @@ from contextlib import contextmanager
 import torch
 
 from ds_tba.core.fingerprint import Doubts
-from ds_tba.core.saved import (
-    NO_INDEX,
-    CountedMemory,
-    Keeper,
-    Loading,
-    RecordState,
-    Room,
-    SavedStorage,
-    SavedView,
-)
+from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, Room, SavedStorage, SavedView
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
@@ -48,7 +39,10 @@ logger = logging.getLogger(__name__)
 
 
 class Residency(Room):
-    """The saved storages in device memory, within the budget. Changed only under the cache's lock.
+    """The saved storages in device memory, within the budget.
+
+    It changes only under the cache's lock: ``limit``, ``wait_for``, ``give_way``, ``scratch`` and ``copied`` take it,
+    and all other methods are called under it.
 
     Args:
         stats: its gauge has their bytes, and it the host's seconds in stores.
