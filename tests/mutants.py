@@ -170,7 +170,7 @@ MUTANTS = [
            "                self.room.end_load(record, loading, None)\n", "                pass\n",
            "tests/core/test_loads.py"),
     Mutant("a Function of the user's gets the memory that others will read", "ds_tba/core/functions.py",
-           " or (isinstance(held, SavedView) and held.record.loaded is not None)", "", "tests/hazards/test_hazards.py"),
+           " or (isinstance(held, SavedView) and held.record.loaded is not None)", "", "tests/core/test_originals.py"),
     Mutant("a second read on another stream comes before the first one's copy", "ds_tba/core/functions.py",
            "known.join().untyped_storage()", "known._data.untyped_storage()", "tests/storage/test_ordering.py"),
     Mutant("nothing refers to what a Function has read last", "ds_tba/core/originals.py",
