@@ -188,6 +188,20 @@ def test_a_machine_that_is_slower_or_faster_than_recorded_moves_all_the_same(fac
     assert world.feedback.kept_s == pytest.approx(factor * KEPT_S)
 
 
+@pytest.mark.parametrize("factor", [1.3, 3.0])
+@pytest.mark.parametrize("hidden_s", [0.0, 0.03, 0.1])
+def test_after_a_slow_time_moving_takes_what_is_allowed_of_the_fast_steps(hidden_s: float, factor: float) -> None:
+    """With all moved that the slow steps allowed, no step would show how short they are without."""
+    world = World(kept_s=factor * KEPT_S, hidden_s=hidden_s)
+    world.run(600)
+    assert world.feedback.kept_s == pytest.approx(factor * KEPT_S)
+    world.kept_s = KEPT_S
+    world.run(1000)
+    assert world.feedback.kept_s == pytest.approx(KEPT_S)
+    assert world.times_s[-1] <= KEPT_S * (1 + OVERHEAD) + 1e-9
+    assert world.in_force.moved_share >= (0.8 * min(1.0, OVERHEAD / hidden_s) if hidden_s else 1.0)
+
+
 @pytest.mark.parametrize("known_s", [0.0, 0.1, 9.0])
 def test_what_the_recording_itself_took_longer_for_moving_is_taken_off(known_s: float) -> None:
     world = World(known_s=known_s)
