@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.errors import IncompatibleError
 from ds_tba.plan.agreement import Planning, Wish
 from ds_tba.plan.feedback import RATE_CHANGE, Action, Feedback, OptimizerStep
 from ds_tba.plan.policy import ByPlan, PlanInForce
@@ -31,7 +30,6 @@ from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Scopes, Trace
 from ds_tba.recompute.blocks import Blocks
-from ds_tba.recompute.passes import Block
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
 from ds_tba.storage.base import Always, Policy
@@ -48,15 +46,11 @@ class Watched:
     Attributes:
         running: tells which of its modules runs.
         blocks: those of its modules that may run again; none where ``recompute`` is off.
-        may_recompute: whether plans may choose to.
-        excluded: paths of the blocks in which the config keeps tensors by name.
     """
 
     model: nn.Module
     running: RunningModule
-    blocks: Sequence[Block] = ()
-    may_recompute: bool = False
-    excluded: frozenset[str] = frozenset()
+    blocks: Blocks
 
 
 class Controller:
@@ -89,7 +83,7 @@ class Controller:
         self._clock = machine.clock
         is_synchronous = machine.rates.is_synchronous
         self._scene = Scene(cache, machine.clock, watched.running, machine.memory, is_synchronous)
-        self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute, excluded=watched.excluded)
+        self._blocks = watched.blocks
         # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
         # gathers parameters, which takes all ranks.
         is_sharded = any(hasattr(one, "ds_id") for one in watched.model.parameters())
@@ -132,16 +126,16 @@ class Controller:
         is_recorded = recorder is not None
         with (
             self._cache.saving(self._policy, around, lead, continues=continues, is_recorded=is_recorded),
-            self._passes(recorder is not None),
+            self._passes(recorder),
         ):
             yield
 
-    def _passes(self, is_recorded: bool) -> AbstractContextManager[None]:
-        """Be told of passes: of all in a recorded micro-step, else of those through blocks that are recomputed."""
-        if is_recorded:
-            return self._blocks.listening()
+    def _passes(self, recorder: Recorder | None) -> AbstractContextManager[None]:
+        """Have a recorder told of all passes, else the plan's policy of those through blocks that it recomputes."""
+        if recorder is not None:
+            return self._blocks.listening(recorder)
         if isinstance(self._policy, ByPlan) and self.in_force is not None and self.in_force.watched:
-            return self._blocks.listening(self.in_force.watched)
+            return self._blocks.listening(self._policy, self.in_force.watched)
         return nullcontext()
 
     def after_forward(self) -> saved_tensors_hooks | None:
@@ -207,7 +201,7 @@ class Controller:
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
         if plan is not None and not (is_recorded and plan.recomputes):
-            self._policy = ByPlan(plan, self._tiers, self._step.mismatch)
+            self._policy = ByPlan(plan, self._tiers, self._step.mismatch, is_strict=self._is_strict)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -215,43 +209,6 @@ class Controller:
             self._policy.end()
         if self._recording is not None:
             self._recording.settle()
-
-    # ---- passes through blocks ----------------------------------------------------------------------------------
-
-    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
-        """Note that a pass through a block begins; return the bytes that it will not save if it is to be recomputed."""
-        is_recomputable = self._blocks.is_recomputable(block)
-        if self._recorder is not None:
-            self._recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
-            return None
-        if not isinstance(self._policy, ByPlan):
-            return None
-        unknown_saves = self._policy.mismatch.unknown_saves
-        saved_bytes = self._policy.enter(block.path, is_recomputable=is_recomputable)
-        if self._is_strict and self._policy.mismatch.unknown_saves > unknown_saves:
-            why = self._blocks.left_out().get(block.path, "it comes at another place")
-            raise IncompatibleError(
-                f"the block {block.path!r} does not do here what the plan of all ranks says ({why}), and the others "
-                'would wait for this rank in backward: set "recompute": false.'
-            )
-        return saved_bytes
-
-    def leave(self, block: Block) -> None:
-        """Note that the pass is over."""
-        if self._recorder is not None:
-            has_saved = self._recorder.leave(is_recomputable=self._blocks.is_recomputable(block))
-            self._blocks.note_saves(block, has_saved=has_saved)
-        elif isinstance(self._policy, ByPlan):
-            self._policy.leave()
-
-    def recompute(self, saved_bytes: int) -> None:
-        """Make room for a pass that backward runs again, and count it."""
-        self._cache.stats.recomputed_bytes += saved_bytes
-        self._cache.wait_for_room(saved_bytes)  # at once: what it saves then finds the room
-
-    def save_again(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that a pass saves which runs again."""
-        self._cache.count_again(tensor)
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from ds_tba.config import Placement
+from ds_tba.errors import IncompatibleError
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.trace import Scopes, Trace
 from ds_tba.storage.base import AnyStore, Choice
@@ -180,10 +183,19 @@ class ByPlan:
         in_force: the plan.
         stores: the store of each tier.
         mismatch: of the step; this micro-step's is added to it.
+        is_strict: another pass than planned ends the run.
     """
 
-    def __init__(self, in_force: PlanInForce, stores: Mapping[Placement, AnyStore], mismatch: PlanMismatch) -> None:
+    def __init__(
+        self,
+        in_force: PlanInForce,
+        stores: Mapping[Placement, AnyStore],
+        mismatch: PlanMismatch,
+        *,
+        is_strict: bool = False,
+    ) -> None:
         self.mismatch = mismatch
+        self._is_strict = is_strict
         self.prefetch_distance = in_force.plan.prefetch_distance
         self._plan = in_force
         self._storages = in_force.trace.storages
@@ -210,8 +222,12 @@ class ByPlan:
         self.mismatch.drift_bytes += missed_bytes
         self._begin_part(self._part + 1)
 
-    def enter(self, module: str, *, is_recomputable: bool = True) -> int | None:
-        """Begin a pass through a watched block; return the bytes that it will not save if it is to be recomputed."""
+    def enter(self, path: str, _inputs: Sequence[torch.Tensor] = (), obstacle: str = "") -> int | None:
+        """Begin a pass through a watched block; see :class:`ds_tba.recompute.blocks.PassListener`.
+
+        Raises:
+            IncompatibleError: the plan has another pass here, or one to be recomputed, and is to be kept to.
+        """
         self._depth += 1
         if self._depth > 1:
             return None
@@ -219,17 +235,21 @@ class ByPlan:
         at, plan = self._part // 2, self._plan
         number = plan.passes[at] if at < len(plan.passes) else None
         # Another block than planned: recomputed in its place, it would drop what the plan keeps for other passes.
-        if number is None or plan.trace.blocks[number].module != module:
-            self.mismatch.unknown_saves += 1
-            return None
-        if not plan.plan.recomputed_blocks[number]:
-            return None
-        if not is_recomputable:  # an obstacle that came up since
-            self.mismatch.unknown_saves += 1
-            return None
-        return plan.dropped_bytes[number]
+        if number is not None and plan.trace.blocks[number].module == path:
+            if not plan.plan.recomputed_blocks[number]:
+                return None
+            if not obstacle:
+                return plan.dropped_bytes[number]
+        self.mismatch.unknown_saves += 1
+        if self._is_strict:
+            raise IncompatibleError(
+                f"the block {path!r} does not do here what the plan of all ranks says "
+                f"({obstacle or 'it comes at another place'}), and the others would wait for this rank in backward: "
+                'set "recompute": false.'
+            )
+        return None
 
-    def leave(self) -> None:
+    def leave(self, _obstacle: str = "") -> None:
         """End the pass."""
         self._depth -= 1
         if self._depth == 0:

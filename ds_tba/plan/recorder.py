@@ -304,21 +304,17 @@ class Recorder:
         record.forwards.append((len(record.pauses), len(record.storages)))
         return self.pack, self.unpack
 
-    def enter(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
-        """Begin a pass through a block."""
+    def enter(self, path: str, inputs: Sequence[torch.Tensor], obstacle: str = "") -> None:
+        """Begin a pass through a block; see :class:`ds_tba.recompute.blocks.PassListener`."""
         self._depth += 1
         if self._depth == 1:
             with self._pause():
-                self._open_pass(module, inputs, is_recomputable)
+                self._open_pass(path, inputs, is_recomputable=not obstacle)
 
-    def leave(self, *, is_recomputable: bool = True) -> bool:
-        """End the pass; return whether it saved anything but its inputs and parameters.
-
-        Args:
-            is_recomputable: it is also by what the pass has shown.
-        """
+    def leave(self, obstacle: str = "") -> bool:
+        """End the pass; return whether it saved anything but its inputs and parameters."""
         scope = self.record.scopes[-1]
-        scope.is_recomputable = scope.is_recomputable and is_recomputable
+        scope.is_recomputable = scope.is_recomputable and not obstacle
         has_saved = scope.has_saved
         self._depth -= 1
         if self._depth == 0:
@@ -374,7 +370,7 @@ class Recorder:
         scopes.append(_Scope(len(scopes), now, module))
         return scopes[-1]
 
-    def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], is_recomputable: bool) -> None:
+    def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
         scope = self._open_scope(module)
         scope.is_recomputable = is_recomputable
         scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))

@@ -86,7 +86,7 @@ def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
 
 def test_a_block_with_an_obstacle_that_came_up_since_is_not_recomputed() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
-    assert policy.enter("a", is_recomputable=False) is None and policy.mismatch.unknown_saves == 1
+    assert policy.enter("a", obstacle="a cache") is None and policy.mismatch.unknown_saves == 1
 
 
 def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplanned() -> None:
