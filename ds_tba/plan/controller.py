@@ -28,7 +28,7 @@ from ds_tba.plan.feedback import RATE_CHANGE, Action, Feedback, OptimizerStep
 from ds_tba.plan.policy import ByPlan, PlanInForce
 from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
-from ds_tba.plan.trace import Scopes, Trace
+from ds_tba.plan.trace import Trace
 from ds_tba.recompute.blocks import Blocks
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
@@ -89,7 +89,7 @@ class Controller:
         is_sharded = any(hasattr(one, "ds_id") for one in watched.model.parameters())
         self._is_strict = self._agreement.size > 1 and is_sharded
         self._recording: Recording | None = None
-        self._recorded: tuple[Trace, Scopes] | None = None
+        self._trace: Trace | None = None  # recorded, or that of the plan in force
         self._steps = 0
         self._step: OptimizerStep | None = None  # that runs
         # The first of them is judged. A device is behind the host: of the step before the last, marks can be read
@@ -238,7 +238,7 @@ class Controller:
         # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
-        time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
+        time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.rates.resources().rates
         action = self.feedback.decide(self._steps, time_s, rates, step.mismatch)
         is_blind = action is Action.PLAN and not self.in_force.moved_share  # nothing shows what the drives can do
         return Action.MEASURE if is_blind and self._machine.rates.may_measure() else action
@@ -274,8 +274,8 @@ class Controller:
             )
             return
         with self._answering("discarding an inconsistent trace"):
-            trace, scopes = recording.recorded(self._machine.resources(), self._ended[-1].mismatch.micro_steps)
-            self._recorded, plan = (trace, scopes), self.in_force
+            trace = recording.recorded(self._machine.rates.resources(), self._ended[-1].mismatch.micro_steps)
+            self._trace, plan = trace, self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputes else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
@@ -298,25 +298,23 @@ class Controller:
             self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
 
     def _wish(self) -> Wish | None:
-        """Return this rank's part in the next plan: a trace of larger storages, where steps under the last had such."""
-        if self._recorded is None:
+        """Return this rank's part in the next plan; None where nothing was recorded."""
+        if self._trace is None:
             return None
         if self._agreement.rank == 0:
             self._blocks.warn_left_out()
-        (trace, scopes), machine, larger = self._recorded, self._machine, 1 + self.feedback.growth
-        kept_s = self.feedback.kept_s * larger
-        trace = trace.scaled(kept_s / trace.step_s if trace.step_s and kept_s else 1.0, larger)
+        machine = self._machine
+        trace = replace(self.feedback.corrected(self._trace), resources=machine.rates.resources())
         limits = replace(machine.limits(trace.step_s), movable_share=self.feedback.share)
-        trace = replace(trace, resources=machine.resources())
-        return Wish(trace, scopes, limits, machine.room_bytes(), frozenset(self._blocks.left_out()))
+        return Wish(trace, limits, machine.room_bytes(), frozenset(self._blocks.left_out()))
 
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
-        self._recorded, self.in_force = (found.trace, found.scopes), found
+        self._trace, self.in_force = found.trace, found
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
         self._cache.limit_resident(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
-        self.feedback.planned(found, self._machine.resources().rates)
+        self.feedback.planned(found, self._machine.rates.resources().rates)
         if not is_new:
             return
         self._cache.forget_order()

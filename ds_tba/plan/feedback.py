@@ -34,6 +34,7 @@ from statistics import median_low
 
 from ds_tba.core.compiled import compilations
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
+from ds_tba.plan.trace import Trace
 
 # Steps under a plan before it is judged, and the shortest and the longest wait of the back-off.
 MIN_STEPS, MAX_STEPS = 5, 640
@@ -118,6 +119,12 @@ class Feedback:
         """
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
         self.kept_s, self.growth = max(step_s / 2, step_s - moving_s), 0.0
+
+    def corrected(self, trace: Trace) -> Trace:
+        """Return a trace as long as a kept step takes, and with storages as large as steps under the plan had."""
+        larger = 1 + self.growth
+        longer = self.kept_s * larger / trace.step_s if trace.step_s and self.kept_s else 1.0
+        return trace.scaled(longer, larger)
 
     def planned(self, plan: PlanInForce, rates: tuple[float, ...]) -> None:
         """Judge steps by a plan from now on.

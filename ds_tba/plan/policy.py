@@ -28,7 +28,6 @@ class PlanInForce:
     """A plan with the trace and the limits that it was made for.
 
     Attributes:
-        scopes: of the trace; see [Note: Scopes] in ``ds_tba/plan/trace.py``.
         watched: paths of the blocks of which any pass is recomputed.
         passes: numbers of the passes through these, in order.
         expected: storages that are saved, in order: before the first of these passes, in it, before the next, ...
@@ -38,7 +37,6 @@ class PlanInForce:
 
     plan: Plan
     trace: Trace
-    scopes: Scopes
     limits: Limits
     watched: frozenset[str]
     passes: tuple[int, ...]
@@ -47,7 +45,7 @@ class PlanInForce:
     moved_share: float
 
     @classmethod
-    def of(cls, plan: Plan, trace: Trace, scopes: Scopes, limits: Limits) -> PlanInForce:
+    def of(cls, plan: Plan, trace: Trace, limits: Limits) -> PlanInForce:
         """Return a plan for ``trace``."""
         recomputed = [block for block, again in zip(trace.blocks, plan.recomputed_blocks, strict=True) if again]
         watched = frozenset(block.module for block in recomputed)
@@ -59,16 +57,19 @@ class PlanInForce:
             elif placement in (Placement.NVME, Placement.HOST):
                 moved_bytes += storage.nbytes
         moved_share = moved_bytes / max(1, trace.movable_bytes)
-        expected = _expected(plan, trace, scopes, passes)
-        return cls(plan, trace, scopes, limits, watched, passes, expected, tuple(dropped), moved_share)
+        expected = _expected(plan, trace, passes)
+        return cls(plan, trace, limits, watched, passes, expected, tuple(dropped), moved_share)
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
         """Return whether both place every storage alike, and recompute the same blocks."""
-        one, two = (
-            (plan.scopes, plan.trace.saved_bytes, plan.plan.placements, plan.plan.recomputed_blocks) if plan else None
-            for plan in (self, other)
-        )
-        return one == two
+        if (
+            other is None
+            or self.trace.scopes != other.trace.scopes
+            or self.trace.saved_bytes != other.trace.saved_bytes
+        ):
+            return False
+        one, two = self.plan, other.plan
+        return (one.placements, one.recomputed_blocks) == (two.placements, two.recomputed_blocks)
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
@@ -139,12 +140,12 @@ class PlanInForce:
         }
 
 
-def _expected(plan: Plan, trace: Trace, scopes: Scopes, passes: Sequence[int]) -> Scopes:
+def _expected(plan: Plan, trace: Trace, passes: Sequence[int]) -> Scopes:
     """Return what is saved before, in and behind each of these passes, where the plan is followed."""
     found: list[tuple[int, ...]] = []
     before: dict[int, None] = {}
     of_pass = {2 * number + 1: number for number in passes}
-    for number, members in enumerate(scopes):
+    for number, members in enumerate(trace.scopes):
         if number not in of_pass:
             before |= dict.fromkeys(members)
             continue

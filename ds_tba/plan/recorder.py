@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from statistics import median
 from typing import Protocol
 
@@ -49,7 +50,7 @@ from ds_tba.core.saved import (
 )
 from ds_tba.core.tensors import Eligibility, Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock, MemoryMeter
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
 from ds_tba.storage.finalizers import DeferredFinalizers
 
@@ -166,7 +167,8 @@ class MicroStepRecord:
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
         is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
         forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
-        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards=forwards)
+        scopes = tuple(tuple(scope.members) for scope in self.scopes)
+        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards, scopes)
 
     def _times(self) -> list[float]:
         """Return the begin of each pause on the trace's clock, and the end of the micro-step as the last."""
@@ -507,7 +509,7 @@ class Recording:
         if backward_ended is not None:
             self._optimizer_steps.append((backward_ended, ended))
 
-    def recorded(self, resources: Resources, micro_steps: int) -> tuple[Trace, Scopes]:
+    def recorded(self, resources: Resources, micro_steps: int) -> Trace:
         """Return the trace of all recordings; blocks the host until the device has reached their end.
 
         Args:
@@ -516,7 +518,6 @@ class Recording:
         """
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])
-        found = [(record.trace(resources, optimizer_s, micro_steps), record) for record in self._done]
-        # A plan for the recording that saved most holds for smaller micro-steps, too.
-        trace, best = max(found, key=lambda one: (one[0].saved_bytes, -one[0].end_s))
-        return trace, tuple(tuple(scope.members) for scope in best.scopes)
+        traces = (record.trace(resources, optimizer_s, micro_steps) for record in self._done)
+        # By size first: a plan for the recording that saved most holds for smaller micro-steps, too.
+        return max(sorted(traces, key=attrgetter("end_s")), key=attrgetter("saved_bytes"))

@@ -84,7 +84,7 @@ class _Replay:
     def __init__(
         self, timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None, may_wait: bool
     ) -> None:
-        resources, lifetimes = timeline.resources, timeline.lifetimes(assignment)
+        resources, lifetimes = timeline.trace.resources, timeline.lifetimes(assignment)
         self._timeline, self._resources, self._lifetimes = timeline, resources, lifetimes
         self._may_wait = may_wait
         # Lists, as indexing an array is slower.
@@ -97,7 +97,7 @@ class _Replay:
         drive = resources.drives
         self._read_beside = drive.read_beside_write_bytes_per_s
         self._write_rate, self._read_rate = drive.write_bytes_per_s, drive.read_bytes_per_s
-        if timeline.forwards:  # writes and reads alternate all the time
+        if timeline.trace.forwards:  # writes and reads alternate all the time
             self._write_rate, self._read_rate = drive.write_beside_read_bytes_per_s, self._read_beside
         self._writes, self._reads, self._out, self._in = _Queue(), _Queue(), _Queue(), _Queue()
         count, blocks = len(self._place), len(timeline.recompute_s)
@@ -350,11 +350,11 @@ class _Replay:
     # ---- what it came to ----------------------------------------------------------------------------------------
 
     def _cost(self) -> Prediction:
-        timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.micro_steps
+        timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.trace.micro_steps
         on_host = np.array(self._place) == _HOST
         return Prediction(
             self.peak_device_bytes(),
-            (timeline.end_s + self._shift_s) * times + timeline.optimizer_s,
+            (timeline.trace.end_s + self._shift_s) * times + timeline.trace.optimizer_s,
             self._stall_s * times,
             float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
             self._written_bytes * times,

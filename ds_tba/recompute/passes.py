@@ -106,6 +106,10 @@ class Room(Protocol):
         """Count a tensor that such a pass saves."""
 
 
+def _is_no_container(value: object) -> bool:
+    return type(value) not in (tuple, list, dict)
+
+
 class Arguments:
     """The arguments of one call, taken apart into tensors and the rest.
 
@@ -120,7 +124,7 @@ class Arguments:
     """
 
     def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        values, self._form = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        values, self._form = tree_flatten((args, kwargs), is_leaf=_is_no_container)
         unique = {id(one): one for one in values if isinstance(one, torch.Tensor)}
         self.tensors: list[torch.Tensor] = list(unique.values())
         positions = {key: position for position, key in enumerate(unique)}

@@ -46,7 +46,7 @@ def plan_of(
     cost = Prediction(SIZE, step_s, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=computed_s)
     limits = Limits(OVERHEAD, budget, movable_share=share)
     plan = Plan("test", places, (), (), cost)
-    return PlanInForce.of(plan, TRACE, (), limits)
+    return PlanInForce.of(plan, TRACE, limits)
 
 
 @dataclass(frozen=True)
@@ -511,7 +511,7 @@ def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> No
 
     def planned(share: float) -> PlanInForce:
         limits = Limits(OVERHEAD, movable_share=share)
-        return PlanInForce.of(adaptive(trace, limits), trace, (), limits)
+        return PlanInForce.of(adaptive(trace, limits), trace, limits)
 
     free = planned(1.0).moved_share
     assert free > 0.3
@@ -538,9 +538,9 @@ def test_the_planner_moves_no_more_than_is_left_by_the_recording_of_a_shared_dri
         feedback = Feedback(is_drive_shared=is_shared)
 
         def planned(share: float, feedback: Feedback = feedback) -> PlanInForce:
-            scaled = trace.scaled(feedback.kept_s / recorded_s)
+            scaled = feedback.corrected(trace)
             limits = Limits(OVERHEAD, movable_share=share)
-            return PlanInForce.of(adaptive(scaled, limits), scaled, (), limits)
+            return PlanInForce.of(adaptive(scaled, limits), scaled, limits)
 
         world = SharedDrive(zero_s=zero_s, plan=planned, feedback=feedback)
         world.run(200)
