@@ -34,7 +34,7 @@ from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
-    from ds_tba.explain.model_memory import ModelMeter
+    from ds_tba.explain.out_of_memory import ModelMeter
     from ds_tba.explain.sample import StepSamples
     from ds_tba.plan.agreement import Agreement
     from ds_tba.plan.controller import Controller

@@ -62,14 +62,13 @@ class PlanInForce:
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
         """Return whether both place every storage alike, and recompute the same blocks."""
-        if (
-            other is None
-            or self.trace.scopes != other.trace.scopes
-            or self.trace.saved_bytes != other.trace.saved_bytes
-        ):
+        if other is None:
             return False
-        one, two = self.plan, other.plan
-        return (one.placements, one.recomputed_blocks) == (two.placements, two.recomputed_blocks)
+        mine, theirs = (
+            (one.trace.scopes, one.trace.saved_bytes, one.plan.placements, one.plan.recomputed_blocks)
+            for one in (self, other)
+        )
+        return mine == theirs
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
