@@ -249,6 +249,7 @@ def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> PlanInFor
     try:
         trace = _for_all(wish, offers)
         room_bytes = min(offer.room_bytes for offer in offers)
+        # The drives of another machine may be more worn than the leader's.
         limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
         plan = planner(trace, limits)
         if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:

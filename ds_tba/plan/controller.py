@@ -75,9 +75,9 @@ class Controller:
         self._machine = machine
         self._planning = planning
         self._trace_file = trace_file
-        self._tiers = dict(machine.tiers.by_placement)
+        self._stores = machine.tiers.by_placement
         self._policy: Policy
-        self._policy = self._safe = Always(list(self._tiers.values()), wait=True, rematerialize=True)
+        self._policy = self._safe = Always(list(self._stores.values()), wait=True, rematerialize=True)
         self._budget_bytes = machine.config.activation_budget_bytes if planning.makes_plans else None
         self._agreement = planning.agreement
         self._clock = machine.clock
@@ -201,7 +201,7 @@ class Controller:
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
         if plan is not None and not (is_recorded and plan.recomputes):
-            self._policy = ByPlan(plan, self._tiers, self._step.mismatch, is_strict=self._is_strict)
+            self._policy = ByPlan(plan, self._stores, self._step.mismatch, is_strict=self._is_strict)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -295,7 +295,7 @@ class Controller:
             return
         self._is_over = found.is_final  # the last one stays in force
         if self._planning.makes_plans and self.in_force is None:
-            self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
+            self._safe = Always(list(self._stores.values()), wait=False, rematerialize=True)
 
     def _wish(self) -> Wish | None:
         """Return this rank's part in the next plan; None where nothing was recorded."""

@@ -175,14 +175,14 @@ class Feedback:
         Args:
             step: number of the last step.
         """
-        self._times_s.clear()
+        self._times_s.clear()  # or steps of the plan before would be held against the next one
         if action is Action.RISE:
             self.share = min(1.0, self.share + INCREASE)
             return
         self._backoff.run(step)
         if action is Action.FALL and self._plan is not None:
             lower = min(self.share, self._plan.moved_share) / DECREASE
-            self.share = lower if lower >= INCREASE else 0.0
+            self.share = lower if lower >= INCREASE else 0.0  # or no plan would move nothing, and show the kept step
 
     def _ask(self, action: Action, reason: str) -> Action:
         self.reason = reason
@@ -191,7 +191,7 @@ class Feedback:
     def _changed(self, plan: PlanInForce, rates: tuple[float, ...]) -> str:
         """Return what has changed about the drives, or may have."""
         if len(rates) != len(self._rates) or any(
-            planned and not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE
+            planned and not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE  # 0 is a rate that nobody has measured
             for now, planned in zip(rates, self._rates, strict=True)
         ):
             return "the drives' rates have changed"
@@ -200,6 +200,7 @@ class Feedback:
 
     def _judged(self, plan: PlanInForce, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
+        # As many as were waited for, and three of four: steps that alternate would be reviewed for ever.
         needed = min(self._backoff.wait, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
@@ -213,6 +214,7 @@ class Feedback:
         if len(times_s) >= needed and self.share and plan.moved_share and is_unlike:
             took = f"steps took {median_s:.3g} s where {kept_s:.3g} s were measured with everything kept"
             return self._ask(Action.FALL, took)
+        # With the cost of the rise, or it would be taken back at once.
         more = 1 + INCREASE / plan.moved_share if plan.moved_share else 1.0
         if self.share < 1 and is_due and more * (median_s - besides_s) <= room_s:
             return self._ask(Action.RISE, "steps leave room to move more")

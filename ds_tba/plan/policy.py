@@ -65,6 +65,7 @@ class PlanInForce:
         if other is None:
             return False
         mine, theirs = (
+            # With the bytes: the same placements of larger storages have other limits, and are told again.
             (one.trace.scopes, one.trace.saved_bytes, one.plan.placements, one.plan.recomputed_blocks)
             for one in (self, other)
         )
@@ -229,7 +230,7 @@ class ByPlan:
             IncompatibleError: the plan has another pass here, or one to be recomputed, and is to be kept to.
         """
         self._depth += 1
-        if self._depth > 1:
+        if self._depth > 1:  # a part of the pass around it: as one of its own it would shift all that come after
             return None
         self._end_part()
         at, plan = self._part // 2, self._plan
@@ -257,9 +258,10 @@ class ByPlan:
 
     def end(self) -> None:
         """End the micro-step."""
-        while self._part < len(self._plan.expected):
+        while self._part < len(self._plan.expected):  # what later passes would have saved is missed, too
             self._end_part()
         growth = self._saved_bytes / max(1, self._planned_bytes) - 1
+        # Of micro-steps the one that grew most: a smaller one after it must not hide it.
         self.mismatch.growth = max(self.mismatch.growth, growth)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:

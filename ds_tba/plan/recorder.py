@@ -141,7 +141,7 @@ class MicroStepRecord:
         storage, now = self.storages[index], len(self.pauses)
         if end is _End.LEFT:
             storage.left = now
-        elif not storage.is_evicted:
+        elif not storage.is_evicted:  # a retained graph ends after its loaded bytes are free
             storage.freed, storage.is_evicted = now, end is _End.EVICTED
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
@@ -198,6 +198,7 @@ class MicroStepRecord:
         found = self.storages[index]
         packed_s, left_s, freed_s = times[found.packed], _before(times, found.left), _before(times, found.freed)
         used_s = freed_s if found.unpacked is None else times[found.unpacked]
+        # Saved ones have times of their own, and may be free before a reader's backward ends.
         readers = [] if found.passes else [block for block in blocks if index in block.inputs]
         if readers:
             used_s = min(block.backward_start_s for block in readers)
@@ -405,7 +406,7 @@ class Recorder:
         if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
             storage.left = None
             setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
-        if scope.pass_number not in storage.passes:
+        if scope.pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
             storage.passes.append(scope.pass_number)
         return index
 
@@ -503,7 +504,7 @@ class Recording:
         self._is_broken = False
         records, self._of_step = self._of_step, []
         backward_ended, self._backward_ended = self._backward_ended, None
-        if has_compiled:
+        if has_compiled:  # or the plan would promise steps as long as the compiler takes
             return
         self._done += records
         if backward_ended is not None:
@@ -519,5 +520,6 @@ class Recording:
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])
         traces = (record.trace(resources, optimizer_s, micro_steps) for record in self._done)
-        # By size first: a plan for the recording that saved most holds for smaller micro-steps, too.
+        # By size first: a plan for the recording that saved most holds for smaller micro-steps, too. Then the shorter:
+        # whatever else the machine did in the other is no part of a step.
         return max(sorted(traces, key=attrgetter("end_s")), key=attrgetter("saved_bytes"))

@@ -52,6 +52,7 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     timeline = Timeline.of(trace)
     found = _Search(timeline, limits).found()
     budget_bytes = limits.activation_budget_bytes
+    # A share that steps have lowered may not keep a budget from fitting.
     if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
         limits = replace(limits, movable_share=1.0)
         found = _Search(timeline, limits).found()
@@ -122,7 +123,7 @@ class _Search:
         for besides in (made[:0], made[:most]) if most else (made[:0],):
             self._grow(len(blocks), partial(self._again_with, besides, blocks))
         best = self._best
-        if self._has_budget:
+        if self._has_budget:  # predictions cannot tell a gain as small as that, and drives wear for it
             gained_s = self._simplest.cost.step_s - best.cost.step_s
             is_gain = gained_s > SAME_STEP_FRACTION * timeline.trace.step_s
             best = self._simplest if self._is_within(self._simplest) and not is_gain else best
@@ -226,7 +227,7 @@ class _Search:
         More is called for until a budget is met; without one as long as there is time.
         """
         few, many = 0, most
-        if self._is_within(outcome(few)) == self._has_budget or not most:
+        if self._is_within(outcome(few)) == self._has_budget:
             return few, few
         if self._is_within(outcome(many)) != self._has_budget:
             return many, many

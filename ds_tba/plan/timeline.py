@@ -157,15 +157,16 @@ class Timeline:
         is_input = np.zeros(len(self.nbytes), bool)
         is_input[self.inputs[0, recomputed[self.inputs[1]]]] = True
         exists = self.saved | is_input
+        # -1 picks the False: else the last block would drop what no block owns. Its inputs no block can make.
         dropped = np.append(recomputed, False)[self.owner] & ~is_input
         need_s, freed_s, used = self.used_s.copy(), self.freed_s.copy(), self.used.copy()
         storage, block = self.readers[:, recomputed[self.readers[1]]]
         np.minimum.at(need_s, storage, self.backward_start_s[block])
         need_s = np.maximum(need_s, self.left_s)
-        used[storage] = True
+        used[storage] = True  # by the block that runs again, also where backward itself never asks
         there = exists & ~dropped
         again = there & self.rematerializable & (assignment.placements == Placement.REMATERIALIZE)
-        again[self.sources[0, ~there[self.sources[1]]]] = False
+        again[self.sources[0, ~there[self.sources[1]]]] = False  # of a dropped source nothing can be made
         placements = np.zeros(len(self.nbytes), np.int8)
         for place, can in (
             (Placement.HOST, there & self.movable),

@@ -180,7 +180,7 @@ class Blocks:
         try:
             yield
         finally:
-            thread.session = before
+            thread.session = before  # or the rest of the forward around this one would be told to nobody
             with self._lock:
                 self._forwards_under_way -= 1
                 if self._forwards_under_way == 0:
@@ -216,6 +216,7 @@ class Blocks:
         """
         in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
         session = self._thread.session
+        # A pass in a backward is of another micro-step, and one without gradients saves nothing.
         if session is None or not torch.is_grad_enabled() or in_backward:
             return forward(*args, **kwargs)
         arguments, selective = Arguments(args, kwargs), selective_checkpoints_seen()
@@ -286,7 +287,7 @@ class _Forward:
             self._is_wrapped = module.__dict__.get("forward") is not self
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if torch.compiler.is_compiling() or is_being_compiled():
+        if torch.compiler.is_compiling() or is_being_compiled():  # its code is the same without us
             return self._own(*args, **kwargs)
         called = _module_called()
         if called is not None and called is not self.block.module and self._is_in_copy(called):
@@ -369,7 +370,7 @@ def _search(
     is_container = isinstance(module, containers) or any(name.isdigit() for name in children)
     repeated = _repeated(module, least) if is_container else set()
     for name, child in children.items():
-        if id(child) in seen:
+        if id(child) in seen:  # ALBERT's one layer is called from many places, and is one block
             continue
         at = f"{path}.{name}" if path else name
         if type(child) not in repeated:

@@ -185,7 +185,7 @@ class RecomputedPass:
             if not given:
                 return self._run_again(tensors)
             args, kwargs = given.pop()  # or the checkpoint would hold the tensors of which it saves the inputs
-            with set_checkpoint_early_stop(others_stop_early), self._saving():
+            with set_checkpoint_early_stop(others_stop_early), self._saving():  # or a user's checkpoint inside ran on
                 return self._forward(*args, **kwargs)
 
         given = [(args, kwargs)]

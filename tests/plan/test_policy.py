@@ -16,10 +16,12 @@ KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 
 
-def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False)) -> ByPlan:
+def by_plan(
+    *placements: Placement, recomputed: tuple[bool, bool] = (False, False), mismatch: PlanMismatch | None = None
+) -> ByPlan:
     plan = Plan("test", placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
-    return ByPlan(PlanInForce.of(plan, TRACE, Limits()), stores, PlanMismatch())
+    return ByPlan(PlanInForce.of(plan, TRACE, Limits()), stores, mismatch or PlanMismatch())
 
 
 def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
@@ -65,6 +67,22 @@ def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
     policy.end()
     assert policy.mismatch.missed_bytes == policy.mismatch.drift_bytes == 3 * SIZE
     assert policy.mismatch.unknown_saves == 0
+
+
+def test_what_later_passes_would_have_saved_is_missed_too() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    chosen(policy, "x0")
+    policy.end()
+    assert policy.mismatch.missed_bytes == 4 * SIZE  # the first block's input, and all that comes behind it
+
+
+def test_of_micro_steps_the_one_that_grew_most_counts() -> None:
+    mismatch = PlanMismatch()
+    for nbytes in (2 * SIZE, SIZE):
+        policy = by_plan(NVME, KEEP, HOST, NVME, KEEP, mismatch=mismatch)
+        chosen(policy, "x0", nbytes=nbytes)
+        policy.end()
+    assert mismatch.growth == 1.0
 
 
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
