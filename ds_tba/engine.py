@@ -316,8 +316,7 @@ class _EngineMemory:
         self._engine = weakref.ref(engine)
 
     def memory(self) -> ModelMemory:
-        from ds_tba.explain.model_memory import memory_of
-        from ds_tba.explain.out_of_memory import ModelMemory
+        from ds_tba.explain.out_of_memory import ModelMemory, memory_of
 
         engine = self._engine()
         if engine is None:

@@ -34,7 +34,7 @@ from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
-    from ds_tba.explain.model_memory import ModelMeter
+    from ds_tba.explain.out_of_memory import ModelMeter
     from ds_tba.explain.sample import StepSamples
     from ds_tba.plan.agreement import Agreement
     from ds_tba.plan.controller import Controller
@@ -192,7 +192,7 @@ class ActivationOffloader:
         from ds_tba.plan.agreement import Planning
         from ds_tba.plan.controller import Controller, Watched
         from ds_tba.plan.search import adaptive
-        from ds_tba.recompute.blocks import find_blocks
+        from ds_tba.recompute.blocks import Blocks, find_blocks
 
         config, plans = self.config, self.config.placement == "adaptive"
         machine = self._open_machine(everyone)
@@ -200,7 +200,8 @@ class ActivationOffloader:
         chosen = self._chosen
         excluded = frozenset(one.path for one in found if chosen is not None and chosen.excludes_part_of(one.module))
         layers = found if config.recompute else []
-        watched = Watched(model, self._where_it_runs(), layers, plans and config.recompute, excluded)
+        blocks = Blocks(layers, self.cache, may_recompute=plans and config.recompute, excluded=excluded)
+        watched = Watched(model, self._where_it_runs(), blocks)
         planning = Planning((planner or adaptive) if plans else None, agreement)
         return Controller(self.cache, machine, planning, watched, self._files.trace)
 

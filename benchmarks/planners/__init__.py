@@ -19,7 +19,7 @@ def planned(name: str, trace: Trace, limits: Limits, assignment: Assignment) -> 
     """Return the plan of an assignment; it prefetches just in time or as far as allowed, whichever is better."""
     timeline = Timeline.of(trace)
     both = [replay(timeline, assignment, distance) for distance in ((), None)]
-    return plan_of(name, min(both, key=lambda found: rank(found.cost, limits, timeline.step_s)))
+    return plan_of(name, min(both, key=lambda found: rank(found.cost, limits, timeline.trace.step_s)))
 
 
 def keep(trace: Trace, limits: Limits) -> Plan:

@@ -74,8 +74,8 @@ class Greedy:
 
     def __init__(self, timeline: Timeline, limits: Limits) -> None:
         self._timeline = timeline
-        slice_s = timeline.end_s / SLICES
-        resources = timeline.resources
+        slice_s = timeline.trace.end_s / SLICES
+        resources = timeline.trace.resources
         self._slice_s = slice_s
         self._packed = self._slices(timeline.left_s)
         self._used = self._slices(timeline.used_s)
@@ -154,7 +154,7 @@ def _transfer_s(nbytes: Ints, out_bytes_per_s: float, in_bytes_per_s: float) -> 
 
 def teraio_assignment(timeline: Timeline, limits: Limits) -> Assignment:
     """Return TERAIO's choice; neighbours are offloaded together where there are very many storages."""
-    if not len(timeline.nbytes) or timeline.end_s <= 0:
+    if not len(timeline.nbytes) or timeline.trace.end_s <= 0:
         return timeline.kept
     group = timeline.groups(MAX_GROUPS, forwards=1)
     chosen = Greedy(timeline.merged(group), limits).choose()

@@ -3,31 +3,26 @@
 Answers which modules hold saved bytes (:mod:`ds_tba.holders`) and when bytes came and went
 (:mod:`ds_tba.explain.timeline`). In all other steps it is not there: the hooks are the cache's own. Under a
 profiler of the user's they have ranges, in every step. Cannot see which op saves a tensor: autograd calls its hook
-before it has the node; named is the op that made it, or the user's own Function that saves it. Where an allocation
-failed it reads from the error.
+before it has the node; named is the op that made it, or the user's own Function that saves it.
 """
 
 from __future__ import annotations
 
 import inspect
-import linecache
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from traceback import walk_tb
 from types import FrameType
 
 import torch
 from torch.autograd.profiler import record_function
 
 from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
-from ds_tba.core.tensors import form_of, held_bytes, is_parameter, node_of
-from ds_tba.explain.out_of_memory import Failure
+from ds_tba.core.tensors import form_of, node_of
 from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import Holder, merged
 from ds_tba.remat.where import RunningModule
@@ -43,9 +38,6 @@ _VIEWS = frozenset(
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
 # Since PyTorch 2.14 it is no Python code, and leaves no frame: then the op that made the tensor is named.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-_ASKED = re.compile(r"(?:[Tt]ried to allocate|you tried to allocate) ([\d.]+) (\w+)")
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# Packages whose lines tell a user nothing of the program.
 _LIBRARIES = ("torch", "deepspeed", "ds_tba", "contextlib")
 
 
@@ -314,11 +306,12 @@ def _op(tensor: torch.Tensor) -> str:
 # ---- where in the program -------------------------------------------------------------------------------------------
 
 
-def _is_library(frame: FrameType) -> bool:
+def is_library(frame: FrameType) -> bool:
+    """Return whether a frame is of a library, whose lines tell a user nothing of the program."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
 
 
-def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and those that have called it."""
     while frame is not None:
         yield frame
@@ -327,57 +320,11 @@ def _frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _caller() -> FrameType | None:
     """Return the innermost frame that is not ours: the caller of our hook."""
-    frames = _frames_from(inspect.currentframe())
+    frames = frames_from(inspect.currentframe())
     return next((one for one in frames if not str(one.f_globals.get("__name__")).startswith("ds_tba.")), None)
 
 
 def line_of(frame: FrameType | None) -> str:
     """Return the innermost line of the program from a frame on outwards, as ``train.py:57``."""
-    found = next((one for one in _frames_from(frame) if not _is_library(one)), None)
+    found = next((one for one in frames_from(frame) if not is_library(one)), None)
     return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
-
-
-def _runs_again(frame: FrameType) -> bool:
-    """Return whether a frame runs a pass again; nothing does where the room is not loaded."""
-    passes = sys.modules.get("ds_tba.recompute.passes")
-    return passes is not None and frame.f_code is passes.RecomputedPass._run_again.__code__
-
-
-def failure_of(error: BaseException, running: RunningModule, device: torch.device) -> Failure:
-    """Read from an error where an allocation on a device failed, and how large it was."""
-    frames = list(walk_tb(error.__traceback__))
-    names = [(str(frame.f_globals.get("__name__")), frame.f_code.co_name) for frame, _ in frames]
-    backward = next((at for at, (_, name) in enumerate(names) if name == "_engine_run_backward"), len(frames))
-    module, ran_at, is_ours = "", -1, False
-    for at, (frame, _) in enumerate(frames):
-        path = running.path_of(frame)
-        if _runs_again(frame):
-            path, is_ours = frame.f_locals["self"].path, True
-        module, ran_at = (module, ran_at) if path is None else (path, at)
-    # The outermost call that says it: DeepSpeed's backward reduces gradients after autograd's.
-    calls = [name for room, name in names if room.startswith(("torch.optim.", "deepspeed.runtime."))]
-    called = next((name for name in calls if name in ("forward", "backward", "step")), "")
-    phase = "backward" if called == "backward" or (backward < len(frames) and called != "step") else called or "forward"
-    line, local, local_bytes = "", "", 0
-    running_now = set(_frames_from(sys._getframe(1)))  # not ours, which would hold itself, and the error
-    for frame, number in frames:
-        # What a running frame is asked for its locals it keeps: with them the error, and all that its frames hold.
-        if _is_library(frame) or frame in running_now:
-            continue
-        file = frame.f_code.co_filename
-        line = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
-        for name, value in frame.f_locals.items():
-            nbytes = held_bytes(value, device) if isinstance(value, torch.Tensor) and not is_parameter(value) else 0
-            if nbytes > local_bytes:
-                local, local_bytes = f"{name} {form_of(value)} of {Path(file).name}:{number}", nbytes
-    asked = _ASKED.search(str(error))
-    return Failure(
-        phase="optimizer step" if phase == "step" else phase,
-        asked_bytes=int(float(asked[1]) * _UNITS.get(asked[2], 0)) if asked else 0,
-        module=module,
-        line=line,
-        is_again=ran_at > backward,
-        is_ours=is_ours,
-        local=local,
-        local_bytes=local_bytes,
-    )

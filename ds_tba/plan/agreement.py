@@ -23,7 +23,7 @@ from torch import distributed
 
 from ds_tba.plan.plan import Limits, Planner
 from ds_tba.plan.policy import PlanInForce
-from ds_tba.plan.trace import Resources, Scopes, Trace, slowest
+from ds_tba.plan.trace import Resources, Trace, slowest
 from ds_tba.wear import TERABYTE
 
 logger = logging.getLogger(__name__)
@@ -128,14 +128,13 @@ class Wish:
     """The part of a rank in a new plan.
 
     Attributes:
-        trace, scopes: as recorded; as long as one of its steps with everything kept, with the rates of now.
+        trace: as recorded; as long as one of its steps with everything kept, with the rates of now.
         limits: of the plan, if this rank were alone.
         room_bytes: for activations, on its device.
         non_recomputable: paths of the blocks that it cannot recompute.
     """
 
     trace: Trace
-    scopes: Scopes
     limits: Limits
     room_bytes: float = math.inf
     non_recomputable: frozenset[str] = frozenset()
@@ -250,12 +249,13 @@ def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> PlanInFor
     try:
         trace = _for_all(wish, offers)
         room_bytes = min(offer.room_bytes for offer in offers)
+        # The drives of another machine may be more worn than the leader's.
         limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
         plan = planner(trace, limits)
         if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
             limits = replace(limits, activation_budget_bytes=int(room_bytes))
             plan = planner(trace, limits)
-        return PlanInForce.of(plan, trace, wish.scopes, limits)
+        return PlanInForce.of(plan, trace, limits)
     except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
         return f"{type(error).__name__}: {error}"
 

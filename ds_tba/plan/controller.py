@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -23,15 +23,13 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.errors import IncompatibleError
 from ds_tba.plan.agreement import Planning, Wish
 from ds_tba.plan.feedback import RATE_CHANGE, Action, Feedback, OptimizerStep
 from ds_tba.plan.policy import ByPlan, PlanInForce
 from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
-from ds_tba.plan.trace import Scopes, Trace
+from ds_tba.plan.trace import Trace
 from ds_tba.recompute.blocks import Blocks
-from ds_tba.recompute.passes import Block
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
 from ds_tba.storage.base import Always, Policy
@@ -48,15 +46,11 @@ class Watched:
     Attributes:
         running: tells which of its modules runs.
         blocks: those of its modules that may run again; none where ``recompute`` is off.
-        may_recompute: whether plans may choose to.
-        excluded: paths of the blocks in which the config keeps tensors by name.
     """
 
     model: nn.Module
     running: RunningModule
-    blocks: Sequence[Block] = ()
-    may_recompute: bool = False
-    excluded: frozenset[str] = frozenset()
+    blocks: Blocks
 
 
 class Controller:
@@ -81,21 +75,21 @@ class Controller:
         self._machine = machine
         self._planning = planning
         self._trace_file = trace_file
-        self._tiers = dict(machine.tiers.by_placement)
+        self._stores = machine.tiers.by_placement
         self._policy: Policy
-        self._policy = self._safe = Always(list(self._tiers.values()), wait=True, rematerialize=True)
+        self._policy = self._safe = Always(list(self._stores.values()), wait=True, rematerialize=True)
         self._budget_bytes = machine.config.activation_budget_bytes if planning.makes_plans else None
         self._agreement = planning.agreement
         self._clock = machine.clock
         is_synchronous = machine.rates.is_synchronous
         self._scene = Scene(cache, machine.clock, watched.running, machine.memory, is_synchronous)
-        self._blocks = Blocks(watched.blocks, self, may_recompute=watched.may_recompute, excluded=watched.excluded)
+        self._blocks = watched.blocks
         # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
         # gathers parameters, which takes all ranks.
         is_sharded = any(hasattr(one, "ds_id") for one in watched.model.parameters())
         self._is_strict = self._agreement.size > 1 and is_sharded
         self._recording: Recording | None = None
-        self._recorded: tuple[Trace, Scopes] | None = None
+        self._trace: Trace | None = None  # recorded, or that of the plan in force
         self._steps = 0
         self._step: OptimizerStep | None = None  # that runs
         # The first of them is judged. A device is behind the host: of the step before the last, marks can be read
@@ -132,16 +126,16 @@ class Controller:
         is_recorded = recorder is not None
         with (
             self._cache.saving(self._policy, around, lead, continues=continues, is_recorded=is_recorded),
-            self._passes(recorder is not None),
+            self._passes(recorder),
         ):
             yield
 
-    def _passes(self, is_recorded: bool) -> AbstractContextManager[None]:
-        """Be told of passes: of all in a recorded micro-step, else of those through blocks that are recomputed."""
-        if is_recorded:
-            return self._blocks.listening()
+    def _passes(self, recorder: Recorder | None) -> AbstractContextManager[None]:
+        """Have a recorder told of all passes, else the plan's policy of those through blocks that it recomputes."""
+        if recorder is not None:
+            return self._blocks.listening(recorder)
         if isinstance(self._policy, ByPlan) and self.in_force is not None and self.in_force.watched:
-            return self._blocks.listening(self.in_force.watched)
+            return self._blocks.listening(self._policy, self.in_force.watched)
         return nullcontext()
 
     def after_forward(self) -> saved_tensors_hooks | None:
@@ -207,7 +201,7 @@ class Controller:
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
         if plan is not None and not (is_recorded and plan.recomputes):
-            self._policy = ByPlan(plan, self._tiers, self._step.mismatch)
+            self._policy = ByPlan(plan, self._stores, self._step.mismatch, is_strict=self._is_strict)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -215,43 +209,6 @@ class Controller:
             self._policy.end()
         if self._recording is not None:
             self._recording.settle()
-
-    # ---- passes through blocks ----------------------------------------------------------------------------------
-
-    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
-        """Note that a pass through a block begins; return the bytes that it will not save if it is to be recomputed."""
-        is_recomputable = self._blocks.is_recomputable(block)
-        if self._recorder is not None:
-            self._recorder.enter(block.path, inputs, is_recomputable=is_recomputable)
-            return None
-        if not isinstance(self._policy, ByPlan):
-            return None
-        unknown_saves = self._policy.mismatch.unknown_saves
-        saved_bytes = self._policy.enter(block.path, is_recomputable=is_recomputable)
-        if self._is_strict and self._policy.mismatch.unknown_saves > unknown_saves:
-            why = self._blocks.left_out().get(block.path, "it comes at another place")
-            raise IncompatibleError(
-                f"the block {block.path!r} does not do here what the plan of all ranks says ({why}), and the others "
-                'would wait for this rank in backward: set "recompute": false.'
-            )
-        return saved_bytes
-
-    def leave(self, block: Block) -> None:
-        """Note that the pass is over."""
-        if self._recorder is not None:
-            has_saved = self._recorder.leave(is_recomputable=self._blocks.is_recomputable(block))
-            self._blocks.note_saves(block, has_saved=has_saved)
-        elif isinstance(self._policy, ByPlan):
-            self._policy.leave()
-
-    def recompute(self, saved_bytes: int) -> None:
-        """Make room for a pass that backward runs again, and count it."""
-        self._cache.stats.recomputed_bytes += saved_bytes
-        self._cache.room.wait_for(saved_bytes)  # at once: what it saves then finds the room
-
-    def save_again(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that a pass saves which runs again."""
-        self._cache.count_again(tensor)
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 
@@ -281,7 +238,7 @@ class Controller:
         # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
-        time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
+        time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.rates.resources().rates
         action = self.feedback.decide(self._steps, time_s, rates, step.mismatch)
         is_blind = action is Action.PLAN and not self.in_force.moved_share  # nothing shows what the drives can do
         return Action.MEASURE if is_blind and self._machine.rates.may_measure() else action
@@ -317,8 +274,8 @@ class Controller:
             )
             return
         with self._answering("discarding an inconsistent trace"):
-            trace, scopes = recording.recorded(self._machine.resources(), self._ended[-1].mismatch.micro_steps)
-            self._recorded, plan = (trace, scopes), self.in_force
+            trace = recording.recorded(self._machine.rates.resources(), self._ended[-1].mismatch.micro_steps)
+            self._trace, plan = trace, self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputes else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
@@ -338,28 +295,26 @@ class Controller:
             return
         self._is_over = found.is_final  # the last one stays in force
         if self._planning.makes_plans and self.in_force is None:
-            self._safe = Always(list(self._tiers.values()), wait=False, rematerialize=True)
+            self._safe = Always(list(self._stores.values()), wait=False, rematerialize=True)
 
     def _wish(self) -> Wish | None:
-        """Return this rank's part in the next plan: a trace of larger storages, where steps under the last had such."""
-        if self._recorded is None:
+        """Return this rank's part in the next plan; None where nothing was recorded."""
+        if self._trace is None:
             return None
         if self._agreement.rank == 0:
             self._blocks.warn_left_out()
-        (trace, scopes), machine, larger = self._recorded, self._machine, 1 + self.feedback.growth
-        kept_s = self.feedback.kept_s * larger
-        trace = trace.scaled(kept_s / trace.step_s if trace.step_s and kept_s else 1.0, larger)
+        machine = self._machine
+        trace = replace(self.feedback.corrected(self._trace), resources=machine.rates.resources())
         limits = replace(machine.limits(trace.step_s), movable_share=self.feedback.share)
-        trace = replace(trace, resources=machine.resources())
-        return Wish(trace, scopes, limits, machine.room_bytes(), frozenset(self._blocks.left_out()))
+        return Wish(trace, limits, machine.room_bytes(), frozenset(self._blocks.left_out()))
 
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
-        self._recorded, self.in_force = (found.trace, found.scopes), found
+        self._trace, self.in_force = found.trace, found
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
         self._cache.room.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
-        self.feedback.planned(found, self._machine.resources().rates)
+        self.feedback.planned(found, self._machine.rates.resources().rates)
         if not is_new:
             return
         self._cache.forget_order()

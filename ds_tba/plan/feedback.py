@@ -14,7 +14,8 @@ shown by ever more steps. Only storages that are larger than ever before are pla
 [Note: The kept step] What a step takes with everything kept is first read from the recording, in which our own work
 does not count. It is corrected where steps show better: no step is shorter for offloading, and where a plan offloads
 nothing its steps are the kept ones. Two falls end in such a plan: where steps stay long because the machine is slow,
-these show it, and the share rises again.
+these show it, and the share rises again. Where steps are shorter than those by a tenth, the slow time is over, and the
+share falls once more: else what moving takes beyond ``max_step_overhead`` would pass for a part of the kept step.
 
 [Note: Shared drives] Where ZeRO reads and writes on the same drive, it waits for our lanes. The recorded steps, in
 which everything was offloaded, are longer by that, and as long as plans offload as much, no step shows a shorter one.
@@ -33,6 +34,7 @@ from statistics import median_low
 
 from ds_tba.core.compiled import compilations
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
+from ds_tba.plan.trace import Trace
 
 # Steps under a plan before it is judged, and the shortest and the longest wait of the back-off.
 MIN_STEPS, MAX_STEPS = 5, 640
@@ -98,6 +100,7 @@ class Feedback:
         self.reason = ""
         self._plan: PlanInForce | None = None
         self._rates: tuple[float, ...] = ()
+        self._shown_s = 0.0  # the kept step when a plan last moved nothing
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
         self._backoff = Backoff()
 
@@ -116,6 +119,12 @@ class Feedback:
         """
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
         self.kept_s, self.growth = max(step_s / 2, step_s - moving_s), 0.0
+
+    def corrected(self, trace: Trace) -> Trace:
+        """Return a trace as long as a kept step takes, and with storages as large as steps under the plan had."""
+        larger = 1 + self.growth
+        longer = self.kept_s * larger / trace.step_s if trace.step_s and self.kept_s else 1.0
+        return trace.scaled(longer, larger)
 
     def planned(self, plan: PlanInForce, rates: tuple[float, ...]) -> None:
         """Judge steps by a plan from now on.
@@ -166,14 +175,14 @@ class Feedback:
         Args:
             step: number of the last step.
         """
-        self._times_s.clear()
+        self._times_s.clear()  # or steps of the plan before would be held against the next one
         if action is Action.RISE:
             self.share = min(1.0, self.share + INCREASE)
             return
         self._backoff.run(step)
         if action is Action.FALL and self._plan is not None:
             lower = min(self.share, self._plan.moved_share) / DECREASE
-            self.share = lower if lower >= INCREASE else 0.0
+            self.share = lower if lower >= INCREASE else 0.0  # or no plan would move nothing, and show the kept step
 
     def _ask(self, action: Action, reason: str) -> Action:
         self.reason = reason
@@ -182,7 +191,7 @@ class Feedback:
     def _changed(self, plan: PlanInForce, rates: tuple[float, ...]) -> str:
         """Return what has changed about the drives, or may have."""
         if len(rates) != len(self._rates) or any(
-            planned and not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE
+            planned and not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE  # 0 is a rate that nobody has measured
             for now, planned in zip(rates, self._rates, strict=True)
         ):
             return "the drives' rates have changed"
@@ -191,16 +200,21 @@ class Feedback:
 
     def _judged(self, plan: PlanInForce, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
+        # As many as were waited for, and three of four: steps that alternate would be reviewed for ever.
         needed = min(self._backoff.wait, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
         if not plan.moved_share:
-            self.kept_s = max(median_s - plan.computed_s, median_s / 2)
+            self.kept_s = self._shown_s = max(median_s - plan.computed_s, median_s / 2)
         besides_s, room_s = self.kept_s + plan.computed_s, self._room_s(plan)
-        if len(times_s) >= needed and self.share and plan.moved_share and times_s[quarter] - besides_s > room_s:
-            long = f"steps took {median_s:.3g} s where {self.kept_s:.3g} s were measured with everything kept"
-            return self._ask(Action.FALL, long)
+        # Such short steps end a slow time, and hide what moving takes of them: the kept step is to be shown again.
+        kept_s = self._shown_s if self.kept_s < (1 - INCREASE) * self._shown_s else self.kept_s
+        is_unlike = times_s[quarter] - besides_s > room_s or kept_s > self.kept_s
+        if len(times_s) >= needed and self.share and plan.moved_share and is_unlike:
+            took = f"steps took {median_s:.3g} s where {kept_s:.3g} s were measured with everything kept"
+            return self._ask(Action.FALL, took)
+        # With the cost of the rise, or it would be taken back at once.
         more = 1 + INCREASE / plan.moved_share if plan.moved_share else 1.0
         if self.share < 1 and is_due and more * (median_s - besides_s) <= room_s:
             return self._ask(Action.RISE, "steps leave room to move more")

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from ds_tba.config import Placement
+from ds_tba.errors import IncompatibleError
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.trace import Scopes, Trace
 from ds_tba.storage.base import AnyStore, Choice
@@ -25,7 +28,6 @@ class PlanInForce:
     """A plan with the trace and the limits that it was made for.
 
     Attributes:
-        scopes: of the trace; see [Note: Scopes] in ``ds_tba/plan/trace.py``.
         watched: paths of the blocks of which any pass is recomputed.
         passes: numbers of the passes through these, in order.
         expected: storages that are saved, in order: before the first of these passes, in it, before the next, ...
@@ -35,7 +37,6 @@ class PlanInForce:
 
     plan: Plan
     trace: Trace
-    scopes: Scopes
     limits: Limits
     watched: frozenset[str]
     passes: tuple[int, ...]
@@ -44,7 +45,7 @@ class PlanInForce:
     moved_share: float
 
     @classmethod
-    def of(cls, plan: Plan, trace: Trace, scopes: Scopes, limits: Limits) -> PlanInForce:
+    def of(cls, plan: Plan, trace: Trace, limits: Limits) -> PlanInForce:
         """Return a plan for ``trace``."""
         recomputed = [block for block, again in zip(trace.blocks, plan.recomputed_blocks, strict=True) if again]
         watched = frozenset(block.module for block in recomputed)
@@ -56,16 +57,19 @@ class PlanInForce:
             elif placement in (Placement.NVME, Placement.HOST):
                 moved_bytes += storage.nbytes
         moved_share = moved_bytes / max(1, trace.movable_bytes)
-        expected = _expected(plan, trace, scopes, passes)
-        return cls(plan, trace, scopes, limits, watched, passes, expected, tuple(dropped), moved_share)
+        expected = _expected(plan, trace, passes)
+        return cls(plan, trace, limits, watched, passes, expected, tuple(dropped), moved_share)
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
         """Return whether both place every storage alike, and recompute the same blocks."""
-        one, two = (
-            (plan.scopes, plan.trace.saved_bytes, plan.plan.placements, plan.plan.recomputed_blocks) if plan else None
-            for plan in (self, other)
+        if other is None:
+            return False
+        mine, theirs = (
+            # With the bytes: the same placements of larger storages have other limits, and are told again.
+            (one.trace.scopes, one.trace.saved_bytes, one.plan.placements, one.plan.recomputed_blocks)
+            for one in (self, other)
         )
-        return one == two
+        return mine == theirs
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
@@ -136,12 +140,12 @@ class PlanInForce:
         }
 
 
-def _expected(plan: Plan, trace: Trace, scopes: Scopes, passes: Sequence[int]) -> Scopes:
+def _expected(plan: Plan, trace: Trace, passes: Sequence[int]) -> Scopes:
     """Return what is saved before, in and behind each of these passes, where the plan is followed."""
     found: list[tuple[int, ...]] = []
     before: dict[int, None] = {}
     of_pass = {2 * number + 1: number for number in passes}
-    for number, members in enumerate(scopes):
+    for number, members in enumerate(trace.scopes):
         if number not in of_pass:
             before |= dict.fromkeys(members)
             continue
@@ -180,10 +184,19 @@ class ByPlan:
         in_force: the plan.
         stores: the store of each tier.
         mismatch: of the step; this micro-step's is added to it.
+        is_strict: another pass than planned ends the run.
     """
 
-    def __init__(self, in_force: PlanInForce, stores: Mapping[Placement, AnyStore], mismatch: PlanMismatch) -> None:
+    def __init__(
+        self,
+        in_force: PlanInForce,
+        stores: Mapping[Placement, AnyStore],
+        mismatch: PlanMismatch,
+        *,
+        is_strict: bool = False,
+    ) -> None:
         self.mismatch = mismatch
+        self._is_strict = is_strict
         self.prefetch_distance = in_force.plan.prefetch_distance
         self._plan = in_force
         self._storages = in_force.trace.storages
@@ -210,26 +223,34 @@ class ByPlan:
         self.mismatch.drift_bytes += missed_bytes
         self._begin_part(self._part + 1)
 
-    def enter(self, module: str, *, is_recomputable: bool = True) -> int | None:
-        """Begin a pass through a watched block; return the bytes that it will not save if it is to be recomputed."""
+    def enter(self, path: str, _inputs: Sequence[torch.Tensor] = (), obstacle: str = "") -> int | None:
+        """Begin a pass through a watched block; see :class:`ds_tba.recompute.blocks.PassListener`.
+
+        Raises:
+            IncompatibleError: the plan has another pass here, or one to be recomputed, and is to be kept to.
+        """
         self._depth += 1
-        if self._depth > 1:
+        if self._depth > 1:  # a part of the pass around it: as one of its own it would shift all that come after
             return None
         self._end_part()
         at, plan = self._part // 2, self._plan
         number = plan.passes[at] if at < len(plan.passes) else None
         # Another block than planned: recomputed in its place, it would drop what the plan keeps for other passes.
-        if number is None or plan.trace.blocks[number].module != module:
-            self.mismatch.unknown_saves += 1
-            return None
-        if not plan.plan.recomputed_blocks[number]:
-            return None
-        if not is_recomputable:  # an obstacle that came up since
-            self.mismatch.unknown_saves += 1
-            return None
-        return plan.dropped_bytes[number]
+        if number is not None and plan.trace.blocks[number].module == path:
+            if not plan.plan.recomputed_blocks[number]:
+                return None
+            if not obstacle:
+                return plan.dropped_bytes[number]
+        self.mismatch.unknown_saves += 1
+        if self._is_strict:
+            raise IncompatibleError(
+                f"the block {path!r} does not do here what the plan of all ranks says "
+                f"({obstacle or 'it comes at another place'}), and the others would wait for this rank in backward: "
+                'set "recompute": false.'
+            )
+        return None
 
-    def leave(self) -> None:
+    def leave(self, _obstacle: str = "") -> None:
         """End the pass."""
         self._depth -= 1
         if self._depth == 0:
@@ -237,9 +258,10 @@ class ByPlan:
 
     def end(self) -> None:
         """End the micro-step."""
-        while self._part < len(self._plan.expected):
+        while self._part < len(self._plan.expected):  # what later passes would have saved is missed, too
             self._end_part()
         growth = self._saved_bytes / max(1, self._planned_bytes) - 1
+        # Of micro-steps the one that grew most: a smaller one after it must not hide it.
         self.mismatch.growth = max(self.mismatch.growth, growth)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:

@@ -177,10 +177,6 @@ class Machine:
         found = Limits.of(self.config, write_limit)
         return replace(found, endurance_tbw=left_tbw, stored_share=stored_share, host_budget_bytes=host_bytes)
 
-    def resources(self) -> Resources:
-        """Return the rates of now."""
-        return self.rates.resources()
-
     def room_bytes(self) -> float:
         """Return the device memory that is free for this rank's activations at the beginning of a step."""
         return self.memory.room_bytes() / self.sharers

@@ -31,6 +31,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from statistics import median
 from typing import Protocol
 
@@ -50,7 +51,7 @@ from ds_tba.core.saved import (
 )
 from ds_tba.core.tensors import Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock, MemoryMeter
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, Scopes, StorageTrace, Trace
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
 from ds_tba.storage.finalizers import DeferredFinalizers
 
@@ -141,7 +142,7 @@ class MicroStepRecord:
         storage, now = self.storages[index], len(self.pauses)
         if end is _End.LEFT:
             storage.left = now
-        elif not storage.is_evicted:
+        elif not storage.is_evicted:  # a retained graph ends after its loaded bytes are free
             storage.freed, storage.is_evicted = now, end is _End.EVICTED
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
@@ -167,7 +168,8 @@ class MicroStepRecord:
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
         is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
         forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
-        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards=forwards)
+        scopes = tuple(tuple(scope.members) for scope in self.scopes)
+        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards, scopes)
 
     def _times(self) -> list[float]:
         """Return the begin of each pause on the trace's clock, and the end of the micro-step as the last."""
@@ -197,6 +199,7 @@ class MicroStepRecord:
         found = self.storages[index]
         packed_s, left_s, freed_s = times[found.packed], _before(times, found.left), _before(times, found.freed)
         used_s = freed_s if found.unpacked is None else times[found.unpacked]
+        # Saved ones have times of their own, and may be free before a reader's backward ends.
         readers = [] if found.passes else [block for block in blocks if index in block.inputs]
         if readers:
             used_s = min(block.backward_start_s for block in readers)
@@ -305,21 +308,17 @@ class Recorder:
         record.forwards.append((len(record.pauses), len(record.storages)))
         return self.pack, self.unpack
 
-    def enter(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
-        """Begin a pass through a block."""
+    def enter(self, path: str, inputs: Sequence[torch.Tensor], obstacle: str = "") -> None:
+        """Begin a pass through a block; see :class:`ds_tba.recompute.blocks.PassListener`."""
         self._depth += 1
         if self._depth == 1:
             with self._pause():
-                self._open_pass(module, inputs, is_recomputable)
+                self._open_pass(path, inputs, is_recomputable=not obstacle)
 
-    def leave(self, *, is_recomputable: bool = True) -> bool:
-        """End the pass; return whether it saved anything but its inputs and parameters.
-
-        Args:
-            is_recomputable: it is also by what the pass has shown.
-        """
+    def leave(self, obstacle: str = "") -> bool:
+        """End the pass; return whether it saved anything but its inputs and parameters."""
         scope = self.record.scopes[-1]
-        scope.is_recomputable = scope.is_recomputable and is_recomputable
+        scope.is_recomputable = scope.is_recomputable and not obstacle
         has_saved = scope.has_saved
         self._depth -= 1
         if self._depth == 0:
@@ -375,7 +374,7 @@ class Recorder:
         scopes.append(_Scope(len(scopes), now, module))
         return scopes[-1]
 
-    def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], is_recomputable: bool) -> None:
+    def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
         scope = self._open_scope(module)
         scope.is_recomputable = is_recomputable
         scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))
@@ -408,7 +407,7 @@ class Recorder:
         if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
             storage.left = None
             setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
-        if scope.pass_number not in storage.passes:
+        if scope.pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
             storage.passes.append(scope.pass_number)
         return index
 
@@ -506,13 +505,13 @@ class Recording:
         self._is_broken = False
         records, self._of_step = self._of_step, []
         backward_ended, self._backward_ended = self._backward_ended, None
-        if has_compiled:
+        if has_compiled:  # or the plan would promise steps as long as the compiler takes
             return
         self._done += records
         if backward_ended is not None:
             self._optimizer_steps.append((backward_ended, ended))
 
-    def recorded(self, resources: Resources, micro_steps: int) -> tuple[Trace, Scopes]:
+    def recorded(self, resources: Resources, micro_steps: int) -> Trace:
         """Return the trace of all recordings; blocks the host until the device has reached their end.
 
         Args:
@@ -521,7 +520,7 @@ class Recording:
         """
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])
-        found = [(record.trace(resources, optimizer_s, micro_steps), record) for record in self._done]
-        # A plan for the recording that saved most holds for smaller micro-steps, too.
-        trace, best = max(found, key=lambda one: (one[0].saved_bytes, -one[0].end_s))
-        return trace, tuple(tuple(scope.members) for scope in best.scopes)
+        traces = (record.trace(resources, optimizer_s, micro_steps) for record in self._done)
+        # By size first: a plan for the recording that saved most holds for smaller micro-steps, too. Then the shorter:
+        # whatever else the machine did in the other is no part of a step.
+        return max(sorted(traces, key=attrgetter("end_s")), key=attrgetter("saved_bytes"))

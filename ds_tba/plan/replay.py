@@ -84,7 +84,7 @@ class _Replay:
     def __init__(
         self, timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None, may_wait: bool
     ) -> None:
-        resources, lifetimes = timeline.resources, timeline.lifetimes(assignment)
+        resources, lifetimes = timeline.trace.resources, timeline.lifetimes(assignment)
         self._timeline, self._resources, self._lifetimes = timeline, resources, lifetimes
         self._may_wait = may_wait
         # Lists, as indexing an array is slower.
@@ -97,7 +97,7 @@ class _Replay:
         drive = resources.drives
         self._read_beside = drive.read_beside_write_bytes_per_s
         self._write_rate, self._read_rate = drive.write_bytes_per_s, drive.read_bytes_per_s
-        if timeline.forwards:  # writes and reads alternate all the time
+        if timeline.trace.forwards:  # writes and reads alternate all the time
             self._write_rate, self._read_rate = drive.write_beside_read_bytes_per_s, self._read_beside
         self._writes, self._reads, self._out, self._in = _Queue(), _Queue(), _Queue(), _Queue()
         count, blocks = len(self._place), len(timeline.recompute_s)
@@ -258,7 +258,7 @@ class _Replay:
             self._back_s[storage] = now_s
         elif written_s > now_s:  # handed over from staging, or not written at all
             write_s = padded / self._write_rate
-            if written_s - write_s > now_s:
+            if written_s - write_s > now_s:  # not begun: the drive goes on with the next, and is not worn for this one
                 self._writes.free_s = max(now_s, self._writes.free_s - write_s)
                 self._written_bytes -= padded
             self._arrived_s[storage] = now_s + took_s
@@ -316,7 +316,7 @@ class _Replay:
             if not self._has_room(padded):
                 return False
             bound_bytes *= PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else 1
-        if self._ahead_bytes and self._ahead_bytes + padded > bound_bytes:
+        if self._ahead_bytes and self._ahead_bytes + padded > bound_bytes:  # one alone may be larger than the bound
             return False
         self._ahead[storage] = padded
         self._ahead_bytes += padded
@@ -338,6 +338,7 @@ class _Replay:
         starts_s = np.minimum.accumulate(starts_s[::-1])[::-1]  # they are asked for in order
         number = np.arange(len(order))
         asked_after = np.searchsorted(use_s, starts_s, "right")
+        # At the last moment itself a plan whose times are a little wrong would wait.
         asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
         return (np.searchsorted(asked_after, number, "right") - number).tolist()
 
@@ -350,11 +351,11 @@ class _Replay:
     # ---- what it came to ----------------------------------------------------------------------------------------
 
     def _cost(self) -> Prediction:
-        timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.micro_steps
+        timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.trace.micro_steps
         on_host = np.array(self._place) == _HOST
         return Prediction(
             self.peak_device_bytes(),
-            (timeline.end_s + self._shift_s) * times + timeline.optimizer_s,
+            (timeline.trace.end_s + self._shift_s) * times + timeline.trace.optimizer_s,
             self._stall_s * times,
             float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
             self._written_bytes * times,
@@ -377,8 +378,9 @@ class _Replay:
         left_s = self._on_clock(timeline.left_s, "right")
         freed_s = self._on_clock(lifetimes.freed_s, "right")
         gone = np.array(self._place) != _KEEP
+        # A copy under way holds the bytes, also when forward has long released them.
         end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
-        again = exists & ((gone & lifetimes.used) | dropped)
+        again = exists & ((gone & lifetimes.used) | dropped)  # a loss that is kept with its graph never comes back
         # Into a recomputation as far as its own length goes: the trace's pack may be later, in a nested call.
         into_s = np.minimum(timeline.made_again_s, np.append(timeline.recompute_s, 0.0)[timeline.owner])
         back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
@@ -408,7 +410,7 @@ def _latest_starts(ends: Floats, durations: Floats) -> Floats:
 def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:
     times = np.concatenate([begins, np.maximum(begins, ends)])
     changes = np.concatenate([nbytes, -nbytes])
-    order = np.lexsort((-changes, times))
+    order = np.lexsort((-changes, times))  # begins first: what ends at the same time counts with it
     return int(np.cumsum(changes[order]).max(initial=0))
 
 

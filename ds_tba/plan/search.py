@@ -52,12 +52,13 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     timeline = Timeline.of(trace)
     found = _Search(timeline, limits).found()
     budget_bytes = limits.activation_budget_bytes
+    # A share that steps have lowered may not keep a budget from fitting.
     if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
         limits = replace(limits, movable_share=1.0)
         found = _Search(timeline, limits).found()
     # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
     as_far = replay(timeline, found.assignment)
-    if rank(as_far.cost, limits, timeline.step_s) <= rank(found.cost, limits, timeline.step_s):
+    if rank(as_far.cost, limits, timeline.trace.step_s) <= rank(found.cost, limits, timeline.trace.step_s):
         found = as_far
     return plan_of("adaptive", found)
 
@@ -104,7 +105,7 @@ class _Search:
         # The most bytes of one forward that are offloaded, written, and held by the host (as many are in flight as make
         # the peak).
         self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
-        self._write_bytes = limits.write_limit_bytes_per_step / timeline.micro_steps / forwards
+        self._write_bytes = limits.write_limit_bytes_per_step / timeline.trace.micro_steps / forwards
         in_flight = max(1.0, self._best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
         self._host_bytes = limits.host_budget_bytes / in_flight
 
@@ -113,15 +114,18 @@ class _Search:
         timeline = self._timeline
         price = self._mean(timeline.rematerialize_s) / (self._nbytes * self._idle_s)
         may = timeline.rematerializable[: len(self._nbytes)] & self._limits.rematerialize
-        made = _cheapest(np.flatnonzero(may), price)
-        most = self._grow(len(made), lambda count: self._again_with(made[:count], made, 0))
-        blocks = self._blocks()
+        made, blocks = _cheapest(np.flatnonzero(may), price), self._blocks()
+
+        def rematerialized(count: int) -> Assignment:
+            return self._again_with(made[:count], blocks, 0)
+
+        most = self._grow(len(made), rematerialized)
         for besides in (made[:0], made[:most]) if most else (made[:0],):
             self._grow(len(blocks), partial(self._again_with, besides, blocks))
         best = self._best
-        if self._has_budget:
+        if self._has_budget:  # predictions cannot tell a gain as small as that, and drives wear for it
             gained_s = self._simplest.cost.step_s - best.cost.step_s
-            is_gain = gained_s > SAME_STEP_FRACTION * timeline.step_s
+            is_gain = gained_s > SAME_STEP_FRACTION * timeline.trace.step_s
             best = self._simplest if self._is_within(self._simplest) and not is_gain else best
         whole = Assignment(best.assignment.placements[self._group], best.assignment.recomputed)
         return replay(self._whole, whole, None)
@@ -135,7 +139,7 @@ class _Search:
         own = np.flatnonzero(timeline.owner[: len(self._nbytes)] >= 0)
         dropped_bytes = np.bincount(timeline.owner[own], self._nbytes[own], minlength=blocks)[:blocks]
         which = np.flatnonzero(timeline.recomputable[:blocks] & self._limits.recompute).tolist()
-        spread = sorted(which, key=lambda number: f"{number:032b}"[::-1])
+        spread = sorted(which, key=_reversed_bits)
         return _cheapest(np.array(spread, np.int64), recompute_s / np.maximum(dropped_bytes, 1))
 
     def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
@@ -148,14 +152,17 @@ class _Search:
 
     def _grow(self, most: int, again: Callable[[int], Assignment]) -> int:
         """Bisect how much is computed again, beside what costs no time to move; then how much is moved."""
-        alone, _ = self._bisect(most, lambda count: self._replay(again(count)))
         moves: dict[int, tuple[Places, Ints]] = {}
+
+        def by_itself(count: int) -> Outcome:
+            return self._replay(again(count))
 
         def beside(count: int) -> Outcome:
             where, order, free = self._moves(again(count))
             moves[count] = where, order
-            return self._replay(self._with(again(count), where, order[:free]))
+            return self._moved(again(count), where, order, free)
 
+        alone, _ = self._bisect(most, by_itself)
         few, many = self._bisect(most, beside)
         # Where sources must be there, a part of it may leave a lower peak than all.
         for count in sorted({few, alone, *(many * part // 4 for part in range(5))}):
@@ -165,11 +172,7 @@ class _Search:
             # By idle time alone, too: what waits for nothing may be what makes all others wait for staging.
             by_idle = order[np.argsort(-self._idle_s[order], kind="stable")]
             for one in (order,) if self._has_budget else (order, by_idle):
-                self._bisect(
-                    len(one),
-                    lambda moved: self._replay(self._with(again(count), where, one[:moved])),  # noqa: B023 - called here
-                    MOVES_RESOLUTION,
-                )
+                self._bisect(len(one), partial(self._moved, again(count), where, one), MOVES_RESOLUTION)
         return many
 
     # ---- what is moved ------------------------------------------------------------------------------------------
@@ -204,10 +207,11 @@ class _Search:
         order = order[where[order] != _KEEP]
         return where, order[np.argsort(rank_of[order], kind="stable")], int((rank_of[order] == 0).sum())
 
-    def _with(self, again: Assignment, where: Places, moved: Ints) -> Assignment:
-        placements = again.placements.copy()
+    def _moved(self, again: Assignment, where: Places, order: Ints, count: int) -> Outcome:
+        """Replay an assignment with the first ``count`` of some units moved."""
+        placements, moved = again.placements.copy(), order[:count]
         placements[moved] = where[moved]
-        return Assignment(placements, again.recomputed)
+        return self._replay(Assignment(placements, again.recomputed))
 
     # ---- replays ------------------------------------------------------------------------------------------------
 
@@ -215,7 +219,7 @@ class _Search:
         return not is_outside(self._rank(outcome))
 
     def _rank(self, outcome: Outcome) -> Rank:
-        return rank(outcome.cost, self._limits, self._timeline.step_s)
+        return rank(outcome.cost, self._limits, self._timeline.trace.step_s)
 
     def _bisect(self, most: int, outcome: Callable[[int], Outcome], resolution: float = 0.0) -> tuple[int, int]:
         """Return two neighbouring counts, up to ``most``, between which the limits are just met.
@@ -223,7 +227,7 @@ class _Search:
         More is called for until a budget is met; without one as long as there is time.
         """
         few, many = 0, most
-        if self._is_within(outcome(few)) == self._has_budget or not most:
+        if self._is_within(outcome(few)) == self._has_budget:
             return few, few
         if self._is_within(outcome(many)) != self._has_budget:
             return many, many
@@ -256,6 +260,11 @@ class _Search:
     def _mean(self, column: Floats | Ints) -> Floats:
         """Return the mean of each unit over the forwards."""
         return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
+
+
+def _reversed_bits(number: int) -> str:
+    """Return the binary digits from the last one on: sorted by them, neighbours are far apart."""
+    return f"{number:032b}"[::-1]
 
 
 def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:

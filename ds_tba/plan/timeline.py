@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_tba.config import IO_ALIGNMENT_BYTES, Placement
-from ds_tba.plan.trace import OUTSIDE, Resources, Trace
+from ds_tba.plan.trace import OUTSIDE, Trace
 
 # A group may be no larger than this fraction of staging, or it could not flow through staging as its members do.
 GROUP_FRACTION_OF_STAGING = 0.125
@@ -66,7 +66,7 @@ class Lifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The columns of a trace: of its storages, of its blocks, then pairs of indices, and the scalars of its step.
+    """The columns of a trace: of its storages, of its blocks, then pairs of indices.
 
     Attributes:
         padded_bytes: sizes as they count in staging and on the drive.
@@ -79,6 +79,7 @@ class Timeline:
         inputs: pairs of a storage and a block that reads it and does not produce it.
         readers: the same, and the blocks that saved each storage.
         sources: pairs of a storage and one that it can be made again of, in the order of the former.
+        trace: for the scalars of its step; its rows are not those of a coarser grain.
     """
 
     nbytes: Ints
@@ -99,11 +100,7 @@ class Timeline:
     inputs: Ints
     readers: Ints
     sources: Ints
-    resources: Resources
-    end_s: float
-    optimizer_s: float
-    micro_steps: int
-    forwards: tuple[int, ...]
+    trace: Trace
 
     @classmethod
     def of(cls, trace: Trace) -> Timeline:
@@ -136,17 +133,8 @@ class Timeline:
             _pairs(inputs),
             _pairs(inputs + savers),
             _pairs([(index, source) for index, row in made for source in dict.fromkeys(row.sources)]),
-            trace.resources,
-            trace.end_s,
-            trace.optimizer_s,
-            trace.micro_steps,
-            trace.forwards,
+            trace,
         )
-
-    @property
-    def step_s(self) -> float:
-        """Return the seconds of a step with every storage kept."""
-        return self.micro_steps * self.end_s + self.optimizer_s
 
     @property
     def kept(self) -> Assignment:
@@ -161,7 +149,7 @@ class Timeline:
     @property
     def to_nvme(self) -> Bools:
         """Return the storages that the NVMe store would take at all."""
-        return self.movable & bool(self.resources.paths)
+        return self.movable & bool(self.trace.resources.paths)
 
     def lifetimes(self, assignment: Assignment) -> Lifetimes:
         """Return the lifetimes of storages under an assignment."""
@@ -169,15 +157,16 @@ class Timeline:
         is_input = np.zeros(len(self.nbytes), bool)
         is_input[self.inputs[0, recomputed[self.inputs[1]]]] = True
         exists = self.saved | is_input
+        # -1 picks the False: else the last block would drop what no block owns. Its inputs no block can make.
         dropped = np.append(recomputed, False)[self.owner] & ~is_input
         need_s, freed_s, used = self.used_s.copy(), self.freed_s.copy(), self.used.copy()
         storage, block = self.readers[:, recomputed[self.readers[1]]]
         np.minimum.at(need_s, storage, self.backward_start_s[block])
         need_s = np.maximum(need_s, self.left_s)
-        used[storage] = True
+        used[storage] = True  # by the block that runs again, also where backward itself never asks
         there = exists & ~dropped
         again = there & self.rematerializable & (assignment.placements == Placement.REMATERIALIZE)
-        again[self.sources[0, ~there[self.sources[1]]]] = False
+        again[self.sources[0, ~there[self.sources[1]]]] = False  # of a dropped source nothing can be made
         placements = np.zeros(len(self.nbytes), np.int8)
         for place, can in (
             (Placement.HOST, there & self.movable),
@@ -194,7 +183,7 @@ class Timeline:
 
     def alike_forwards(self) -> int:
         """Return how many alternating forwards make the micro-step, if all of them are alike; else 1."""
-        count = len(self.forwards)
+        count = len(self.trace.forwards)
         if count < 2 or any(n % count for n in (len(self.nbytes), len(self.recompute_s), self.sources.shape[1])):
             return 1
         storages, blocks = (np.arange(count)[:, None] * (n // count) for n in (len(self.nbytes), len(self.recompute_s)))
@@ -202,7 +191,7 @@ class Timeline:
         columns = [np.where(owner == OUTSIDE, OUTSIDE, owner - blocks)]
         columns += [one.reshape(count, -1) for one in (self.movable, self.saved, self.used, self.rematerializable)]
         columns += [self.recomputable.reshape(count, -1), *(one.reshape(count, -1) - storages for one in self.sources)]
-        is_alike = np.array_equal(self.forwards, storages[:, 0]) and all((one == one[0]).all() for one in columns)
+        is_alike = np.array_equal(self.trace.forwards, storages[:, 0]) and all((one == one[0]).all() for one in columns)
         return count if is_alike else 1
 
     def groups(self, most: int, forwards: int) -> Ints:
@@ -217,7 +206,7 @@ class Timeline:
         # Runs of like storages, cut where their bytes pass a multiple of the intended size.
         bytes_so_far = np.cumsum(self.nbytes[:count])
         group_bytes = max(1.0, bytes_so_far[-1] * forwards / most)
-        group_bytes = min(group_bytes, self.resources.staging_bytes * GROUP_FRACTION_OF_STAGING)
+        group_bytes = min(group_bytes, self.trace.resources.staging_bytes * GROUP_FRACTION_OF_STAGING)
         columns = [self.owner, self.movable, self.saved, self.rematerializable, self.used]
         columns += [self._signature(self.inputs), self._signature(self.readers)]
         cut = np.arange(count) == 0

@@ -153,6 +153,7 @@ class Trace:
         micro_steps: of one step.
         forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
             forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/prefetch.py``.
+        scopes: see [Note: Scopes]; not in JSON, as only who follows a plan needs them.
     """
 
     storages: tuple[StorageTrace, ...]
@@ -162,6 +163,7 @@ class Trace:
     optimizer_s: float = 0.0
     micro_steps: int = 1
     forwards: tuple[int, ...] = ()
+    scopes: Scopes = ()
 
     @property
     def step_s(self) -> float:

@@ -36,6 +36,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from types import CodeType, MethodType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -50,7 +51,7 @@ from ds_tba.core.hooks import (
 )
 from ds_tba.core.saved import Hooks
 from ds_tba.errors import ConfigError
-from ds_tba.recompute.passes import Arguments, Block, ForwardMethod, PassListener, RecomputedPass, replaced_forward
+from ds_tba.recompute.passes import Arguments, Block, ForwardMethod, Recomputations, RecomputedPass, replaced_forward
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ _UNSEEN = (
     "a checkpoint around it runs its forward again already, turn that off to have plans choose"
 )
 
+_NOT_ASKED = '"recompute" is false'
+
 # Autograd's number of the backward in this thread when there is none.
 _NO_BACKWARD = -1
 
@@ -96,12 +99,36 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
 
+class PassListener(Protocol):
+    """Told of passes, in the thread in which they run."""
+
+    def enter(self, path: str, inputs: Sequence[torch.Tensor], obstacle: str) -> int | None:
+        """Note that a pass begins, after the module's pre-forward hooks.
+
+        Args:
+            path: of the block.
+            inputs: each tensor among the arguments once, positional ones first, also those in tuples, lists and
+                dicts. A recomputed pass saves these, in this order, and no other tensors.
+            obstacle: why the pass may not be recomputed; empty if it may.
+
+        Returns:
+            The bytes that the pass would save, to have it recomputed in backward.
+        """
+
+    def leave(self, obstacle: str) -> bool | None:
+        """Note that the pass ends, also with an exception; return whether it saved anything that is none of its inputs.
+
+        Args:
+            obstacle: also by what the pass has shown.
+        """
+
+
 class Blocks:
-    """The blocks of one model, tied to one listener.
+    """The blocks of one model.
 
     Args:
         blocks: from :func:`find_blocks`.
-        listener: is told of each pass inside :meth:`listening`.
+        cache: counts what passes save that run again.
         may_recompute: whether a pass may be recomputed.
         excluded: paths of the blocks in which the config keeps tensors by name.
     """
@@ -109,14 +136,14 @@ class Blocks:
     def __init__(
         self,
         blocks: Sequence[Block],
-        listener: PassListener,
+        cache: Recomputations,
         *,
         may_recompute: bool = True,
         excluded: Collection[str] = (),
     ) -> None:
         self.all: tuple[Block, ...] = tuple(blocks)
         self.may_recompute = may_recompute
-        self._listener = listener
+        self._cache = cache
         self._thread = _Thread()
         self._compared: set[str] = set()  # paths of blocks whose first recomputation gave the same output
         self._is_watched = False  # by now
@@ -131,8 +158,8 @@ class Blocks:
         self._attached = ExitStack()
 
     @contextmanager
-    def listening(self, paths: Collection[str] | None = None) -> Iterator[None]:
-        """Open the forward of one micro-step, in which the listener is told of passes that this thread makes.
+    def listening(self, listener: PassListener, paths: Collection[str] | None = None) -> Iterator[None]:
+        """Open the forward of one micro-step, in which a listener is told of passes that this thread makes.
 
         It may have them recomputed. Enter this inside the saved-tensor hooks that the passes are to save through: where
         others are the innermost, nothing is recomputed.
@@ -149,19 +176,19 @@ class Blocks:
                         self._attached.enter_context(one.in_place())
         thread = self._thread
         before = thread.session  # of a forward around this one
-        thread.session, self._is_watched = (innermost_hooks(),), True
+        thread.session, self._is_watched = _Session(innermost_hooks(), listener), True
         try:
             yield
         finally:
-            thread.session = before
+            thread.session = before  # or the rest of the forward around this one would be told to nobody
             with self._lock:
                 self._forwards_under_way -= 1
                 if self._forwards_under_way == 0:
                     self._attached.close()
 
-    def is_recomputable(self, block: Block) -> bool:
-        """Return whether passes through the block may be recomputed, as far as passes have shown."""
-        return self.may_recompute and block.path not in self._why
+    def _obstacle(self, block: Block) -> str:
+        """Return why passes through the block may not be recomputed, as far as passes have shown; empty if they may."""
+        return self._why.get(block.path, "") if self.may_recompute else _NOT_ASKED
 
     def left_out(self) -> dict[str, str]:
         """Return why passes through blocks are not recomputed, by path of the block."""
@@ -169,13 +196,6 @@ class Blocks:
             return {}
         paths = (block.path for block in self.all)
         return {path: self._why.get(path, _UNSEEN) for path in paths if path in self._why or path not in self._seen}
-
-    def note_saves(self, block: Block, *, has_saved: bool) -> None:
-        """Note whether a pass through the block saved anything that is none of its inputs."""
-        if not has_saved:
-            self._why.setdefault(block.path, _SAVES_NOTHING)
-        elif self._why.get(block.path) == _SAVES_NOTHING:
-            del self._why[block.path]
 
     def warn_left_out(self) -> None:
         """Log one line for each new reason."""
@@ -195,37 +215,50 @@ class Blocks:
             forward: the block's own.
         """
         in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
-        if self._thread.session is None or not torch.is_grad_enabled() or in_backward:
+        session = self._thread.session
+        # A pass in a backward is of another micro-step, and one without gradients saves nothing.
+        if session is None or not torch.is_grad_enabled() or in_backward:
             return forward(*args, **kwargs)
         arguments, selective = Arguments(args, kwargs), selective_checkpoints_seen()
-        saved_bytes = self._begin(block, arguments)
+        self._look(block, arguments, session.hooks)
+        saved_bytes = session.listener.enter(block.path, tuple(arguments.tensors), self._obstacle(block))
         try:
             if saved_bytes is not None and not all(isinstance(one, nn.Parameter) for one in block.module.parameters()):
                 self._why.setdefault(block.path, _REPLACED)
-            if saved_bytes is None or not self.is_recomputable(block):
+            if saved_bytes is None or self._obstacle(block):
                 return forward(*args, **kwargs)
-            recomputed = RecomputedPass(block, forward, arguments, self._compared, self._listener)
+            recomputed = RecomputedPass(block, forward, arguments, self._compared, self._cache)
             return recomputed.run(args, kwargs, saved_bytes)
         finally:
             if selective_checkpoints_seen() > selective:
                 self._why.setdefault(block.path, _SELECTIVE)
-            self._listener.leave(block)
+            has_saved = session.listener.leave(self._obstacle(block))
+            if has_saved is False:
+                self._why.setdefault(block.path, _SAVES_NOTHING)
+            elif has_saved and self._why.get(block.path) == _SAVES_NOTHING:
+                del self._why[block.path]
 
-    def _begin(self, block: Block, arguments: Arguments) -> int | None:
-        """Begin a pass; return the bytes that the listener would have recomputed."""
+    def _look(self, block: Block, arguments: Arguments, hooks: Hooks | None) -> None:
+        """Look for what a pass that begins shows to be in the way of recomputing it."""
         self._seen.add(block.path)
-        if (innermost_hooks(),) != self._thread.session:
+        if innermost_hooks() != hooks:
             self._why.setdefault(block.path, _HOOKS_AROUND)
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             self._why.setdefault(block.path, _TRANSFORMED)
         elif any("cache" in type(one).__name__.lower() for one in arguments.others):
             self._why.setdefault(block.path, _CACHE)
-        return self._listener.enter(block, tuple(arguments.tensors))
+
+
+class _Session(NamedTuple):
+    """The forward of one micro-step; ``hooks`` are the saved-tensor hooks outside of all passes."""
+
+    hooks: Hooks | None
+    listener: PassListener
 
 
 class _Thread(threading.local):  # forwards of several threads may alternate, each in a session of its own
     def __init__(self) -> None:
-        self.session: tuple[Hooks | None] | None = None  # the saved-tensor hooks outside of all passes
+        self.session: _Session | None = None
 
 
 class _Forward:
@@ -254,7 +287,7 @@ class _Forward:
             self._is_wrapped = module.__dict__.get("forward") is not self
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if torch.compiler.is_compiling() or is_being_compiled():
+        if torch.compiler.is_compiling() or is_being_compiled():  # its code is the same without us
             return self._own(*args, **kwargs)
         called = _module_called()
         if called is not None and called is not self.block.module and self._is_in_copy(called):
@@ -312,7 +345,7 @@ def find_blocks(model: nn.Module, paths: Sequence[str] | None) -> list[Block]:
         layers = _named(model, paths)
     else:
         layers = dict(_search(model, "", set(), _CONTAINERS, 2)) or dict(_search(model, "", set(), _UNCALLED, 1))
-    return [Block(index, path, module) for index, (path, module) in enumerate(layers.items())]
+    return [Block(path, module) for path, module in layers.items()]
 
 
 def _named(model: nn.Module, paths: Sequence[str]) -> dict[str, nn.Module]:
@@ -337,7 +370,7 @@ def _search(
     is_container = isinstance(module, containers) or any(name.isdigit() for name in children)
     repeated = _repeated(module, least) if is_container else set()
     for name, child in children.items():
-        if id(child) in seen:
+        if id(child) in seen:  # ALBERT's one layer is called from many places, and is one block
             continue
         at = f"{path}.{name}" if path else name
         if type(child) not in repeated:

@@ -83,39 +83,26 @@ class Block:
     """A repeated layer.
 
     Attributes:
-        index: its place among the repeated layers.
         path: of the module in the model, such as ``"model.layers.3"``.
         module: the layer.
     """
 
-    index: int
     path: str
     module: nn.Module
 
 
-class PassListener(Protocol):
-    """Told of passes, in the thread in which they run."""
+class Recomputations(Protocol):
+    """Device memory for what passes save that run again: the cache."""
 
-    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> int | None:
-        """Note that a pass begins, after the module's pre-forward hooks.
+    def begin_recomputation(self, saved_bytes: int) -> None:
+        """Make room for what a pass saves that runs again, and count it."""
 
-        Args:
-            inputs: each tensor among the arguments once, positional ones first, also those in tuples, lists and
-                dicts. A recomputed pass saves these, in this order, and no other tensors.
+    def count_again(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that such a pass saves."""
 
-        Returns:
-            The bytes that the pass would save, to have it recomputed in backward; :meth:`recompute` gets them. It has
-            no effect on a block that is left out.
-        """
 
-    def leave(self, block: Block) -> None:
-        """Note that the pass ends, also with an exception."""
-
-    def recompute(self, saved_bytes: int) -> None:
-        """Note that backward begins to run a pass's forward again; it saves what :meth:`enter` returned."""
-
-    def save_again(self, tensor: torch.Tensor) -> None:
-        """Note that a forward that runs again saves a tensor."""
+def _is_no_container(value: object) -> bool:
+    return type(value) not in (tuple, list, dict)
 
 
 class Arguments:
@@ -132,7 +119,7 @@ class Arguments:
     """
 
     def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        values, self._form = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        values, self._form = tree_flatten((args, kwargs), is_leaf=_is_no_container)
         unique = {id(one): one for one in values if isinstance(one, torch.Tensor)}
         self.tensors: list[torch.Tensor] = list(unique.values())
         positions = {key: position for position, key in enumerate(unique)}
@@ -160,21 +147,21 @@ class RecomputedPass:
         forward: the module's, as it is without us.
         arguments: of this pass.
         compared: paths of the blocks whose output was the same in a recomputation, bit for bit.
-        listener: is told of each run in backward.
+        cache: counts what each run in backward saves.
 
     Attributes:
         path: of the block, for messages.
     """
 
     def __init__(
-        self, block: Block, forward: ForwardMethod, arguments: Arguments, compared: set[str], listener: PassListener
+        self, block: Block, forward: ForwardMethod, arguments: Arguments, compared: set[str], cache: Recomputations
     ) -> None:
         self.path = block.path
         self._module = block.module
         self._forward = forward
         self._arguments = arguments
         self._compared = compared
-        self._listener = listener
+        self._cache = cache
         self._saved_bytes = 0
         self._shapes = _own_shapes(block.module)
         self._versions: list[int] = []  # of the parameters after the last run, which may change them (max_norm)
@@ -185,7 +172,7 @@ class RecomputedPass:
 
         Args:
             args, kwargs: those that ``arguments`` was made of.
-            saved_bytes: of each run in backward, for the listener.
+            saved_bytes: by each run in backward.
         """
         self._saved_bytes = saved_bytes
 
@@ -193,7 +180,7 @@ class RecomputedPass:
             if not given:
                 return self._run_again(tensors)
             args, kwargs = given.pop()  # or the checkpoint would hold the tensors of which it saves the inputs
-            with set_checkpoint_early_stop(others_stop_early), self._saving():
+            with set_checkpoint_early_stop(others_stop_early), self._saving():  # or a user's checkpoint inside ran on
                 return self._forward(*args, **kwargs)
 
         given = [(args, kwargs)]
@@ -215,7 +202,7 @@ class RecomputedPass:
                 "and its recomputation in backward (by an optimizer that steps inside backward, say): modify it after "
                 'backward, or set "recompute": false.'
             )
-        self._listener.recompute(self._saved_bytes)
+        self._cache.begin_recomputation(self._saved_bytes)  # at once: what it saves then finds the room
         args, kwargs = self._arguments.with_tensors(tensors)
         with _gathered_stay(self._module), self._saving(is_again=True):
             if _own_shapes(self._module) == self._shapes:
@@ -261,7 +248,7 @@ class RecomputedPass:
             if tensor.is_nested and tensor.layout is torch.strided:  # a checkpoint cannot ask its shape
                 return tensor.detach()  # an output would hold its own graph
             if is_again:
-                self._listener.save_again(tensor)
+                self._cache.count_again(tensor)
             return checkpoint_pack(tensor)
 
         def unpack(held: object) -> torch.Tensor:

@@ -29,7 +29,7 @@ from ds_tba.plan.trace import PathRates, Resources, Trace
 from ds_tba.recompute.blocks import Blocks, find_blocks
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RecipeTicket, RematStore
-from ds_tba.remat.where import ChosenModules, RunningModule
+from ds_tba.remat.where import RunningModule
 
 BATCH, SEQUENCE = 4, 96
 MIN_BYTES = 16384
@@ -88,7 +88,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     recorder = Recorder(Scene(cache, NoClock(), running))
     with (
         cache.saving(around=recorder.around),
-        Blocks(find_blocks(model, None), Passes(recorder, ChosenModules(running, {}))).listening(),
+        Blocks(find_blocks(model, None), cache).listening(Passes(recorder, ())),
     ):
         output = forward()
     loss_of(output).backward()

@@ -9,6 +9,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.explain import explainer
-from ds_tba.explain.out_of_memory import Diagnosis
+from ds_tba.explain.out_of_memory import Diagnosis, memory_of
 from ds_tba.offloader import ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -405,3 +406,26 @@ def test_memory_of_the_device_that_a_library_lacks_is_memory(make: Make, caplog:
             offloader.note_failure(RuntimeError(text))
         offloader.note_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     assert len(caplog.records) == 2
+
+
+# ---- what a model holds ---------------------------------------------------------------------------------------------
+
+
+CPU = torch.device("cpu")
+
+
+def test_parameters_gradients_and_states_count_once() -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    found = memory_of(model, SimpleNamespace(optimizer=optimizer, grad_buffers=[torch.zeros(16)]), CPU)
+    assert (found.parameters, found.gradients, found.trained) == (256, 256 + 64, 256)
+    assert 512 <= found.states < 600 and found.optimizer == "Adam"  # two moments, and a number of steps
+
+
+def test_without_an_optimizer_and_on_another_device_nothing_counts() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    assert memory_of(model, None, CPU).states == 0
+    assert memory_of(model, None, torch.device("cuda")).parameters == 0

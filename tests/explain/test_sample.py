@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from ds_tba.core.tensors import form_of
-from ds_tba.explain.sample import failure_of
+from ds_tba.explain.explainer import failure_of
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.remat.where import RunningModule
 

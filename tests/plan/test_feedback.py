@@ -46,7 +46,7 @@ def plan_of(
     cost = Prediction(SIZE, step_s, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=computed_s)
     limits = Limits(OVERHEAD, budget, movable_share=share)
     plan = Plan("test", places, (), (), cost)
-    return PlanInForce.of(plan, TRACE, (), limits)
+    return PlanInForce.of(plan, TRACE, limits)
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,20 @@ def test_a_machine_that_is_slower_or_faster_than_recorded_moves_all_the_same(fac
     world.run(100)
     assert world.in_force.moved_share == 1.0
     assert world.feedback.kept_s == pytest.approx(factor * KEPT_S)
+
+
+@pytest.mark.parametrize("factor", [1.3, 3.0])
+@pytest.mark.parametrize("hidden_s", [0.0, 0.03, 0.1])
+def test_after_a_slow_time_moving_takes_what_is_allowed_of_the_fast_steps(hidden_s: float, factor: float) -> None:
+    """With all moved that the slow steps allowed, no step would show how short they are without."""
+    world = World(kept_s=factor * KEPT_S, hidden_s=hidden_s)
+    world.run(600)
+    assert world.feedback.kept_s == pytest.approx(factor * KEPT_S)
+    world.kept_s = KEPT_S
+    world.run(1000)
+    assert world.feedback.kept_s == pytest.approx(KEPT_S)
+    assert world.times_s[-1] <= KEPT_S * (1 + OVERHEAD) + 1e-9
+    assert world.in_force.moved_share >= (0.8 * min(1.0, OVERHEAD / hidden_s) if hidden_s else 1.0)
 
 
 @pytest.mark.parametrize("known_s", [0.0, 0.1, 9.0])
@@ -497,7 +511,7 @@ def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> No
 
     def planned(share: float) -> PlanInForce:
         limits = Limits(OVERHEAD, movable_share=share)
-        return PlanInForce.of(adaptive(trace, limits), trace, (), limits)
+        return PlanInForce.of(adaptive(trace, limits), trace, limits)
 
     free = planned(1.0).moved_share
     assert free > 0.3
@@ -524,9 +538,9 @@ def test_the_planner_moves_no_more_than_is_left_by_the_recording_of_a_shared_dri
         feedback = Feedback(is_drive_shared=is_shared)
 
         def planned(share: float, feedback: Feedback = feedback) -> PlanInForce:
-            scaled = trace.scaled(feedback.kept_s / recorded_s)
+            scaled = feedback.corrected(trace)
             limits = Limits(OVERHEAD, movable_share=share)
-            return PlanInForce.of(adaptive(scaled, limits), scaled, (), limits)
+            return PlanInForce.of(adaptive(scaled, limits), scaled, limits)
 
         world = SharedDrive(zero_s=zero_s, plan=planned, feedback=feedback)
         world.run(200)

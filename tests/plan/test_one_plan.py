@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from planners import PLANNERS
-from support.traces import LAYOUT, SIZE, TRACE, one_block, resources, storage
+from support.traces import SIZE, TRACE, one_block, resources, storage
 
 from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish
 from ds_tba.plan.plan import Limits, Plan, Planner
@@ -15,7 +15,7 @@ from ds_tba.plan.policy import PlanInForce
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
 
-WISH = Wish(TRACE, LAYOUT, Limits())
+WISH = Wish(TRACE, Limits())
 
 
 class Besides(Alone):
@@ -111,7 +111,7 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
         activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
         recompute=False, endurance_tbw=1.0,
     )  # fmt: skip
-    wish = Wish(trace, ((), tuple(range(8)), ()), limits, float("inf") if is_set else room_bytes)
+    wish = Wish(trace, limits, float("inf") if is_set else room_bytes)
     made = Planning(adaptive, Alone())
     for _ in range(3):
         found = made.make(wish)

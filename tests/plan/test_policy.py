@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from support.traces import LAYOUT, SIZE, TRACE
+from support.traces import SIZE, TRACE
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
@@ -16,10 +16,12 @@ KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 
 
-def by_plan(*placements: Placement, recomputed: tuple[bool, bool] = (False, False)) -> ByPlan:
+def by_plan(
+    *placements: Placement, recomputed: tuple[bool, bool] = (False, False), mismatch: PlanMismatch | None = None
+) -> ByPlan:
     plan = Plan("test", placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
-    return ByPlan(PlanInForce.of(plan, TRACE, LAYOUT, Limits()), stores, PlanMismatch())
+    return ByPlan(PlanInForce.of(plan, TRACE, Limits()), stores, mismatch or PlanMismatch())
 
 
 def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
@@ -47,7 +49,7 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
 def test_of_one_block_in_two_passes_one_may_be_recomputed() -> None:
     trace = replace(TRACE, blocks=tuple(replace(one, module="a") for one in TRACE.blocks))
     plan = Plan("test", (NVME, RECOMPUTE, HOST, NVME, KEEP), (True, False), (), cast("Any", None))
-    in_force = PlanInForce.of(plan, trace, LAYOUT, Limits())
+    in_force = PlanInForce.of(plan, trace, Limits())
     policy = ByPlan(in_force, {NVME: NVME_STORE, HOST: HOST_STORE}, PlanMismatch())
     assert in_force.watched == {"a"} and chosen(policy, "x0") == [("nvme", "host")]
     assert policy.enter("a") == SIZE and chosen(policy, "x0") == [("nvme", "host")]
@@ -65,6 +67,22 @@ def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
     policy.end()
     assert policy.mismatch.missed_bytes == policy.mismatch.drift_bytes == 3 * SIZE
     assert policy.mismatch.unknown_saves == 0
+
+
+def test_what_later_passes_would_have_saved_is_missed_too() -> None:
+    policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
+    chosen(policy, "x0")
+    policy.end()
+    assert policy.mismatch.missed_bytes == 4 * SIZE  # the first block's input, and all that comes behind it
+
+
+def test_of_micro_steps_the_one_that_grew_most_counts() -> None:
+    mismatch = PlanMismatch()
+    for nbytes in (2 * SIZE, SIZE):
+        policy = by_plan(NVME, KEEP, HOST, NVME, KEEP, mismatch=mismatch)
+        chosen(policy, "x0", nbytes=nbytes)
+        policy.end()
+    assert mismatch.growth == 1.0
 
 
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
@@ -86,7 +104,7 @@ def test_a_block_that_was_not_planned_is_not_recomputed() -> None:
 
 def test_a_block_with_an_obstacle_that_came_up_since_is_not_recomputed() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
-    assert policy.enter("a", is_recomputable=False) is None and policy.mismatch.unknown_saves == 1
+    assert policy.enter("a", obstacle="a cache") is None and policy.mismatch.unknown_saves == 1
 
 
 def test_a_storage_that_was_to_be_made_again_with_a_block_that_is_not_is_unplanned() -> None:
@@ -105,7 +123,7 @@ def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_
 
 def test_without_any_store_storages_are_made_again_all_the_same() -> None:
     plan = Plan("test", (REMATERIALIZE,), (), (), cast("Any", None))
-    in_force = PlanInForce.of(plan, replace(TRACE, storages=TRACE.storages[:1], blocks=()), ((0,),), Limits())
+    in_force = PlanInForce.of(plan, replace(TRACE, storages=TRACE.storages[:1], blocks=(), scopes=((0,),)), Limits())
     policy, keys = ByPlan(in_force, {}, PlanMismatch()), ("x", "new")
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in keys)] == [(True, ())] * 2
 
@@ -113,7 +131,7 @@ def test_without_any_store_storages_are_made_again_all_the_same() -> None:
 def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> PlanInForce:  # noqa: B008 - frozen
     prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_bytes=SIZE)
     plan = Plan("test", places, (False, False), (), replace(prediction, **seconds))
-    return PlanInForce.of(plan, TRACE, LAYOUT, limits)
+    return PlanInForce.of(plan, TRACE, limits)
 
 
 def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:

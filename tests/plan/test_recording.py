@@ -38,14 +38,14 @@ def test_a_pause_of_the_machine_in_one_of_two_recordings_does_not_count(
 ) -> None:
     recording = Recording(Scene(cache, Ticks(), RunningModule()))
     recording._done = [recorded(cache, one_s) for one_s in pause_s]
-    assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.0)
+    assert recording.recorded(MACHINE, 1).end_s == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize("rows", [(ROWS, 2 * ROWS), (2 * ROWS, ROWS)])
 def test_of_two_shapes_the_larger_counts_though_it_took_longer(cache: TensorCache, rows: tuple[int, int]) -> None:
     recording = Recording(Scene(cache, Ticks(), RunningModule()))
     recording._done = [recorded(cache, 1.0 if count == ROWS else 1.4, count) for count in rows]
-    assert recording.recorded(MACHINE, 1)[0].end_s == pytest.approx(7.4)
+    assert recording.recorded(MACHINE, 1).end_s == pytest.approx(7.4)
 
 
 class SlowHooks(TensorCache):
@@ -87,7 +87,7 @@ def test_a_recording_is_enough_when_it_has_two(cache: TensorCache) -> None:
         recording.settle()
         recording.end_step(ticks.mark())
     assert recording.is_enough and recording.begin() is None
-    trace, _ = recording.recorded(MACHINE, 1)
+    trace = recording.recorded(MACHINE, 1)
     assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
 
 
@@ -115,7 +115,7 @@ def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache
         recording.settle()
         recording.end_step(ticks.mark(), has_compiled=has_compiled)
     assert recording.is_enough and recording.steps == 4
-    assert recording.recorded(MACHINE, 1)[0].optimizer_s == pytest.approx(0.25)
+    assert recording.recorded(MACHINE, 1).optimizer_s == pytest.approx(0.25)
 
 
 def test_micro_steps_of_one_step_that_compiled_are_no_recording(cache: TensorCache) -> None:

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.recompute.blocks import Blocks, find_blocks
-from ds_tba.recompute.passes import Block
 
 pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
 WIDTH, LENGTH, BATCH = 16, 8, 4
@@ -75,7 +74,7 @@ class Bench:
 
     @contextmanager
     def listening(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
-        with around(), self.blocks.listening():
+        with around(), self.blocks.listening(self.listener):
             yield
 
     def check(self, *wanted: int, **more: Any) -> None:
@@ -155,17 +154,17 @@ def test_the_cache_sees_the_inputs_of_a_recomputed_pass_and_nothing_inside(
     seen: dict[int, tuple[int, int]] = {}
 
     class Between(Listener):
-        def enter(self, block: Block, inputs: Sequence[Tensor]) -> int | None:
+        def enter(self, path: str, inputs: Sequence[Tensor], obstacle: str) -> int | None:
             self.first = len(cache.packed)
             self.own = storages(inputs)
-            return super().enter(block, inputs)
+            return super().enter(path, inputs, obstacle)
 
-        def leave(self, block: Block) -> None:
+        def leave(self, obstacle: str) -> None:
             packed = storages(cache.packed[self.first :])
-            seen[block.index] = (len(packed), packed == self.own)
-            super().leave(block)
+            seen[self.entered[-1]] = (len(packed), packed == self.own)
+            super().leave(obstacle)
 
-    bench.listener = bench.blocks._listener = Between()
+    bench.listener = bench.blocks._room = Between()
     for step in range(3):
         before = store.stats.offloaded_bytes
         bench.check(*(wanted if step else ()), around=cache.saving)
@@ -193,14 +192,14 @@ def test_nobody_is_told_outside_listening_and_without_gradients() -> None:
     bench = settled()
     bench.listener.wanted = {0, 1, 2, 3}
     run(bench.model, 1)
-    with bench.blocks.listening(), torch.no_grad():
+    with bench.blocks.listening(bench.listener), torch.no_grad():
         bench.model(torch.ones(1, LENGTH, WIDTH))
     assert bench.listener.events == []
 
 
 def test_other_threads_are_not_listened_to() -> None:
     bench = settled()
-    with bench.blocks.listening():
+    with bench.blocks.listening(bench.listener):
         other = threading.Thread(target=run, args=(bench.model, 1))
         other.start()
         other.join()
@@ -219,7 +218,7 @@ def test_a_backward_inside_tells_of_no_pass() -> None:
 
     bench = settled(net=Both)
     bench.listener.wanted = {0, 1, 2, 3}
-    with bench.blocks.listening():
+    with bench.blocks.listening(bench.listener):
         ours = run(bench.model, 7)
     assert_same(ours, run(bench.twin, 7))
     assert bench.listener.events == []
@@ -270,7 +269,7 @@ def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.Monkey
 
     bench = settled(Fails)
     bench.listener.wanted = {1}
-    with bench.blocks.listening():
+    with bench.blocks.listening(bench.listener):
         loss = bench.model(torch.ones(1, LENGTH, WIDTH))
     monkeypatch.setenv("BROKEN", "1")
     with pytest.raises(ArithmeticError):
@@ -288,11 +287,12 @@ def test_a_forward_leaves_the_model_as_it_was() -> None:
     own = model.layers[2].forward
     model.layers[2].forward = own  # an attribute of its own
     before = [dict(module.__dict__) for module in model.modules()]
-    blocks = Blocks(find_blocks(model, None), Listener())
+    listener = Listener()
+    blocks = Blocks(find_blocks(model, None), listener)
     for _ in range(2):
-        with blocks.listening():
+        with blocks.listening(listener):
             first = model.layers[0].forward
-            with blocks.listening():
+            with blocks.listening(listener):
                 assert model.layers[0].forward is first and first.__name__ == "forward"
             assert model.layers[0].forward is first
         assert [dict(module.__dict__) for module in model.modules()] == before
@@ -311,7 +311,7 @@ def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
 def test_who_wraps_a_block_in_the_middle_of_forward_is_run_with_it() -> None:
     bench = settled()
     layer, calls = bench.model.layers[0], []
-    with bench.blocks.listening():
+    with bench.blocks.listening(bench.listener):
         ours = layer.forward
         theirs = layer.forward = lambda x: (calls.append(1), ours(x))[1]
     for _ in range(2):
@@ -322,7 +322,7 @@ def test_who_wraps_a_block_in_the_middle_of_forward_is_run_with_it() -> None:
 @pytest.mark.parametrize("made", ["deepcopy", "pickle"])
 def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself(made: str) -> None:
     bench = settled()
-    with bench.blocks.listening():
+    with bench.blocks.listening(bench.listener):
         other = copy.deepcopy(bench.model) if made == "deepcopy" else pickle.loads(pickle.dumps(bench.model))
         with torch.no_grad():
             for parameter in (*other.parameters(), *bench.twin.parameters()):
@@ -503,15 +503,16 @@ def test_inputs_are_not_held_by_anybody_but_autograd() -> None:
             yield
 
     class Weak(Listener):
-        def enter(self, block: Block, inputs: Sequence[Tensor]) -> int | None:
+        def enter(self, path: str, inputs: Sequence[Tensor], obstacle: str) -> int | None:
             import weakref
 
             held.extend(weakref.ref(one.untyped_storage()) for one in inputs)
-            return block.index
+            return super().enter(path, [], obstacle)
 
     bench = settled(Ends, depth=3)
-    bench.blocks._listener = Weak()
-    with elsewhere(), bench.blocks.listening():
+    bench.listener = bench.blocks._room = Weak()
+    bench.listener.wanted = {0, 1, 2}
+    with elsewhere(), bench.blocks.listening(bench.listener):
         loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
     assert len(held) == 3 and [one() for one in held] == [None] * 3
     loss.backward()
@@ -566,7 +567,7 @@ def test_one_pass_that_the_user_takes_is_enough() -> None:
             return x.pow(2).mean()
 
     bench = settled(net=Twice)
-    assert not any(bench.blocks.is_recomputable(block) for block in bench.blocks.all)
+    assert bench.blocks.left_out().keys() == {block.path for block in bench.blocks.all}
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 0
 
@@ -899,7 +900,7 @@ def test_blocks_compiled_one_by_one(backend: str) -> None:
     blocks = Blocks(find_blocks(model, None), listener)
     for wanted in ((), (), (0, 1, 2, 3)):
         listener.wanted = set(wanted)
-        with blocks.listening():
+        with blocks.listening(listener):
             ours = run(model, 7)
         assert_same(ours, run(twin, 7))
     assert listener.count("enter") == 12 and listener.count("recompute") == 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.block_passes import Listener, assert_same
+from support.block_passes import Listener, assert_same, number_of
 from torch import Tensor, nn
 
 from ds_tba.recompute.blocks import Blocks, find_blocks
@@ -59,9 +59,9 @@ def passes_recomputed(name: str, **more: Any) -> tuple[Blocks, list[int], int]:
     blocks = Blocks(find_blocks(model, None), listener)
     done = []
     for seed in range(3):
-        listener.wanted = {block.index for block in blocks.all}
+        listener.wanted = {number_of(block.path) for block in blocks.all}
         listener.events.clear()
-        with blocks.listening():
+        with blocks.listening(listener):
             ours = train(model, seed, **more)
         assert_same(ours, train(twin, seed, **more))
         done.append(listener.count("recompute"))

@@ -87,6 +87,17 @@ class Strike:
         return self.trace
 
 
+def strike_lanes(strike: Strike) -> None:
+    """Have each lane traced, and again when its work begins anew: Python takes a tracer off that has raised."""
+    work = LaneGroup._work
+
+    def traced_work(self: LaneGroup, number: int) -> bool:
+        sys.settrace(strike.trace)
+        return work(self, number)
+
+    LaneGroup._work = traced_work  # type: ignore[method-assign]
+
+
 class Trial:
     """One store: storages go out and come back, some read ahead, some given up."""
 
@@ -168,7 +179,7 @@ def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, time
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     strike = Strike(lanes)
-    threading.settrace(strike.trace)
+    strike_lanes(strike)
     until_s = time.monotonic() + float(limit_s)
     at, struck, exact, lost = int(first), 0, 0, 0
     most = at

@@ -1,15 +1,21 @@
-"""A listener to the passes through blocks, and the comparison of two runs."""
+"""A listener to the passes through blocks, which has the room for them, too; and the comparison of two runs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ds_tba.recompute.passes import Block
 
 Event = tuple[str, int]
+
+
+def number_of(path: str) -> int:
+    """The first number in the path of a block."""
+    found = re.search(r"\d+", path)
+    return int(found[0]) if found else 0
 
 
 class Listener:
@@ -19,19 +25,21 @@ class Listener:
         self.wanted: set[int] = set()
         self.events: list[Event] = []
         self.inputs: list[list[Tensor]] = []
+        self.entered: list[int] = []  # and not left
 
-    def enter(self, block: Block, inputs: Sequence[Tensor]) -> int | None:
-        self.events.append(("enter", block.index))
+    def enter(self, path: str, inputs: Sequence[Tensor], obstacle: str) -> int | None:
+        self.events.append(("enter", number_of(path)))
+        self.entered.append(number_of(path))
         self.inputs.append(list(inputs))
-        return block.index if block.index in self.wanted else None
+        return number_of(path) if number_of(path) in self.wanted else None
 
-    def leave(self, block: Block) -> None:
-        self.events.append(("leave", block.index))
+    def leave(self, obstacle: str) -> None:
+        self.events.append(("leave", self.entered.pop()))
 
-    def recompute(self, saved_bytes: int) -> None:
+    def begin_recomputation(self, saved_bytes: int) -> None:
         self.events.append(("recompute", saved_bytes))
 
-    def save_again(self, tensor: Tensor) -> None: ...
+    def count_again(self, tensor: Tensor) -> None: ...
 
     def count(self, what: str) -> int:
         return sum(event == what for event, _ in self.events)

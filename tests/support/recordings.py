@@ -58,7 +58,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor, recorder: Recorder | None = None) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             if recorder is not None:
-                recorder.enter(f"blocks.{number}", [x], is_recomputable=True)
+                recorder.enter(f"blocks.{number}", [x])
             x = block(x)
             if recorder is not None:
                 recorder.leave()

@@ -38,14 +38,14 @@ def one_block(*storages: StorageTrace, machine: Resources, inputs: tuple[int, ..
 
 
 # Two blocks. Storage 0 is saved before the first, which takes it; 1 and 2 in the first; 2 also in the second, which
-# takes it; 3 in the second; 4 behind both. LAYOUT has the storages of each scope, in that order.
+# takes it; 3 in the second; 4 behind both.
 TRACE = Trace(
     tuple(storage(0.0, 1.0, 1.0, blocks) for blocks in ((OUTSIDE,), (0,), (0, 1), (1,), (OUTSIDE,))),
     (BlockTrace("a", 0.0, 0.5, 1.0, 1.5, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 1.5, (2,))),
     resources(),
     2.0,
+    scopes=((0,), (1, 2), (), (2, 3), (4,)),
 )
-LAYOUT = ((0,), (1, 2), (), (2, 3), (4,))
 
 
 def with_rates(trace: Trace, write: float = 1.0, read: float = 1.0, copy: float = 1.0) -> Trace:

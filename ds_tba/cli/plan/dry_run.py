@@ -166,6 +166,7 @@ def _micro_step(
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
     cache.gate.exclude(chosen)
+    excluded = [block.path for block in blocks if chosen.excludes_part_of(block.module)]
     recorder = Recorder(Scene(cache, clock, running))
     for module in model.modules():
         mark_owned(module)
@@ -179,7 +180,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, Passes(recorder, chosen), may_recompute=False).listening(),
+            Blocks(blocks, cache, may_recompute=False).listening(Passes(recorder, excluded)),
             casting,
         ):
             output = subject.forward()
@@ -204,23 +205,17 @@ def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans
 
 
 class Passes:
-    """Tells a recorder of the passes through blocks."""
+    """Tells a recorder of the passes through blocks, as if all may be recomputed but those at ``excluded``."""
 
-    def __init__(self, recorder: Recorder, chosen: ChosenModules) -> None:
+    def __init__(self, recorder: Recorder, excluded: Collection[str]) -> None:
         self._recorder = recorder
-        self._chosen = chosen
+        self._excluded = excluded
 
-    def enter(self, block: Block, inputs: Sequence[torch.Tensor]) -> None:
-        self._recorder.enter(block.path, inputs, is_recomputable=not self._chosen.excludes_part_of(block.module))
+    def enter(self, path: str, inputs: Sequence[torch.Tensor], _obstacle: str) -> None:
+        self._recorder.enter(path, inputs, "excluded" if path in self._excluded else "")
 
-    def leave(self, _block: Block) -> None:
+    def leave(self, _obstacle: str) -> None:
         self._recorder.leave()
-
-    def recompute(self, _saved_bytes: int) -> None:
-        """Do nothing: no pass runs again."""
-
-    def save_again(self, _tensor: torch.Tensor) -> None:
-        """Do nothing, likewise."""
 
 
 # ---- what could be made again ---------------------------------------------------------------------------------------
