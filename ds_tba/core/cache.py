@@ -81,6 +81,7 @@ from ds_tba.core.tensors import (
     is_read_by_an_extension,
     is_under_a_mode,
     next_sequence_number,
+    out_of_modes,
     span_bytes,
     storage_bytes,
 )
@@ -535,6 +536,9 @@ class TensorCache(Keeper):
         """
         if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
             with torch.inference_mode(False):
+                return self.unpack(micro_step, held)
+        if torch._C._len_torch_dispatch_stack() and is_under_a_mode():
+            with out_of_modes():  # what a mode makes of our copies would go into gradients
                 return self.unpack(micro_step, held)
         if self._in_use and not self._is_capturing:
             self._end_operations()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, SavedStorage
-from ds_tba.core.tensors import storage_bytes
+from ds_tba.core.tensors import out_of_modes, storage_bytes
 from ds_tba.device.accelerator import Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
 from ds_tba.errors import StateError
@@ -365,14 +365,15 @@ class Residency:
             The reason why none did, in the report's words; empty where one did.
         """
         reason = choice.reason
-        for store in choice.stores:
-            started_s = time.perf_counter()
-            taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
-            self._stats.moving_s += time.perf_counter() - started_s
-            if isinstance(taken, Ticket):
-                self.give(record, taken, tensor)
-                return ""
-            reason = taken.value
+        with out_of_modes():  # a mode that copies what operations return would leave staging as it was
+            for store in choice.stores:
+                started_s = time.perf_counter()
+                taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
+                self._stats.moving_s += time.perf_counter() - started_s
+                if isinstance(taken, Ticket):
+                    self.give(record, taken, tensor)
+                    return ""
+                reason = taken.value
         if choice.stores and not record.is_refused:  # once: a budget tries again at each save
             record.is_refused = True
             self._stats.fallbacks[reason] += 1

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 _STAMP = "_ds_tba_stamp"  # of storages and tensors
@@ -293,6 +294,11 @@ def is_under_a_mode() -> bool:
         type(mode).__module__.startswith(_COMPILED) or getattr(mode, "observes_only", False)
         for mode in _get_current_dispatch_mode_stack()
     )
+
+
+def out_of_modes() -> AbstractContextManager[object]:
+    """Return the context of what no ``TorchDispatchMode`` is to see or change, but for those that only observe."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() and is_under_a_mode() else nullcontext()
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
