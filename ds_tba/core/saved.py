@@ -158,7 +158,7 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
     _R.LEAVING: (_R.KEPT, _R.AWAY, _R.DROPPED),
     _R.AWAY: (_R.AHEAD, _R.LOADING, _R.DROPPED),
     _R.AHEAD: (_R.AWAY, _R.DROPPED),
-    _R.LOADING: (_R.AWAY, _R.LOADED),
+    _R.LOADING: (_R.AWAY, _R.LOADED, _R.DROPPED),  # dropped, where an interrupt left it so: its graph still ends
     _R.LOADED: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
 }
