@@ -35,7 +35,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_tba.core.eligibility import Eligibility, Gate
+from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.fingerprint import Doubts
 from ds_tba.core.functions import Functions
 from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
@@ -446,6 +446,9 @@ class TensorCache(Keeper):
         """
         if torch.is_inference_mode_enabled():  # what is made there has no version, and autograd saves tensors that have
             with torch.inference_mode(False):
+                return self.unpack(micro_step, held)
+        if torch._C._len_torch_dispatch_stack() and is_under_a_mode():
+            with out_of_modes():  # what a mode makes of our copies would go into gradients
                 return self.unpack(micro_step, held)
         if self._operations.held_back and not self._is_capturing:
             self._end_operations()

@@ -5,12 +5,13 @@ Knows tensors, the device and the user's modes; does not know the cache, nor whe
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Protocol
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ds_tba.core.tensors import COMPILED, OWNED, is_parameter, span_bytes
 from ds_tba.device.accelerator import Accelerator
@@ -133,3 +134,8 @@ def is_under_a_mode() -> bool:
         type(mode).__module__.startswith(COMPILED) or getattr(mode, "observes_only", False)
         for mode in _get_current_dispatch_mode_stack()
     )
+
+
+def out_of_modes() -> AbstractContextManager[object]:
+    """Return the context of what no ``TorchDispatchMode`` is to see or change, but for those that only observe."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() and is_under_a_mode() else nullcontext()

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_tba.core.eligibility import out_of_modes
 from ds_tba.core.fingerprint import Doubts
 from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, Room, SavedStorage, SavedView
 from ds_tba.core.tensors import storage_bytes
@@ -426,14 +427,15 @@ class Residency(Room):
             The reason why none did, in the report's words; empty where one did.
         """
         reason = choice.reason
-        for store in choice.stores:
-            started_s = time.perf_counter()
-            taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
-            self._stats.moving_s += time.perf_counter() - started_s
-            if isinstance(taken, Ticket):
-                self.give(record, taken, tensor)
-                return ""
-            reason = taken.value
+        with out_of_modes():  # a mode that copies what operations return would leave staging as it was
+            for store in choice.stores:
+                started_s = time.perf_counter()
+                taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
+                self._stats.moving_s += time.perf_counter() - started_s
+                if isinstance(taken, Ticket):
+                    self.give(record, taken, tensor)
+                    return ""
+                reason = taken.value
         if choice.stores and not record.is_refused:  # once: a budget tries again at each save
             record.is_refused = True
             self._stats.fallbacks[reason] += 1

@@ -167,7 +167,7 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
     _R.LEAVING: (_R.KEPT, _R.DROPPED),  # not AWAY: its kernel may still write
     _R.AWAY: (_R.AHEAD, _R.LOADING, _R.DROPPED),
     _R.AHEAD: (_R.AWAY, _R.DROPPED),  # not LOADING at once, or its bytes would be counted twice
-    _R.LOADING: (_R.AWAY, _R.LOADED),  # whoever loads it has a view: nothing drops it meanwhile
+    _R.LOADING: (_R.AWAY, _R.LOADED, _R.DROPPED),  # dropped, where an interrupt left it so: its graph still ends
     _R.LOADED: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
 }

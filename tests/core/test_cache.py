@@ -197,3 +197,22 @@ def test_an_interrupted_step_is_remembered_or_leaves_nothing() -> None:
         at += 1
     assert at > 100 and left == []
     host.close()
+
+
+def test_a_storage_whose_load_was_interrupted_is_given_up_with_its_graph(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    cache = TensorCache([make_store()], "cpu", 4096, wait_for_staging=True)
+    with cache.saving():
+        loss = torch.randn(64, 64, requires_grad=True).sin().exp().sum()
+    monkeypatch.setattr(cache, "_fetch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    del loss
+    cache.settle()
+    assert cache.live_records == 0
+    with pytest.raises(StateError):
+        cache.refuse_broken()

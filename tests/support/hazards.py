@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
@@ -1100,6 +1102,35 @@ def a_sparse_tensor_of_an_operand(saving: Saving) -> list[Tensor]:
         sparse = torch.sparse_coo_tensor(torch.arange(SIDE)[None], values.detach(), (SIDE,))
         loss = (scaled * scaled).sum() + saves(x, sparse).sum()
     return grads_after(loss, x, y)
+
+
+class CopiesResults(TorchDispatchMode):
+    """Returns copies of what operations return, as those do that round them. Raises for what backward never calls."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ("aten::empty", "aten::set_", "aten::as_strided"):
+            raise TypeError(f"{func} is nothing that a model does")
+        return tree_map_only(Tensor, Tensor.clone, func(*args, **(kwargs or {})))
+
+
+def a_mode_around_a_part_of_forward(saving: Saving) -> list[Tensor]:
+    """What was saved before it leaves while it is on."""
+    x, y = leaf(), leaf()
+    with saving():
+        made = x.sin()
+        with CopiesResults():
+            loss = (made.exp() * y).sum()
+    return grads_after(loss, x, y)
+
+
+def a_mode_around_backward(saving: Saving) -> list[Tensor]:
+    x, y = leaf(), leaf()
+    saves = function(lambda a: (a * 2, [a]), lambda grad, read: grad * read()[0].cos())
+    with saving():
+        loss = (saves(x.sin() * y.exp()).tanh() * y).sum()
+    with CopiesResults():
+        loss.backward()
+    return grads(x, y)
 
 
 def overwritten_between_a_save_and_a_checkpoint(saving: Saving) -> list[Tensor]:
