@@ -626,9 +626,9 @@ class NvmeStore(Store[SwapTicket]):
             raise RuntimeError("a lane of the activation offloader hangs in a request to its drive (dmesg)")
 
     def _give_back(self) -> None:
+        for path in self.paths:
+            path.rest()  # without the lock: nobody else has a use for a path while the store rests
         with self.space.deferred, self.space.lock:
-            for path in self.paths:
-                path.rest()
             self.ring.close()
 
     def wake(self) -> None:
@@ -663,14 +663,14 @@ class NvmeStore(Store[SwapTicket]):
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
             return
-        with self.space.deferred, self.space.lock:
-            try:
+        try:
+            with self.space.deferred, self.space.lock:
                 # Copies that are under way read and write the memory that closing the ring frees.
                 self.ring.copies.finish()
-            finally:
-                for path in self.paths:
-                    path.file.close()
-            self.ring.close()
+                self.ring.close()
+        finally:  # without the lock: a drive may hang in giving the space back
+            for path in self.paths:
+                path.file.close()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""
