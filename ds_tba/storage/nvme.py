@@ -190,7 +190,7 @@ class Transfers:
                 if not space.end_work(part, _S.LOST) and work.ticket.is_taken:
                     self._stats.cancelled_bytes += part.nbytes
             elif work.is_written:
-                stays = space.read_ahead.end_write(part)
+                stays = space.read_ahead.end_write(part)  # or what backward wants next would be read from the drive
                 space.end_work(part, _S.LOADED if stays else _S.STORED)
                 if not stays or part.arrival is not None:
                     space.free_slot(part)
@@ -420,7 +420,7 @@ class NvmeStore(Store[SwapTicket]):
                 part = Part(start, data.numel(), path, extent, slot)
                 ticket.parts.append(part)  # first: from here on releasing the ticket frees slot and extent
                 space.writes.add(part)
-                space.copying.add(part)
+                space.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
             if copy is not None:

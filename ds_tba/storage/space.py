@@ -533,7 +533,7 @@ class SwapSpace:
         """Act on a released ticket."""
         for part in released.parts:
             if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
-                self.read_ahead.end(part)
+                self.read_ahead.end(part)  # or its bytes would count against the bound for ever
                 part.move(_S.ABANDONED)
                 continue
             if part.state is not _S.ABANDONED:

@@ -583,7 +583,8 @@ def test_a_drive_that_hangs_while_a_file_grows_is_told_of_and_keeps_no_other_hoo
     waiting.start()
     try:
         assert hangs.wait(30)
-        store.settle()
+        assert store.space.lock.acquire(timeout=5)
+        store.space.lock.release()
         assert torch.equal(store.get(before, CPU).data, kept)
         until(lambda: any("forward has waited" in one for one in caplog.messages), "the warning")
         assert waiting.is_alive()
