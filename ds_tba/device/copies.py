@@ -148,7 +148,7 @@ class Arrival:
         """Return the memory (uint8, 1-D) for the calling thread's current stream, which waits for the copy."""
         if self.event is not None and self._accelerator is not None:
             consumer = self._accelerator.current_stream()
-            consumer.wait_event(self.event)
+            consumer.wait_event(self.event)  # or its kernels would read bytes that have not come yet
             # Else the allocator would give the memory away while the consumer still reads it.
             if consumer not in (self._owner, *self.consumers):  # not "!=": no stream of torch is unequal to None
                 self._accelerator.share(self._data, consumer)

@@ -153,6 +153,7 @@ class HostStore(Store[HostTicket]):
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> HostTicket | Refusal:
         with self._deferred, self._deferred.lock:
             self._settle()
+            # Or a whole forward would be held in device memory until the device has come so far.
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
             self._offered_bytes += data.numel()
             found = self._allocate(data.numel())
@@ -250,7 +251,7 @@ class HostStore(Store[HostTicket]):
     def close(self) -> None:
         with self._deferred, self._deferred.lock:
             self._closed = True
-            self._copies.finish()
+            self._copies.finish()  # or those under way would use memory that is gone
             self._segments.clear()
 
     def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
@@ -334,6 +335,7 @@ class HostStore(Store[HostTicket]):
         self._drop_arrival(ticket)
         span, ticket.span = ticket.span, None
         if span is not None:
+            # Both ways, or the next tenant would overwrite what the device has still to take, or be overwritten by it.
             events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
             ticket.segment.spans.free_after(events, span)
 

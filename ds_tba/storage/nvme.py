@@ -190,7 +190,7 @@ class Transfers:
                 if not space.end_work(part, _S.LOST) and work.ticket.is_taken:
                     self._stats.cancelled_bytes += part.nbytes
             elif work.is_written:
-                stays = space.read_ahead.end_write(part)
+                stays = space.read_ahead.end_write(part)  # or what backward wants next would be read from the drive
                 space.end_work(part, _S.LOADED if stays else _S.STORED)
                 if not stays or part.arrival is not None:
                     space.free_slot(part)
@@ -420,7 +420,7 @@ class NvmeStore(Store[SwapTicket]):
                 part = Part(start, data.numel(), path, extent, slot)
                 ticket.parts.append(part)  # first: from here on releasing the ticket frees slot and extent
                 space.writes.add(part)
-                space.copying.add(part)
+                space.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             copy = self.ring.copies.out(data, self.ring.view(slot))
             if copy is not None:
@@ -626,9 +626,9 @@ class NvmeStore(Store[SwapTicket]):
             raise RuntimeError("a lane of the activation offloader hangs in a request to its drive (dmesg)")
 
     def _give_back(self) -> None:
+        for path in self.paths:
+            path.rest()  # without the lock: nobody else has a use for a path while the store rests
         with self.space.deferred, self.space.lock:
-            for path in self.paths:
-                path.rest()
             self.ring.close()
 
     def wake(self) -> None:
@@ -663,14 +663,14 @@ class NvmeStore(Store[SwapTicket]):
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
             return
-        with self.space.deferred, self.space.lock:
-            try:
+        try:
+            with self.space.deferred, self.space.lock:
                 # Copies that are under way read and write the memory that closing the ring frees.
                 self.ring.copies.finish()
-            finally:
-                for path in self.paths:
-                    path.file.close()
-            self.ring.close()
+                self.ring.close()
+        finally:  # without the lock: a drive may hang in giving the space back
+            for path in self.paths:
+                path.file.close()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""

@@ -21,7 +21,7 @@ from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import StateError, TransferError
 from ds_tba.stats import KindMeter, PathMeter, readable
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.spans import Span, SpanAllocator
+from ds_tba.storage.spans import SpanAllocator
 from ds_tba.storage.swap_file import SwapFile, repair_of
 
 logger = logging.getLogger(__name__)
@@ -157,10 +157,14 @@ class LaneGroup:
 class SwapPath:
     """The file, extents, queues and rates of one directory.
 
-    Changed only under the store's lock, except the queues, which have their own.
+    Changed only under the store's lock, except the queues, which have their own, and the file, which nobody touches
+    under the store's: a drive may hang in any call.
 
     Args:
         file: its swap file, grown to its first size; closed by the store.
+
+    Attributes:
+        is_growing: whether a lane has the file grow.
     """
 
     def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
@@ -172,11 +176,11 @@ class SwapPath:
         self.probe_bytes = 0  # written to measure the path
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
-        self.full = False
+        self.full = self.is_growing = False
         self._is_limit_said = False
 
     def rest(self) -> None:
-        """Give the disk space back until :meth:`wake`; no extent is in use."""
+        """Give the disk space back until :meth:`wake`; no extent is in use. Called without the lock."""
         self.writes.clear()
         self.reads.clear()
         self.file.shrink()
@@ -240,28 +244,12 @@ class SwapPath:
         # A rate without recent transfers stays as it was, but neither kind is faster while the other runs.
         return alone.bytes_per_s, min(kind.concurrent.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
 
-    def reserve(self, nbytes: int) -> Span | None:
-        """Take an extent, growing the file if need be; None where there is no room."""
-        extent = self.extents.allocate(nbytes)
-        if extent is None and not self.full and self._grow(self.extents.padded(nbytes)):
-            extent = self.extents.allocate(nbytes)
-        return extent
-
-    def _grow(self, nbytes: int) -> bool:
-        try:
-            grown = self.file.grow(nbytes)
-        except OSError as error:
-            self.full = True
-            logger.warning(
-                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. %s",
-                self.file.directory,
-                self.file.size_bytes,
-                error.strerror,
-                repair_of(error, self.file.directory),
-            )
+    def may_grow(self, nbytes: int) -> bool:
+        """Return whether the file may grow by so many bytes; say once that its limit keeps it from that."""
+        if self.full or self.failure is not None:
             return False
-        self.extents.grow(self.file.size_bytes)
-        if not grown and not self._is_limit_said:
+        has_room = self.file.size_bytes + nbytes <= self.file.limit_bytes
+        if not has_room and not self._is_limit_said:
             self._is_limit_said = True
             logger.warning(
                 "%s: the swap file has reached its limit of %s; what does not fit stays in memory. %s",
@@ -271,7 +259,21 @@ class SwapPath:
                 if self.file.is_limit_set
                 else "That is 90 % of what was free on the drive, shared by the ranks: free space there",
             )
-        return grown
+        return has_room
+
+    def grow(self, nbytes: int) -> None:
+        """Have the file grow by so many bytes at least, or be full. Without the lock: the drive may hang in it."""
+        try:
+            self.file.grow(nbytes)
+        except OSError as error:
+            self.full = True
+            logger.warning(
+                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. %s",
+                self.file.directory,
+                self.file.size_bytes,
+                error.strerror,
+                repair_of(error, self.file.directory),
+            )
 
     def fail(self, failure: Exception) -> None:
         """Take no more tensors for as long as the engine lives, because a write failed; say so once."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -23,9 +24,10 @@ from ds_tba.device.accelerator import Event
 from ds_tba.device.copies import Arrival, Destination, PendingCopy
 from ds_tba.errors import StateError, StorageError
 from ds_tba.stats import StoreStats
+from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.path import LANE_CHECK_S, Block, SwapPath
+from ds_tba.storage.path import LANE_CHECK_S, URGENT, Block, SwapPath
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
 
@@ -270,7 +272,7 @@ class SwapSpace:
 
     Attributes:
         lock: guards all of it, the tickets included. Held for bookkeeping and for work that is only queued on a device,
-            never for I/O: the lanes need it at both ends of a transfer.
+            never for I/O nor for another call of a drive: the lanes need it at both ends of a transfer.
         deferred: what finalizers left to the holders of the lock; see ``finalizers.py``.
         changed: notified whenever a part moves on, or a slot or write ends.
         writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them.
@@ -317,11 +319,36 @@ class SwapSpace:
         working = [path for path in self.paths if path.failure is None]
         # The path that would be done first: with equal shares the slowest would end every step alone.
         for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
-            extent = path.reserve(nbytes)
+            extent = self._extent(path, nbytes)
             if extent is not None:
                 return slot, path, extent
         self.ring.slots.free(slot)
-        return Refusal.NO_SPACE if working else Refusal.PATH_FAILED
+        no_room = Refusal.NO_SPACE if working else Refusal.PATH_FAILED
+        return Refusal.CLOSED if self.closed or self.resting else no_room  # it may have been closed while a file grew
+
+    def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
+        """Take an extent, and have the file grow if need be; None where there is no room."""
+        nbytes, started = path.extents.padded(nbytes), time.perf_counter()
+        extent = path.extents.allocate(nbytes)
+        while extent is None and not (self.closed or self.resting):
+            if not path.is_growing:  # else a second growth would take room that the first one brings
+                if not path.may_grow(nbytes):
+                    break
+                path.is_growing = True
+                path.reads.put(partial(self._grow, path, nbytes), URGENT)  # forward leaves these lanes idle
+            self.changed.wait(LANE_CHECK_S)
+            self.slow_waits.note("forward", [path], started)  # or a drive that hangs would look like a slow model
+            self.deferred.act()
+            extent = path.extents.allocate(nbytes)
+        return extent
+
+    def _grow(self, path: SwapPath, nbytes: int, _handle: IoHandle) -> None:
+        """Have a path's file grow, in a lane."""
+        path.grow(nbytes)  # without the lock, or every hook of the process would wait for a drive that hangs
+        with self.deferred, self.lock:
+            path.extents.grow(path.file.size_bytes)
+            path.is_growing = False
+            self.changed.notify_all()
 
     def room_ahead(self, ticket: SwapTicket) -> bool:
         """Take device memory for a storage that backward will want; False where there is none now.
@@ -506,7 +533,7 @@ class SwapSpace:
         """Act on a released ticket."""
         for part in released.parts:
             if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
-                self.read_ahead.end(part)
+                self.read_ahead.end(part)  # or its bytes would count against the bound for ever
                 part.move(_S.ABANDONED)
                 continue
             if part.state is not _S.ABANDONED:

@@ -121,7 +121,7 @@ class CopySafeAllocator(SpanAllocator):
         """Free the spans whose copies are done. Never blocks."""
         for _ in range(len(self._in_copies)):  # turned round, so that an event that cannot be asked loses none
             events, span = self._in_copies[0]
-            if all(event.query() for event in events):
+            if all(event.query() for event in events):  # else a copy would use what is handed out again
                 self._in_copies.popleft()
                 self.free(span)
             else:

@@ -21,6 +21,7 @@ import re
 import resource
 import secrets
 import struct
+import threading
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +65,7 @@ class SwapFile:
         self.size_bytes = self.largest_bytes = 0  # now, and at most so far
         self.direct = self.preallocates = True
         self.zeroed_bytes = 0
+        self._use = threading.Lock()  # held for each call, or closing would give the number to another file under it
         self.fd = -1
         try:
             self.fd = self._open()
@@ -97,29 +99,31 @@ class SwapFile:
         Raises:
             OSError: the file system has no room (or no quota) for it; what was reserved on the way is given back.
         """
-        if self.size_bytes + least_bytes > self.limit_bytes:
-            return False
-        step = min(max(least_bytes, GROW_STEP_BYTES), self.limit_bytes - self.size_bytes)
-        try:
-            self._reserve(step, least_bytes)
-        except OSError:
-            if step == least_bytes:
-                raise
-            self._reserve(least_bytes, least_bytes)
-        return True
+        with self._use:
+            if self.size_bytes + least_bytes > self.limit_bytes:
+                return False
+            step = min(max(least_bytes, GROW_STEP_BYTES), self.limit_bytes - self.size_bytes)
+            try:
+                self._reserve(step, least_bytes)
+            except OSError:
+                if step == least_bytes:
+                    raise
+                self._reserve(least_bytes, least_bytes)
+            return True
 
     def shrink(self) -> None:
         """Give the space back, and keep the file, empty."""
-        with suppress(OSError):  # of a drive that has failed: the kernel gives it back with the last descriptor
+        with self._use, suppress(OSError):  # of a failed drive: the kernel gives it back with the last descriptor
             os.ftruncate(self.fd, 0)
         self.size_bytes = 0
 
     def close(self) -> None:
         """Close the file and give its space back, also where somebody else still has it open. Idempotent."""
-        if self.fd >= 0:
-            with suppress(OSError):  # the kernel gives it back with the last descriptor
-                os.ftruncate(self.fd, 0)
-            self._close()
+        with self._use:
+            if self.fd >= 0:
+                with suppress(OSError):  # the kernel gives it back with the last descriptor
+                    os.ftruncate(self.fd, 0)
+                self._close()
 
     def _close(self) -> None:  # without giving the space back: a forked child may not take it from its parent
         fd, self.fd = self.fd, -1  # before it is closed: the number may be another file's as soon as it is

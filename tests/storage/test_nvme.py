@@ -32,6 +32,7 @@ from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, 
 
 from ds_tba import stats as path_meter
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
+from ds_tba.storage import swap_file
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
@@ -550,3 +551,70 @@ def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) ->
         wait_for_writes(store)
         store.get(ticket, CPU)
         store.release(ticket)
+
+
+@pytest.mark.parametrize("call", ["fallocate", "pwrite", "statvfs"])
+def test_a_drive_that_hangs_while_a_file_grows_is_told_of_and_keeps_no_other_hook_waiting(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """Reserving blocks is a call of the drive, as is asking why there is no room."""
+    monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
+    monkeypatch.setattr("ds_tba.storage.space.LANE_CHECK_S", 0.01)
+    monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
+    store = make_store(lanes=Lanes(1, 2))
+    before = put(store, kept := noise(MIB))
+    until(lambda: store.stats.written_bytes == MIB, "the write")
+    hangs, answers = threading.Event(), threading.Event()
+
+    def hung(*arguments: Any) -> Any:
+        hangs.set()
+        assert answers.wait(30)
+        return real(*arguments)
+
+    def no_room(*_: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    real = getattr(swap_file if call == "fallocate" else os, call)
+    if call != "fallocate":
+        monkeypatch.setattr(swap_file, "fallocate", no_room if call == "statvfs" else lambda *_: False)
+    monkeypatch.setattr(swap_file if call == "fallocate" else os, call, hung)
+    got: list[object] = []
+    waiting = threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))
+    waiting.start()
+    try:
+        assert hangs.wait(30)
+        assert store.space.lock.acquire(timeout=5)
+        store.space.lock.release()
+        assert torch.equal(store.get(before, CPU).data, kept)
+        until(lambda: any("forward has waited" in one for one in caplog.messages), "the warning")
+        assert waiting.is_alive()
+    finally:
+        answers.set()
+        waiting.join(30)
+    assert not waiting.is_alive() and (got[0] is Refusal.NO_SPACE) is (call == "statvfs")
+
+
+@pytest.mark.parametrize("end", ["rest", "close"])
+def test_a_drive_that_hangs_as_it_takes_its_space_back_is_not_waited_for_under_the_lock(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    store = make_store()
+    store.release(put(store, noise(MIB)))
+    hangs, answers, real = threading.Event(), threading.Event(), os.ftruncate
+
+    def hung(fd: int, length: int) -> None:
+        hangs.set()
+        assert answers.wait(30)
+        real(fd, length)
+
+    monkeypatch.setattr(os, "ftruncate", hung)
+    waiting = threading.Thread(target=getattr(store, end))
+    waiting.start()
+    try:
+        assert hangs.wait(30)
+        assert store.space.lock.acquire(timeout=5)
+        store.space.lock.release()
+    finally:
+        answers.set()
+        waiting.join(30)
+    assert not waiting.is_alive()

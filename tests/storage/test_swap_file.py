@@ -257,8 +257,10 @@ def test_a_limit_of_file_sizes_is_named(
     try:
         with pytest.raises(PathError, match=r"reserve 16777216 .*File too large.*8389632 bytes \(ulimit -f\), or"):
             file.reserve_first(16 * MIB)
-        assert path.reserve(4 * MIB) is not None
-        assert path.reserve(16 * MIB) is None
+        path.grow(4 * MIB)
+        assert file.size_bytes >= 4 * MIB and not path.full
+        path.grow(16 * MIB)
+        assert path.full and not path.may_grow(4096)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     (said,) = caplog.messages
