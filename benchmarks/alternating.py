@@ -42,13 +42,9 @@ def rounds_of(
     ends_s: float = math.inf,
     chance: random.Random | None = None,
 ) -> Iterator[dict[Name, Found]]:
-    """Yield the answers of all variants, round by round, each time in a new random order.
+    """Yield what ``turn`` answers for each variant, round by round, each time in a new random order.
 
-    Args:
-        turn: measures a variant and returns its answer.
-        most: number of rounds; fewer are run where the next would not end in time, two at least.
-        ends_s: end of the time, on the monotonic clock.
-        chance: random numbers for the order.
+    There are fewer than ``most`` where the next would not end before ``ends_s`` (monotonic clock); two at least.
     """
     chance, longest_s = chance or random.Random(), 0.0
     for number in range(most):
@@ -75,10 +71,7 @@ def has_answered(options: argparse.Namespace, measure: Callable[[argparse.Namesp
 def in_a_process(program: str, variant: str, argv: Sequence[str], **variables: str) -> dict[str, Any]:
     """Return what a variant writes to ``--result`` in a process of its own, under DeepSpeed as the only rank.
 
-    Args:
-        program: the benchmark's file.
-        argv: arguments of the benchmark itself; the process has them, too.
-        variables: variables of its environment, beside ours.
+    It is the benchmark's program with the benchmark's own arguments; ``variables`` are its environment's, beside ours.
     """
     port = str(free_port())
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
@@ -98,8 +91,12 @@ def in_a_process(program: str, variant: str, argv: Sequence[str], **variables: s
         return found
 
 
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

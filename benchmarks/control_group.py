@@ -15,7 +15,6 @@ offloads of Hugging Face and DeepSpeed hold them until backward.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from alternating import add_process_options, has_answered, in_a_process
-from capacity import MIB, MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant
+from benchmarking import JSON, MIB, markdown_table, parser_of, write_json
+from capacity import MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant
 from capacity import parse as parse_capacity
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -44,10 +44,8 @@ class Group:
     def __init__(self, name: str) -> None:
         lines = [line.split(":", 2) for line in OWN.read_text().splitlines()]
         is_second = (GROUPS / "cgroup.controllers").exists()
-        root, mine = GROUPS, next((path for _, ruled, path in lines if not ruled), "/")
-        if not is_second:
-            root, mine = GROUPS / "memory", next(path for _, ruled, path in lines if "memory" in ruled.split(","))
-        own = root / mine.lstrip("/")
+        kind, root = ("", GROUPS) if is_second else ("memory", GROUPS / "memory")
+        own = root / next(path for _, ruled, path in lines if kind in ruled.split(",")).lstrip("/")
         if is_second and "memory" not in (own / "cgroup.subtree_control").read_text().split():
             own = root / name  # a group with processes may have no limited groups within: one beside
         self.path = own / f"{name}_{os.getpid()}"
@@ -85,12 +83,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.group:
         (Path(options.group) / "cgroup.procs").write_text(str(os.getpid()))
     VARIANTS.update(WAYS)
-    sized = parse_capacity(
-        ["--variant", options.variant, "--width", str(options.width), "--layers", str(options.layers)]
-        + ["--longest_sequence", str(options.sequence), "--rows", str(options.rows), "--min_tensor_kib", "64"]
-        + ["--nvme_path", options.nvme_path]
-    )
-    import torch
+    sized = parse_capacity([])
+    sized.longest_sequence, sized.min_tensor_kib = options.sequence, 64
+    for name in ("variant", "width", "layers", "rows", "nvme_path"):
+        setattr(sized, name, getattr(options, name))
     import transformers.modeling_utils as hugging_face
 
     pinned = hugging_face.save_on_cpu
@@ -99,10 +95,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.variant == "deepspeed_cpu":
         offload_as_deepspeed(training)
     training.step(64)
-    losses = []
-    found = {**training.steps(options.sequence, options.steps), "threads": torch.get_num_threads()}
-    losses += [loss.hex() for loss in found.pop("losses")]
-    return {**found, "losses": losses, "report": training.report()}
+    found = training.steps(options.sequence, options.steps)
+    losses = [loss.hex() for loss in found["losses"]]
+    return {**found, "losses": losses, "threads": training.threads, "report": training.report()}
 
 
 def offload_as_deepspeed(training: Training) -> None:
@@ -124,15 +119,10 @@ def offload_as_deepspeed(training: Training) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--nvme_path", default=".")
-    parser.add_argument("--json", type=Path, help="write every measurement to this file")
-    parser.add_argument("--group", help=argparse.SUPPRESS)
+    parser = parser_of(
+        __doc__, width=128, layers=64, rows=8, sequence=512, steps=4, nvme_path=".", json=JSON,
+        group=(str, argparse.SUPPRESS),
+    )  # fmt: skip
     add_process_options(parser, list(WAYS))
     return parser.parse_args(argv)
 
@@ -162,33 +152,28 @@ def main(argv: list[str] | None = None) -> int:
     if "ended" in nvme:
         raise SystemExit(nvme["ended"])
     limit_bytes = nvme["group_peak_bytes"] + saved_bytes // 4
-    print(
-        f"{saved_bytes / MIB:.0f} MiB of layers' inputs; the group may have {limit_bytes / MIB:.0f} MiB, a quarter of "
-        f"them more than the {nvme['group_peak_bytes'] / MIB:.0f} MiB of a process that has them on the drive",
-        flush=True,
-    )
-    print("| way | outcome | peak of the group, MiB | s per step | of the moved bytes in host memory |")
-    print("|---|---|---|---|---|")
-    outcomes, is_well = {"nvme": nvme}, True
-    for way in ("checkpoint", "hf_offload", "deepspeed_cpu", "host"):
-        found = outcomes[way] = turn(way, limit_bytes)
-        print(row(WAYS[way].title, found, nvme), flush=True)
-        is_well &= ("ended" not in found and found["losses"] == nvme["losses"]) if way == "host" else "ended" in found
-    if options.json:
-        results = {"limit_bytes": limit_bytes, "saved_bytes": saved_bytes, "outcomes": outcomes}
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-    return 0 if is_well else 1
+    inputs, limit, peak = (f"{one / MIB:.0f} MiB" for one in (saved_bytes, limit_bytes, nvme["group_peak_bytes"]))
+    print(f"{inputs} of layers' inputs; the group may have {limit}, a quarter of them more than the {peak}", end=" ")
+    print("of a process that has them on the drive", flush=True)
+    outcomes = {way: turn(way, limit_bytes) for way in ("checkpoint", "hf_offload", "deepspeed_cpu", "host")}
+    columns = ("way", "outcome", "peak of the group, MiB", "s per step", "of the moved bytes in host memory")
+    rows = [(WAYS[way].title, *figures(found, nvme)) for way, found in outcomes.items()]
+    print("\n".join(markdown_table(columns, rows)))
+    outcomes["nvme"] = nvme
+    write_json(options.json, {"limit_bytes": limit_bytes, "saved_bytes": saved_bytes, "outcomes": outcomes})
+    finished = [way for way, found in outcomes.items() if "ended" not in found]
+    return 0 if finished == ["host", "nvme"] and outcomes["host"]["losses"] == nvme["losses"] else 1
 
 
-def row(title: str, found: dict[str, Any], nvme: dict[str, Any]) -> str:
+def figures(found: dict[str, Any], nvme: dict[str, Any]) -> tuple[str, ...]:
     peak = f"{found['group_peak_bytes'] / MIB:.0f}"
     if "ended" in found:
-        status = found["ended"].partition(":\n")[0].partition("status ")[2]
-        return f"| {title} | {'killed by the kernel' if status == '-9' else found['ended'][-300:]} | {peak} | | |"
+        is_killed = found["ended"].partition(":\n")[0].endswith("status -9")
+        return ("killed by the kernel" if is_killed else found["ended"][-300:], peak, "", "")
     report = found["report"]
     part = f"{report['host_bytes'] / max(1, report['offloaded_bytes']):.2f}" if report else ""
     equal = "losses equal" if found["losses"] == nvme["losses"] else "LOSSES DIFFER"
-    return f"| {title} | finishes, {equal} | {peak} | {found['step_s']:.2f} | {part} |"
+    return f"finishes, {equal}", peak, f"{found['step_s']:.2f}", part
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ rounds, each count's ratio to that of 10 tensors, and the ratio to tensors kept 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -26,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 from alternating import rounds_of
+from benchmarking import JSON, markdown_table, parser_of, write_json
 from curves.device import Device
 from torch.nn import functional
 
@@ -43,42 +42,22 @@ STAGING_BYTES = 256 << 20
 
 
 class Kind(NamedTuple):
-    """One kind of saved tensors.
-
-    Attributes:
-        make: makes one of them, in forward, from a parameter.
-        offloads: True if there is a drive.
-        rematerializes: True if outputs of ops may be rematerialized.
-    """
+    """One kind of saved tensors: how one is made, in forward, from a parameter, and what may happen to it."""
 
     make: Callable[[torch.Tensor], torch.Tensor]
     offloads: bool = False
     rematerializes: bool = False
 
 
-def no_rule(weight: torch.Tensor) -> torch.Tensor:
-    """Make an output that only the same op could rematerialize."""
-    return weight.cumsum(0)
-
-
-def refused(weight: torch.Tensor) -> torch.Tensor:
-    """Make a sum of tensors that nobody saves, as residual sums are."""
-    return weight.cumsum(0) + weight.cumsum(0)
-
-
-def made_again(weight: torch.Tensor) -> torch.Tensor:
-    """Make an output of SiLU, which saves its input itself."""
-    return functional.silu(weight.cumsum(0))
-
-
 KEPT = "kept"
 KINDS = {
     "passed through": Kind(lambda weight: torch.nn.Parameter(weight.detach().clone())),
     "kept, small": Kind(lambda weight: weight.new_zeros(16)),
-    KEPT: Kind(no_rule),
-    "kept, no rule": Kind(no_rule, rematerializes=True),
-    "kept, refused": Kind(refused, rematerializes=True),
-    "rematerialized": Kind(made_again, rematerializes=True),
+    # Only the same op could rematerialize its output; nobody saves the operands of a sum; SiLU saves its input itself.
+    KEPT: Kind(lambda weight: weight.cumsum(0)),
+    "kept, no rule": Kind(lambda weight: weight.cumsum(0), rematerializes=True),
+    "kept, refused": Kind(lambda weight: weight.cumsum(0) + weight.cumsum(0), rematerializes=True),
+    "rematerialized": Kind(lambda weight: functional.silu(weight.cumsum(0)), rematerializes=True),
     "offloaded": Kind(lambda weight: weight.new_zeros(ELEMENTS), offloads=True),
 }
 Cost = tuple[float, float]
@@ -91,20 +70,15 @@ class Meter:
         self._kind, self._store, self._device = kind, store, device
         accelerator = device.accelerator if device.is_cuda else None
         tiers = [store] if kind.offloads else []
-        self._cache = TensorCache(tiers, device.torch, ELEMENTS, accelerator=accelerator)
+        self.cache = TensorCache(tiers, device.torch, ELEMENTS, accelerator=accelerator)
         if kind.rematerializes:
-            self._cache.rematerialize(RematStore(self._cache, Sites(self._cache, device.accelerator)))
+            self.cache.rematerialize(RematStore(self.cache, Sites(self.cache, device.accelerator)))
         self._weight = torch.nn.Parameter(torch.randn(ELEMENTS, device=device.torch))
         self.measure(1)  # what is to be made again is proven
 
-    @property
-    def rematerialized_bytes(self) -> int:
-        """Bytes rematerialized so far."""
-        return self._cache.stats.rematerialized_bytes
-
     def measure(self, count: int) -> Cost:
         """Return microseconds per tensor of pack and of unpack, for ``count`` tensors unpacked in reverse."""
-        with self._cache.saving():
+        with self.cache.saving():
             tensors = [self._kind.make(self._weight) for _ in range(count)]
             # The very hooks that autograd would call, by hand.
             pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -139,12 +113,8 @@ def to_kept(costs: dict[tuple[str, int], list[Cost]], kind: str, count: int) -> 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = parser_of(__doc__, rounds=7, nvme_path=".", device=("cpu", "cpu or cuda"), json=JSON)
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
-    parser.add_argument("--nvme_path", default=".")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     device = Device(options.device)
     costs: dict[tuple[str, int], list[Cost]] = defaultdict(list)
@@ -161,23 +131,21 @@ def main(argv: list[str] | None = None) -> int:
                 costs[turn].append(cost)
         store.close()
     kinds = list(KINDS)
-    if not meters["rematerialized"].rematerialized_bytes:
+    if not meters["rematerialized"].cache.stats.rematerialized_bytes:
         print("nothing was rematerialized: this PyTorch does not show what its graph holds")
         kinds.remove("rematerialized")
-    rows = []
-    print(f"{'kind':<16}{'tensors':>9}{'pack us':>10}{'unpack us':>11}{'sum us':>9}{'to fewest':>11}{'to kept':>9}")
+    rows, cells = [], []
     for kind in kinds:
         first = None
         for count in options.counts:
             pack, unpack = (statistics.median(column) for column in zip(*costs[kind, count], strict=True))
             first, ratio = first or pack + unpack, to_kept(costs, kind, count)
             rows.append({"kind": kind, "tensors": count, "pack_us": pack, "unpack_us": unpack, "to_kept": ratio})
-            print(
-                f"{kind:<16}{count:>9}{pack:>10.2f}{unpack:>11.2f}{pack + unpack:>9.2f}"
-                f"{(pack + unpack) / first:>11.2f}{ratio:>9.2f}"
-            )
-    if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "python": sys.version, "rows": rows}, indent=2))
+            figures = (pack, unpack, pack + unpack, (pack + unpack) / first, ratio)
+            cells.append((kind, count, *(f"{one:.2f}" for one in figures)))
+    columns = ("saved tensors", "how many", "pack us", "unpack us", "sum us", "to fewest", "to kept")
+    print("\n".join(markdown_table(columns, cells)))
+    write_json(options.json, {"torch": torch.__version__, "python": sys.version, "rows": rows})
     return 0
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import importlib
 import platform
 import sys
 import tempfile
@@ -25,41 +25,27 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import datetime, timezone
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import torch
+from benchmarking import MIB, first_line, markdown_table, provenance, race_parser, write_json, write_whole
+from curves.device import Device, hold_freed_memory
+from curves.models import Workload
+from curves.points import point
+from curves.turns import AGAIN, PLAIN, Contender, Race, Runner, StepTaken, parameters_of
+from gpu.results import version
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-import torch  # noqa: E402
-from curves.allocator import hold_freed_memory  # noqa: E402
-from curves.device import Device  # noqa: E402
-from curves.models import Workload  # noqa: E402
-from curves.points import point  # noqa: E402
-from curves.turns import (  # noqa: E402
-    AGAIN,
-    PLAIN,
-    Contender,
-    Race,
-    Runner,
-    StepTaken,
-    add_race_options,
-    parameters_of,
-)
-from gpu.results import version  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from ds_tba.cli.plan.dry_run import PeakMeter
 
-from ds_tba.cli.plan.dry_run import PeakMeter  # noqa: E402
-
-MIB = 1 << 20
 ENOUGH = 100.0  # an overhead that no plan reaches: the budget decides
 DROPOUT = 0.1
-LONGEST_ERROR = 160
 AXOLOTL_DISK = "axolotl disk"
+TRL = "trl.models.activation_offloading:get_act_offloading_ctx_manager"
 VERSIONS = ("torch", "transformers", "deepspeed", "trl", "torchtune", "axolotl", "torch_remat")
 
 
@@ -73,10 +59,9 @@ class Llama(nn.Module):
         width, layers, head, vocabulary = (64, 2, 32, 256) if tiny else (256, 6, 64, 2048)
         if is_cuda and not tiny:
             width, layers, head, vocabulary = 4096, 8, 128, 32000
-        config = LlamaConfig(
-            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, vocab_size=vocabulary,
-            num_attention_heads=width // head, num_key_value_heads=width // head, use_cache=False,
-        )  # fmt: skip
+        sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": width // head, "num_key_value_heads": width // head}
+        config = LlamaConfig(**sizes, **heads, vocab_size=vocabulary, use_cache=False)
         torch.manual_seed(1)
         self.llama = LlamaForCausalLM(config).train()
 
@@ -108,15 +93,8 @@ def workload_of(options: argparse.Namespace, device: Device) -> Workload:
     return Workload.prepared(model, text, text)
 
 
-# ---- the peers, each as its documentation says ----------------------------------------------------------------------
-
-
 def _checkpointing(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
     return model.checkpointed(partial(checkpoint, use_reentrant=False))
-
-
-def _save_on_cpu(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
-    return save_on_cpu(pin_memory=True)
 
 
 @contextmanager
@@ -129,35 +107,28 @@ def _transformers(model: Llama, is_cuda: bool) -> Iterator[None]:
         model.llama.disable_input_require_grads()
 
 
-def _trl(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
-    from trl.models.activation_offloading import get_act_offloading_ctx_manager
-
-    return get_act_offloading_ctx_manager(model.llama, use_streams=is_cuda, use_pin_memory=is_cuda)
-
-
-def _torchtune(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
-    from torchtune.training import OffloadActivations
-
-    return OffloadActivations(use_streams=is_cuda, use_pin_memory=is_cuda)
+def _made(by: str, is_cuda: bool, *models: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context that a library makes for a step; its maker is named as ``module:name``."""
+    module, _, name = by.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    made: AbstractContextManager[Any] = make(*models, use_streams=is_cuda, use_pin_memory=is_cuda)
+    return made
 
 
 @contextmanager
 def _deepspeed(model: Llama, is_cuda: bool) -> Iterator[None]:
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
 
-    accelerator = type(get_accelerator())
+    accelerator, module = type(get_accelerator()), "deepspeed.runtime.activation_checkpointing.offload_activations"
     device = nullcontext() if is_cuda else mock.patch.object(accelerator, "is_synchronized_device", lambda _: False)
-    context = CheckpointHiddenStatesOffload(use_streams=is_cuda, use_pin_memory=is_cuda)
-    with device, _checkpointing(model, is_cuda), context:
+    with device, _checkpointing(model, is_cuda), _made(f"{module}:CheckpointHiddenStatesOffload", is_cuda):
         yield
 
 
 @contextmanager
 def _axolotl(model: Llama, is_cuda: bool) -> Iterator[None]:
-    from axolotl.monkeypatch.checkpoint_activation_offload import get_checkpoint_hidden_states_offloading_ctx_manager
-
-    context = get_checkpoint_hidden_states_offloading_ctx_manager(use_streams=is_cuda, use_pin_memory=is_cuda)
+    module = "axolotl.monkeypatch.checkpoint_activation_offload"
+    context = _made(f"{module}:get_checkpoint_hidden_states_offloading_ctx_manager", is_cuda)
     with _checkpointing(model, is_cuda), context:
         yield
 
@@ -196,11 +167,11 @@ def _torch_remat(model: Llama, is_cuda: bool) -> Iterator[None]:
 # The context of a training step, made from the model and whether there is a GPU.
 PEERS: dict[str, Callable[[Llama, bool], AbstractContextManager[Any]]] = {
     "torch checkpoint": _checkpointing,
-    "torch save_on_cpu": _save_on_cpu,
+    "torch save_on_cpu": lambda *_: save_on_cpu(pin_memory=True),
     "transformers offload": _transformers,
     "DeepSpeed CheckpointHiddenStatesOffload": _deepspeed,
-    "TRL OffloadActivations": _trl,
-    "torchtune OffloadActivations": _torchtune,
+    "TRL OffloadActivations": lambda model, is_cuda: _made(TRL, is_cuda, model.llama),
+    "torchtune OffloadActivations": lambda _, is_cuda: _made("torchtune.training:OffloadActivations", is_cuda),
     "axolotl hidden_states": _axolotl,
     AXOLOTL_DISK: _axolotl_disk,
     "torch_remat, attention saved": _torch_remat,
@@ -246,15 +217,8 @@ def cpu_as_device() -> Iterator[None]:
         yield
 
 
-# ---- at work --------------------------------------------------------------------------------------------------------
-
-
 class Meter(PeakMeter):
-    """Tells host memory apart: on a GPU by its device; on a CPU it is what a pack hook makes.
-
-    Attributes:
-        host_peak_bytes: the most that was there at once.
-    """
+    """Tells host memory apart: on a GPU by its device; on a CPU it is what a pack hook makes."""
 
     def __init__(self, ignored: Sequence[torch.UntypedStorage], is_cuda: bool) -> None:
         super().__init__(ignored)
@@ -264,9 +228,8 @@ class Meter(PeakMeter):
 
     def __enter__(self) -> Any:
         def enter(hooks: Any) -> None:
-            torch._C._autograd._push_saved_tensors_default_hooks(
-                partial(self._pack, hooks.pack_hook), hooks.unpack_hook
-            )
+            pack = partial(self._pack, hooks.pack_hook)
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, hooks.unpack_hook)
 
         self._patch = nullcontext() if self._is_cuda else mock.patch.object(saved_tensors_hooks, "__enter__", enter)
         self._patch.__enter__()
@@ -323,32 +286,23 @@ def moved_bytes(runner: Runner, host_bytes: int) -> int:
     return sum(saved)
 
 
-def ours() -> list[Contender]:
-    """Return ds_tba with its defaults, and at the ends of what it can do."""
-    return [
-        Contender("ds_tba, defaults", "adaptive"),
-        Contender("ds_tba, no drive", "adaptive", {"placement": "keep"}),
-        Contender("ds_tba, placement nvme", "adaptive", {"placement": "nvme"}),
-    ]
+# ds_tba with its defaults, and at the ends of what it can do.
+OURS = (
+    Contender("ds_tba, defaults", "adaptive"),
+    Contender("ds_tba, no drive", "adaptive", {"placement": "keep"}),
+    Contender("ds_tba, placement nvme", "adaptive", {"placement": "nvme"}),
+)
 
 
-def budgeted(plain_bytes: int) -> list[Contender]:
-    limits = {"recompute": True, "max_step_overhead": ENOUGH}
-    return [
-        Contender(
-            f"ds_tba, recompute, saved bytes within {name} of plain's peak",
-            "adaptive",
-            {"activation_budget_bytes": plain_bytes // part, **limits},
-        )
-        for name, part in (("1/2", 2), ("1/4", 4))
-    ]
+def budgeted(part: int, plain_bytes: int) -> Contender:
+    limits = {"activation_budget_bytes": plain_bytes // part, "recompute": True, "max_step_overhead": ENOUGH}
+    return Contender(f"ds_tba, recompute, saved bytes within 1/{part} of plain's peak", "adaptive", limits)
 
 
 def block(options: argparse.Namespace) -> dict[str, Any]:
     staging_bytes = 4 << 20 if options.tiny else None if options.device == "cuda" else 64 << 20
-    least = 4096 if options.tiny else 256 << 10
     io = {"backend": "posix", "staging_bytes": staging_bytes, "swap_file_bytes": None}
-    return {"nvme_path": str(options.nvme_path), "min_tensor_bytes": least, "io": io}
+    return {"nvme_path": str(options.nvme_path), "min_tensor_bytes": 4096 if options.tiny else 256 << 10, "io": io}
 
 
 def measure(options: argparse.Namespace, ends_s: float) -> dict[str, Any]:
@@ -364,11 +318,12 @@ def measure(options: argparse.Namespace, ends_s: float) -> dict[str, Any]:
             try:
                 race.enter([contender(name, model, device.is_cuda)])
             except Exception as error:  # noqa: BLE001 - whatever it is, it is this peer's row
-                errors[name] = f"{type(error).__name__}: {error}".partition("\n")[0][:LONGEST_ERROR]
+                errors[name] = first_line(error)
             if name in errors:
                 race.drop(name)
-        race.enter(ours())
-        race.enter(budgeted(race.runners[PLAIN.name].metered(meter).peak_bytes))
+        race.enter(OURS)
+        plain_bytes = race.runners[PLAIN.name].metered(meter).peak_bytes
+        race.enter([budgeted(part, plain_bytes) for part in (2, 4)])
         rounds = race.run(options.rounds, options.steps, ends_s)
         rows = [_row(runner, rounds, runner.metered(meter)) for runner in race.runners.values()]
         start = parameters_of(workload)
@@ -383,59 +338,37 @@ def measure(options: argparse.Namespace, ends_s: float) -> dict[str, Any]:
 
 def _row(runner: Runner, rounds: list[dict[str, list[StepTaken]]], meter: Meter) -> dict[str, Any]:
     found = point(runner.contender, rounds, meter.peak_bytes)
-    return {
-        "name": runner.contender.name,
-        "step_s": found.step_s.median,
-        "to_plain": vars(found.to_plain),
-        "peak_bytes": found.peak_bytes,
-        "moved_bytes": moved_bytes(runner, meter.host_peak_bytes),
-    }
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
+    row = {"name": found.name, "step_s": found.step_s.median, "to_plain": vars(found.to_plain)}
+    return {**row, "peak_bytes": found.peak_bytes, "moved_bytes": moved_bytes(runner, meter.host_peak_bytes)}
 
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the table, for docs."""
-    lines = [
-        f"`{found['command']}`, {found['date']}, {found['device']}, Python {found['python']}, "
-        + ", ".join(f"{name} {one}" for name, one in found["versions"].items())
-        + f"; {found['rounds']} rounds, tokens {found['shape']}.",
-        "",
-        "| | exact | with dropout | peak MiB | moved MiB a step | step / plain |",
-        "|---|---|---|---|---|:---|",
-    ]
+    versions = ", ".join(f"{name} {one}" for name, one in found["versions"].items())
+    rows = []
     for row in found["rows"]:
         if "error" in row:
-            lines.append(f"| {row['name']} | `{row['error']}` | | | | |")
+            rows.append((row["name"], f"`{row['error']}`", "", "", "", ""))
             continue
-        exact, dropped = ("yes" if row[key] else "NO" for key in ("exact", "exact_with_dropout"))
-        ratio = row["to_plain"]
-        lines.append(
-            f"| {row['name']} | {exact} | {dropped} | {row['peak_bytes'] / MIB:.1f} | {row['moved_bytes'] / MIB:.1f} | "
-            f"{ratio['median']:.2f} [{ratio['low']:.2f}-{ratio['high']:.2f}] |"
-        )
-    return "\n".join([*lines, ""])
+        is_exact = ("yes" if row[key] else "NO" for key in ("exact", "exact_with_dropout"))
+        nbytes = (f"{row[key] / MIB:.1f}" for key in ("peak_bytes", "moved_bytes"))
+        rows.append((row["name"], *is_exact, *nbytes, "{median:.2f} [{low:.2f}-{high:.2f}]".format(**row["to_plain"])))
+    columns = ("", "exact", "with dropout", "peak MiB", "moved MiB a step", "step / plain")
+    first = f"`{found['command']}`, {found['date']}, {found['device']}, Python {found['python']}, {versions}; "
+    first += f"{found['rounds']} rounds, tokens {found['shape']}."
+    return "\n".join([first, "", *markdown_table(columns, rows), ""])
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add_race_options(parser)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model: shows that it works")
-    options = parser.parse_args(argv)
+    options = race_parser(__doc__, tiny=(False, "a tiny model: shows that it works")).parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     with mock.patch.object(tempfile, "tempdir", str(options.nvme_path)), contextlib.redirect_stdout(sys.stderr):
         found = measure(options, time.monotonic() + options.minutes * 60)
-    found = {
-        "command": " ".join(["python benchmarks/peers.py", *(sys.argv[1:] if argv is None else argv)]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "device": Device(options.device).name,
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in VERSIONS},
-        **found,
-    }
-    (options.out / "peers.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    (options.out / "peers.md").write_text(markdown(found), encoding="utf-8")
+    here = {"device": Device(options.device).name, "python": platform.python_version()}
+    versions = {"versions": {name: version(name) for name in VERSIONS}}
+    found = {**provenance(__file__, argv), **here, **versions, **found}
+    write_json(options.out / "peers.json", found)
+    write_whole(options.out / "peers.md", markdown(found))
     print(markdown(found))
     own = [row for row in found["rows"] if row["name"].startswith("ds_tba")]
     return 0 if all(row["exact"] and row["exact_with_dropout"] for row in own) else 1

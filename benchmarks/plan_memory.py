@@ -21,21 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from alternating import add_process_options, has_answered, in_a_process
-from capacity import EXAMPLES, MIB, MMAP_THRESHOLD_BYTES, checkpoint_layers
-from step_time import resident_bytes
+from benchmarking import JSON, MIB, markdown_table, parser_of, write_json
+from capacity import MMAP_THRESHOLD_BYTES, checkpoint_layers
+from step_time import EXAMPLES, resident_bytes
 
 WIDTH, HEADS, VOCABULARY, LONGEST = 128, 4, 256, 1 << 14
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
 USUAL = {
-    **SPECIAL,
-    "hidden_size": WIDTH,
-    "intermediate_size": WIDTH * 7 // 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS // 2,
-    "head_dim": WIDTH // HEADS,
-    "max_position_embeddings": LONGEST,
+    **SPECIAL, "hidden_size": WIDTH, "intermediate_size": WIDTH * 7 // 2, "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS // 2, "head_dim": WIDTH // HEADS, "max_position_embeddings": LONGEST,
     "pad_token_id": 0,
-}
+}  # fmt: skip
 # GPT-2's attention has no dropout here: with it the CPU has no kernel that does without a square of scores.
 GPT2 = {**SPECIAL, "n_embd": WIDTH, "n_head": HEADS, "n_positions": LONGEST, "attn_pdrop": 0.0}
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,11 +43,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # Settings by their names in the plan: checkpointing of each layer, and everything to the drive.
 SETTINGS = {
-    "as it is": (False, False),
-    "+ checkpointing": (True, False),
-    "offload all": (False, True),
-    "+ checkpointing and NVMe": (True, True),
-}
+    "as it is": (False, False), "+ checkpointing": (True, False),
+    "offload all": (False, True), "+ checkpointing and NVMe": (True, True),
+}  # fmt: skip
 RATES = 1e9, 1e9, 6e8, 6e8  # of a drive, for times that nobody reads here
 
 
@@ -143,24 +137,20 @@ def slope(lengths: list[int], nbytes: list[int]) -> float:
 
 def table(found: dict[str, dict[str, dict[str, list[int]]]], lengths: list[int]) -> list[str]:
     """Return the Markdown table."""
-    lines = ["| model | setting | plan, KiB a token | run, KiB a token | plan / run |", "|---|---|---|---|---|"]
+    rows = []
     for model, each in found.items():
         for name in SETTINGS:
             plan, run = (slope(lengths, each[kind][name]) for kind in ("plan", "run"))
-            lines.append(f"| {model} | {name.removeprefix('+ ')} | {plan:.2f} | {run:.2f} | {plan / run:.2f} |")
-    return lines
+            rows.append((model, name.removeprefix("+ "), *(f"{one:.2f}" for one in (plan, run, plan / run))))
+    return markdown_table(("model", "setting", "plan, KiB a token", "run, KiB a token", "plan / run"), rows)
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    more = {"staging_mib": (2, "io.staging_bytes"), "min_tensor_kib": (4, "min_tensor_bytes"), "json": JSON}
+    parser = parser_of(__doc__, layers=4, nvme_path=".", **more)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096])
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--staging_mib", type=int, default=2, help="io.staging_bytes")
-    parser.add_argument("--min_tensor_kib", type=int, default=4, help="min_tensor_bytes")
-    parser.add_argument("--nvme_path", default=".")
-    parser.add_argument("--json", type=Path, help="write every measurement to this file")
     add_process_options(parser, list(MODELS))
     options = parser.parse_args(argv)
     if has_answered(options, measure):
@@ -169,8 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     for model in options.models:
         found[model] = in_a_process(__file__, model, argv, MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
         print(f"{model}: {found[model]}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"lengths": options.lengths, "bytes": found}, indent=1) + "\n")
+    write_json(options.json, {"lengths": options.lengths, "bytes": found})
     print("\n".join(table(found, options.lengths)))
     return 0
 

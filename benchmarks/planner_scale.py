@@ -15,16 +15,16 @@ TERAIO's runs.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
-import time
+import timeit
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+from benchmarking import JSON, markdown_table, parser_of, write_json
 from planners import PLANNERS
 
 from ds_tba.plan.plan import Limits
@@ -64,8 +64,7 @@ SHAPES = {
 }
 
 
-@dataclass(frozen=True)
-class Regime:
+class Regime(NamedTuple):
     """Bytes of an element, and the FLOPs per second that the accelerator sustains."""
 
     name: str
@@ -108,49 +107,34 @@ def head_operations(shape: Shape, element: int) -> list[Operation]:
 
 def model_trace(shape: Shape, regime: Regime, bytes_per_s: float, pieces: int = 1) -> Trace:
     """Return the trace of one micro-step, with each storage cut into so many pieces."""
-    operations = [
-        (number, f"layers.{number}.{name}", saved, flops / regime.flops_per_s)
-        for number in range(shape.layers)
-        for name, saved, flops in layer_operations(shape, regime.element_bytes)
-    ]
-    operations += [
-        (OUTSIDE, name, saved, flops / regime.flops_per_s)
-        for name, saved, flops in head_operations(shape, regime.element_bytes)
-    ]
-    forward_s = sum(seconds for *_, seconds in operations)
-    end_s = 3 * forward_s
+    layer, head = (make(shape, regime.element_bytes) for make in (layer_operations, head_operations))
+    operations = [(number, f"layers.{number}.{name}", *more) for number in range(shape.layers) for name, *more in layer]
+    operations += [(OUTSIDE, *one) for one in head]
+    end_s = 3 * sum(flops / regime.flops_per_s for *_, flops in operations)
     storages: list[StorageTrace] = []
     bounds: dict[int, tuple[float, float, int]] = {}
     start_s = 0.0
-    for number, module, saved, seconds in operations:
+    for number, module, saved, flops in operations:
+        done_s = start_s + flops / regime.flops_per_s
         first = bounds.get(number, (start_s, 0.0, len(storages)))
-        bounds[number] = (first[0], start_s + seconds, first[2])
+        bounds[number] = (first[0], done_s, first[2])
         # Backward mirrors forward at twice its length.
-        use_s, freed_s = end_s - 2 * (start_s + seconds), min(end_s, end_s - 2 * start_s)
+        use_s, freed_s = end_s - 2 * done_s, min(end_s, end_s - 2 * start_s)
         for nbytes in saved:
             piece = max(1, nbytes // pieces)
-            least = MIN_MOVED_BYTES / pieces
-            storages += [
-                StorageTrace(
-                    piece, module, (number,), start_s, min(start_s + seconds, use_s), use_s, freed_s, piece >= least
-                )
-            ] * pieces
-        start_s += seconds
-    blocks = [
-        BlockTrace(
-            f"layers.{number}", begin, end, end_s - 2 * end, min(end_s, end_s - 2 * begin), inputs(first, pieces)
-        )
-        for number, (begin, end, first) in bounds.items()
-        if number != OUTSIDE
-    ]
+            is_moved = piece >= MIN_MOVED_BYTES / pieces
+            times = (start_s, min(done_s, use_s), use_s, freed_s)
+            storages += [StorageTrace(piece, module, (number,), *times, is_moved)] * pieces
+        start_s = done_s
+    blocks = []
+    for number, (begin, end, first_saved) in bounds.items():
+        if number != OUTSIDE:
+            inputs = tuple(range(first_saved, first_saved + pieces))  # a layer's input, which its first norm saves
+            times = (begin, end, end_s - 2 * end, min(end_s, end_s - 2 * begin))
+            blocks.append(BlockTrace(f"layers.{number}", *times, inputs))
     rates = PathRates(bytes_per_s, bytes_per_s, bytes_per_s * BESIDE_FRACTION, bytes_per_s * BESIDE_FRACTION)
     machine = Resources((rates,), COPY_BYTES_PER_S, COPY_BYTES_PER_S, STAGING_BYTES)
     return Trace(tuple(storages), tuple(blocks), machine, end_s)
-
-
-def inputs(first: int, pieces: int) -> tuple[int, ...]:
-    """Return the indices of a layer's input, which its first norm saves."""
-    return tuple(range(first, first + pieces))
 
 
 def planning_times(rounds: int, counts: list[int]) -> list[dict[str, object]]:
@@ -161,50 +145,29 @@ def planning_times(rounds: int, counts: list[int]) -> list[dict[str, object]]:
     for count in counts:
         trace = model_trace(shape, regime, 16e9, max(1, round(count / whole)))
         peak = PLANNERS["keep"](trace, Limits()).prediction.peak_saved_bytes
-        for goal, limits in (
-            ("overhead", Limits()),
-            ("budget", Limits(activation_budget_bytes=int(peak * BUDGET_FRACTION))),
-        ):
+        budget = Limits(activation_budget_bytes=int(peak * BUDGET_FRACTION))
+        for goal, limits in (("overhead", Limits()), ("budget", budget)):
             for name in PLANNERS_SHOWN:
-                took = [timed(name, trace, limits) for _ in range(rounds)]
-                rows.append(
-                    {
-                        "storages": len(trace.storages),
-                        "goal": goal,
-                        "planner": name,
-                        "median_s": statistics.median(took),
-                        "longest_s": max(took),
-                    }
-                )
+                ask = partial(PLANNERS[name], trace, limits)
+                took = timeit.repeat(ask, "import gc; gc.enable()", number=1, repeat=rounds)
+                row = {"storages": len(trace.storages), "goal": goal, "planner": name}
+                rows.append({**row, "median_s": statistics.median(took), "longest_s": max(took)})
     return rows
 
 
-def timed(name: str, trace: Trace, limits: Limits) -> float:
-    started = time.perf_counter()
-    PLANNERS[name](trace, limits)
-    return time.perf_counter() - started
-
-
-def show(times: list[dict[str, object]]) -> None:
-    print(f"Published planning times of TERAIO, s: {PUBLISHED_S}\n")
-    print("| storages | goal | " + " | ".join(f"{name} s" for name in PLANNERS_SHOWN) + " |")
-    print("|---|---|" + "---|" * len(PLANNERS_SHOWN))
-    for storages, goal in dict.fromkeys((row["storages"], row["goal"]) for row in times):
-        cells = [f"{row['median_s']:.2f}" for row in times if (row["storages"], row["goal"]) == (storages, goal)]
-        print(f"| {storages} | {goal} | " + " | ".join(cells) + " |")
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, rounds=3, json=JSON)
     parser.add_argument("--counts", type=int, nargs="+", default=list(COUNTS))
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     times = planning_times(options.rounds, options.counts)
-    show(times)
-    if options.json:
-        machine = {"python": sys.version, "numpy": np.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
-        options.json.write_text(json.dumps({"machine": machine, "planning_times": times}, indent=1) + "\n")
+    cells: dict[tuple[object, object], list[str]] = {}
+    for row in times:
+        cells.setdefault((row["storages"], row["goal"]), []).append(f"{row['median_s']:.2f}")
+    print(f"Published planning times of TERAIO, s: {PUBLISHED_S}\n")
+    columns = ("storages", "goal", *(f"{name} s" for name in PLANNERS_SHOWN))
+    print("\n".join(markdown_table(columns, [(*asked, *took) for asked, took in cells.items()])))
+    machine = {"python": sys.version, "numpy": np.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
+    write_json(options.json, {"machine": machine, "planning_times": times})
     return 0
 
 

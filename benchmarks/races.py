@@ -27,41 +27,32 @@ equal and every claim holds.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import torch
+from benchmarking import MIB, provenance, race_parser, write_json, write_whole
+from curves import points, table
+from curves.device import Device, hold_freed_memory
+from curves.models import Shape, Workload
+from curves.points import Point
+from curves.throttled import ThrottledBackend
+from curves.turns import AGAIN, PLAIN, Contender, Race
 
-import torch  # noqa: E402
-from curves import points, table  # noqa: E402
-from curves.allocator import hold_freed_memory  # noqa: E402
-from curves.device import Device  # noqa: E402
-from curves.models import Shape, Workload  # noqa: E402
-from curves.points import Point  # noqa: E402
-from curves.throttled import ThrottledBackend  # noqa: E402
-from curves.turns import AGAIN, PLAIN, Contender, Race, add_race_options  # noqa: E402
-
-MODELS = ("BERT", "GPT", "T5")
+MODELS, PAPERS = ("BERT", "GPT", "T5"), ("keep", "recompute", "tba", "teraio")
 OVERHEADS = (0.02, 0.1, 0.5)
 ENOUGH = 100.0  # an overhead that no plan reaches: a budget decides
 SAME_BUDGET = 0.03
 PARTS, IN_MID_RUN = (1, 2, 10, 100), 10
 FIXED_HOST_BYTES = 4 << 30
-MIB = 1 << 20
-
-
-# ---- the planners' curves -------------------------------------------------------------------------------------------
 
 
 def enter_curve(race: Race, options: argparse.Namespace) -> None:
     """Enter those that need to know nothing of the others, then adaptive within what each of the others needs."""
-    fixed = [Contender(name, name, {"max_step_overhead": ENOUGH}) for name in ("keep", "recompute", "tba", "teraio")]
+    fixed = [Contender(name, name, {"max_step_overhead": ENOUGH}) for name in PAPERS]
     limited = [Contender(f"adaptive {most:.0%}", "adaptive", {"max_step_overhead": most}) for most in OVERHEADS]
     race.enter([PLAIN, AGAIN, *fixed, *limited])
     race.enter(budgets(race))
@@ -69,7 +60,8 @@ def enter_curve(race: Race, options: argparse.Namespace) -> None:
 
 def budgets(race: Race) -> list[Contender]:
     """Return adaptive within what each of the others needs, and within half way between recompute and keep."""
-    needs = {name: _saved_peak_bytes(race, name) for name in ("keep", "recompute", "tba", "teraio")}
+    offloaders = {name: race.runners[name].offloader for name in PAPERS}
+    needs = {name: one.report().step_peak_saved_bytes for name, one in offloaders.items() if one is not None}
     needs["half way"] = (needs["keep"] + needs["recompute"]) // 2
     chosen: list[Contender] = []
     for name, nbytes in needs.items():
@@ -80,29 +72,17 @@ def budgets(race: Race) -> list[Contender]:
     return chosen
 
 
-def _saved_peak_bytes(race: Race, name: str) -> int:
-    offloader = race.runners[name].offloader
-    if offloader is None:
-        raise RuntimeError(f"{name} runs without us: it has no peak of its own")
-    return offloader.report().step_peak_saved_bytes
-
-
 def judge_curve(found: Sequence[Point], options: argparse.Namespace) -> tuple[str, bool]:
     verdict = points.verdict(found)
     return verdict.line(), verdict.holds
-
-
-# ---- slower drives --------------------------------------------------------------------------------------------------
 
 
 def enter_drives(race: Race, options: argparse.Namespace) -> None:
     """Enter adaptive on each drive, and take steps enough for new plans."""
     limits = {"max_step_overhead": options.overhead, "recompute": not options.drive_only}
 
-    def on(name: str, drive: ThrottledBackend) -> Contender:
-        return Contender(name, "adaptive", limits, drive)
-
-    race.enter([PLAIN, AGAIN, on("drive 1/1", ThrottledBackend())])
+    on = partial(Contender, planner="adaptive", limits=limits)
+    race.enter([PLAIN, AGAIN, on("drive 1/1", drive=ThrottledBackend())])
     full = race.runners["drive 1/1"].offloader
     (path,) = full.report().bandwidth if full is not None else ()
     rates = path["write_alone_bytes_per_s"], path["read_alone_bytes_per_s"]
@@ -110,9 +90,9 @@ def enter_drives(race: Race, options: argparse.Namespace) -> None:
     for part in PARTS[1:]:
         drive = ThrottledBackend()
         drive.throttle(rates[0] / part, rates[1] / part)
-        race.enter([on(f"drive 1/{part}", drive)])
+        race.enter([on(f"drive 1/{part}", drive=drive)])
     later = ThrottledBackend()
-    race.enter([on(f"drive 1/{IN_MID_RUN} in mid-run", later)])
+    race.enter([on(f"drive 1/{IN_MID_RUN} in mid-run", drive=later)])
     later.throttle(rates[0] / IN_MID_RUN, rates[1] / IN_MID_RUN)
     for runner in race.runners.values():
         runner.turn(options.settle)
@@ -134,9 +114,6 @@ def judge_drives(found: Sequence[Point], options: argparse.Namespace) -> tuple[s
     return "; ".join(failed) or f"within an overhead of {options.overhead} on every drive", not failed
 
 
-# ---- host memory ----------------------------------------------------------------------------------------------------
-
-
 def enter_host(race: Race, options: argparse.Namespace) -> None:
     """Enter those that have everything in host memory; no planner is asked."""
     common = {"placement": "host", "rematerialize": False, "recompute": False, "io": {}}
@@ -145,8 +122,7 @@ def enter_host(race: Race, options: argparse.Namespace) -> None:
         return Contender(name, "keep", {**common, "host_budget_bytes": budget_bytes, **more})
 
     race.enter([
-        PLAIN,
-        AGAIN,
+        PLAIN, AGAIN,
         host("host memory of a fixed size", FIXED_HOST_BYTES, nvme_path=None),
         host("host memory that the machine can spare", None, nvme_path=None),
         host("the same, and a drive behind it", None),
@@ -158,17 +134,11 @@ def judge_host(found: Sequence[Point], options: argparse.Namespace) -> tuple[str
     return f"noise {noise:.1%}", noise <= points.MAX_STEP_NOISE
 
 
-# ---- any of them ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Kind:
-    """One kind of race.
+    """One kind of race: models and batches on a CPU, who enters, and who judges, in words and whether all holds.
 
     Attributes:
-        models, batches: those that race on a CPU.
-        enter: adds the contenders.
-        judge: returns the verdict in words, and whether the claims hold.
         staging_bytes: on a CPU, where it is not that of the largest tensors. Less than what is saved: or all of it
             would wait in staging, and nothing would come from the drive.
     """
@@ -218,29 +188,21 @@ def measure(shape: Shape, options: argparse.Namespace, device: Device, ends_s: f
         found = points.outcome(race, options.rounds, options.steps, ends_s)
         reports = {name: one.offloader.report() for name, one in race.runners.items() if one.offloader is not None}
     verdict, holds = kind.judge(found.points, options)
-    return {
-        "name": shape.name,
-        "shape": vars(shape),
-        "rounds": found.rounds,
-        "points": [points.row(one) for one in found.points],
-        "moved": {name: [one.host_bytes, one.written_bytes] for name, one in reports.items()},
-        "equal": found.are_equal,
-        "holds": holds,
-        "verdict": f"{shape.name}: {verdict}{'' if found.are_equal else '; RESULTS DIFFER'}",
-    }
+    verdict = f"{shape.name}: {verdict}{'' if found.are_equal else '; RESULTS DIFFER'}"
+    result = {"name": shape.name, "shape": vars(shape), "rounds": found.rounds, "points": [*map(asdict, found.points)]}
+    result["moved"] = {name: [one.host_bytes, one.written_bytes] for name, one in reports.items()}
+    return {**result, "equal": found.are_equal, "holds": holds, "verdict": verdict}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = race_parser(
+        __doc__, backend="posix", tiny=(False, "tiny shapes: shows that it works"),
+        overhead=(0.2, "drives: max_step_overhead"), drive_only=(False, "drives: recompute nothing"),
+        settle=(25, "drives: steps before the rounds, for new plans"),
+    )  # fmt: skip
     parser.add_argument("kind", choices=KINDS)
-    add_race_options(parser)
-    parser.add_argument("--backend", default="posix")
     parser.add_argument("--models", nargs="+", choices=MODELS)
     parser.add_argument("--batches", nargs="+", type=int)
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: shows that it works")
-    parser.add_argument("--overhead", type=float, default=0.2, help="drives: max_step_overhead")
-    parser.add_argument("--drive_only", action="store_true", help="drives: recompute nothing")
-    parser.add_argument("--settle", type=int, default=25, help="drives: steps before the rounds, for new plans")
     return parser.parse_args(argv)
 
 
@@ -249,13 +211,8 @@ def main(argv: list[str] | None = None) -> int:
     ends_s = time.monotonic() + options.minutes * 60
     options.out.mkdir(parents=True, exist_ok=True)
     device = Device(options.device)
-    results: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/races.py", *(sys.argv[1:] if argv is None else argv)]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "device": device.name,
-        "torch": torch.__version__,
-        "shapes": [],
-    }
+    results: dict[str, Any] = {**provenance(__file__, argv), "device": device.name, "torch": torch.__version__}
+    results["shapes"] = []
     todo = shapes(options, device)
     for number, shape in enumerate(todo):
         now_s = time.monotonic()
@@ -263,26 +220,20 @@ def main(argv: list[str] | None = None) -> int:
         found = measure(shape, options, device, now_s + share_s)
         results["shapes"].append(found)
         print(found["verdict"], f"({found['rounds']} rounds)", flush=True)
-        keep(results, options.out / options.kind)
+        write_json(options.out / f"{options.kind}.json", results)
+        write_whole(options.out / f"{options.kind}.md", markdown(results, options.kind))
     return 0 if all(found["holds"] and found["equal"] for found in results["shapes"]) else 1
 
 
-def keep(results: dict[str, Any], path: Path) -> None:
-    """Write the results so far."""
-    path.with_suffix(".json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    lines = [
-        f"# Races: {path.name}",
-        "",
-        f"`{results['command']}`, {results['date']}, {results['device']}, torch {results['torch']}.",
-        "",
-        "Each figure is the median of the rounds, with the middle half of them in brackets; ratios are to the plain",
-        "model in the same round. Peaks are of one step, less parameters, gradients and batch.",
-        "",
-        *(f"- {found['verdict']}" for found in results["shapes"]),
-    ]
+def markdown(results: dict[str, Any], kind: str) -> str:
+    """Return the tables of the results so far."""
+    lines = [f"# Races: {kind}", "", "`{command}`, {date}, {device}, torch {torch}.".format(**results), ""]
+    lines += ["Each figure is the median of the rounds, with the middle half of them in brackets; ratios are to the"]
+    lines += ["plain model in the same round. Peaks are of one step, less parameters, gradients and batch.", ""]
+    lines += [f"- {found['verdict']}" for found in results["shapes"]]
     for found in results["shapes"]:
         lines += ["", f"## {found['name']}", "", *table.lines(found["points"])]
-    path.with_suffix(".md").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from alternating import add_process_options, in_a_process
+from benchmarking import GIB, JSON, MIB, markdown_table, parser_of, write_json
 from soaking.faults import KINDS
 from soaking.verdicts import Verdict, verdicts_of
 
@@ -63,35 +64,34 @@ def table(runs: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> list[str]
         *((name, gib(sums.get(f"{name}_bytes", 0)))
           for name in ("offloaded", "written", "read", "forwarded", "kept", "rescued", "host")),
         ("peak memory at rest, without us and with",
-         ", ".join(gib(peak(runs[one]["samples"], "memory_bytes")) for one in VARIANTS)),
-        ("peak disk", gib(peak(live, "disk_bytes"))),
+         ", ".join(peak(runs[one]["samples"], "memory_bytes") for one in VARIANTS)),
+        ("peak disk", peak(live, "disk_bytes")),
     ]  # fmt: skip
-    lines = ["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
-    lines += ["", "| check | verdict | found |", "|---|---|---|"]
-    return lines + [f"| {one.check} | {'held' if one.held else 'FAILED'} | {one.found} |" for one in verdicts]
+    checks = [(one.check, "held" if one.held else "FAILED", one.found) for one in verdicts]
+    return [*markdown_table(("what", "value"), rows), "", *markdown_table(("check", "verdict", "found"), checks)]
 
 
-def peak(samples: list[dict[str, Any]], key: str) -> int:
+def peak(samples: list[dict[str, Any]], key: str) -> str:
     """Return the greatest value of a column."""
-    return max((sample[key] for sample in samples), default=0)
+    return gib(max((sample[key] for sample in samples), default=0))
 
 
 def gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:.1f} MiB"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument(
-        "--nvme_path", default=".", help="a directory on the drive; a directory of our own is made in it"
+    parser = parser_of(
+        __doc__,
+        nvme_path=(".", "a directory on the drive; a directory of our own is made in it"),
+        steps=2000,
+        seed=0,
+        segment_steps=(100, "steps of each engine"),
+        sample_every=(10, "steps between two looks at memory and the rest"),
+        json=JSON,
+        directory=(Path, argparse.SUPPRESS),
     )
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--segment_steps", type=int, default=100, help="steps of each engine")
-    parser.add_argument("--sample_every", type=int, default=10, help="steps between two looks at memory and the rest")
-    parser.add_argument("--json", type=Path, help="write the verdicts and what both runs counted to this file")
     parser.add_argument("--sabotage", choices=SABOTAGE, default="", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     add_process_options(parser, VARIANTS)
     return parser.parse_args(argv)
 
@@ -112,8 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     for variant, found in runs.items():
         if found["problem"]:
             print(f"\nthe run {variant} ended early:\n{found['problem']}", file=sys.stderr)
-    if options.json:
-        options.json.write_text(json.dumps(record(options, runs, verdicts), indent=1) + "\n")
+    write_json(options.json, record(options, runs, verdicts))
     return 0 if held else 1
 
 
@@ -123,21 +122,14 @@ def record(options: argparse.Namespace, runs: dict[str, dict[str, Any]], verdict
     import torch
 
     versions = {"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__}
-    short = {
-        variant: {
-            **found,
-            "steps": found["steps"][-1:],
-            "samples": [sample for sample in found["samples"] if sample["segment"] == -1],
-        }
-        for variant, found in runs.items()
-    }
-    return {
-        "options": {key: getattr(options, key) for key in ("steps", "seed", "segment_steps", "sample_every")},
-        "versions": {**versions, "kernel": platform.release(), "cpus": os.cpu_count()},
-        "held": all(one.held for one in verdicts),
-        "verdicts": [vars(one) for one in verdicts],
-        "runs": short,
-    }
+    short = {}
+    for variant, found in runs.items():
+        samples = [sample for sample in found["samples"] if sample["segment"] == -1]
+        short[variant] = {**found, "steps": found["steps"][-1:], "samples": samples}
+    asked = {key: getattr(options, key) for key in ("steps", "seed", "segment_steps", "sample_every")}
+    found = {"held": all(one.held for one in verdicts), "verdicts": [vars(one) for one in verdicts], "runs": short}
+    versions |= {"kernel": platform.release(), "cpus": str(os.cpu_count())}
+    return {"options": asked, "versions": versions, **found}
 
 
 if __name__ == "__main__":

@@ -22,15 +22,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from alternating import add_process_options, has_answered, in_a_process, rounds_of
+from benchmarking import GIB, JSON, Found, markdown_table, median, parser_of, ranged, ratios, write_json
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 VARIANTS = ("keep", "nvme", "rematerialize", "recompute", "save_on_cpu")
@@ -47,12 +49,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sys.path.insert(0, str(EXAMPLES))
     from train_gpt import GPT, batches, one_step, peak_memory_bytes, reset_peak_memory
 
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": options.batch,
-        "optimizer": OPTIMIZER,
-        "bf16": {"enabled": options.bf16},
-        "zero_optimization": {"stage": options.zero},
-    }
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": options.batch, "optimizer": OPTIMIZER}
+    config |= {"bf16": {"enabled": options.bf16}, "zero_optimization": {"stage": options.zero}}
     if options.parameters_on_drive:
         # With these no parameter stays in memory between two of its uses.
         offload = {"device": "nvme", "nvme_path": options.nvme_path, "max_in_cpu": 0, "buffer_count": 8}
@@ -63,8 +61,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.variant in ("nvme", *CODECS):
         codec = options.variant if options.variant in CODECS else None
         io = {"backend": options.backend, "staging_bytes": options.staging_mib << 20, "compression": codec}
-        config["activation_nvme_offload"] = {"enabled": True, "nvme_path": options.nvme_path, "io": io}
-        config["activation_nvme_offload"]["placement"] = options.placement
+        block = {"nvme_path": options.nvme_path, "io": io, "placement": options.placement}
+        config["activation_nvme_offload"] = {"enabled": True, **block}
     if options.variant == "rematerialize":
         config["activation_nvme_offload"] = {"enabled": True, "placement": "keep"}
     torch.manual_seed(1)
@@ -93,14 +91,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         losses.append(one_step(engine, data))
         times.append(time.perf_counter() - started)
         cpu_times.append(time.process_time() - cpu_started)
-    result = {
-        "step_s": statistics.median(times),
-        "cpu_s": statistics.median(cpu_times),
-        "peak_bytes": peak_memory_bytes(),
-        "rest_bytes": rest_bytes,
-        "losses": losses,
-        "report": None,
-    }
+    result = {"step_s": statistics.median(times), "cpu_s": statistics.median(cpu_times), "losses": losses}
+    result |= {"peak_bytes": peak_memory_bytes(), "rest_bytes": rest_bytes, "report": None}
     if counters:
         result["saved_peak_bytes"] = [counters.resident.peak, counters.saved.peak]
         result["report"] = engine.activation_offloader.report().to_dict()
@@ -118,71 +110,57 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def ratios(rounds: list[dict[str, dict[str, Any]]], variant: str, value: Any, to: str = "keep") -> str:
-    """Return the median of the per-round ratios to another variant, with their range."""
-    found = [value(one[variant]) / value(one[to]) for one in rounds]
-    return f"{statistics.median(found):.3f} [{min(found):.2f}-{max(found):.2f}]"
-
-
-def table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[str]:
+def table(rounds: list[dict[str, Found]], variants: list[str]) -> list[str]:
     """Return the Markdown table."""
-    rest = statistics.median(one["keep"]["rest_bytes"] for one in rounds)
-    lines = [
-        "| variant | step s | step / keep | processor time / keep | peak GiB | peak / keep "
-        "| activations GiB | activations / keep | saved tensors GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for variant in variants:
-        step = statistics.median(one[variant]["step_s"] for one in rounds)
-        peak = statistics.median(one[variant]["peak_bytes"] for one in rounds)
-        lines.append(
-            f"| {variant} | {step:.3f} | {ratios(rounds, variant, lambda r: r['step_s'])} | "
-            f"{ratios(rounds, variant, lambda r: r['cpu_s'])} | {peak / 2**30:.3f} | "
-            f"{ratios(rounds, variant, lambda r: r['peak_bytes'])} | {(peak - rest) / 2**30:.3f} | "
-            f"{ratios(rounds, variant, lambda r: r['peak_bytes'] - rest)} | {saved(rounds[0][variant])} |"
-        )
-    return lines
+    rest = median(rounds, "keep", itemgetter("rest_bytes"))
+    step_s, cpu_s, peak_bytes = map(itemgetter, ("step_s", "cpu_s", "peak_bytes"))
+
+    def activations_bytes(found: Found) -> float:
+        return float(found["peak_bytes"]) - rest
+
+    def row(variant: str) -> Iterator[str]:
+        def to_keep(value: Callable[[Found], float]) -> str:
+            return ranged(ratios(rounds, variant, value))
+
+        yield from (variant, f"{median(rounds, variant, step_s):.3f}", to_keep(step_s), to_keep(cpu_s))
+        for nbytes in (peak_bytes, activations_bytes):
+            yield from (f"{median(rounds, variant, nbytes) / GIB:.3f}", to_keep(nbytes))
+        yield saved(rounds[0][variant])
+
+    columns = ("variant", "step s", "step / keep", "processor time / keep", "peak GiB", "peak / keep",
+               "activations GiB", "activations / keep", "saved tensors GiB")  # fmt: skip
+    return markdown_table(columns, [tuple(row(variant)) for variant in variants])
 
 
-def drive_table(rounds: list[dict[str, dict[str, Any]]], variants: list[str]) -> list[str]:
+def drive_table(rounds: list[dict[str, Found]], variants: list[str]) -> list[str]:
     """Return the Markdown table of what the drive was written; empty where nothing was."""
-    lines = ["| variant | step / nvme | written to the drive, GB | of | left |", "|---|---|---|---|---|"]
+    rows = []
     for variant in variants:
         reports = [one[variant]["report"] for one in rounds if one[variant]["report"]]
         written_bytes = statistics.median(one["written_bytes"] for one in reports) if reports else 0
         if written_bytes:
             before_bytes = statistics.median(one["uncompressed_bytes"] or one["written_bytes"] for one in reports)
-            step = ratios(rounds, variant, lambda r: r["step_s"], to="nvme") if "nvme" in variants else ""
-            figures = f"{written_bytes / 1e9:.3f} | {before_bytes / 1e9:.3f} | {written_bytes / before_bytes:.3f}"
-            lines.append(f"| {variant} | {step} | {figures} |")
-    return lines if len(lines) > 2 else []
+            step = ranged(ratios(rounds, variant, itemgetter("step_s"), "nvme")) if "nvme" in variants else ""
+            figures = (written_bytes / 1e9, before_bytes / 1e9, written_bytes / before_bytes)
+            rows.append((variant, step, *(f"{one:.3f}" for one in figures)))
+    return markdown_table(("variant", "step / nvme", "written to the drive, GB", "of", "left"), rows) if rows else []
 
 
-def saved(found: dict[str, Any]) -> str:
+def saved(found: Found) -> str:
     """Return the peak of saved tensors in device memory, and the peak that it would be without us."""
     with_it, without = found.get("saved_peak_bytes", (0, 0))
-    return f"{with_it / 2**30:.3f} instead of {without / 2**30:.3f}" if without else ""
+    return f"{with_it / GIB:.3f} instead of {without / GIB:.3f}" if without else ""
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="measured steps in each process")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--zero", type=int, default=0)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--backend", default="posix", help="io.backend of nvme")
-    parser.add_argument("--placement", default="nvme", help="adaptive has no plan before its 4th step")
-    parser.add_argument("--staging_mib", type=int, default=48)
-    parser.add_argument("--nvme_path", default=".")
-    parser.add_argument("--drive_mbps", type=float, help="MB/s each way of a slower drive than the one that is there")
-    parser.add_argument("--parameters_on_drive", action="store_true", help="those of ZeRO-3; wants --bf16")
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = parser_of(
+        __doc__, rounds=5, steps=(4, "measured steps in each process"), warmup=(2, "steps before them"),
+        width=512, depth=8, sequence=512, batch=8, zero=0, bf16=False, backend=("posix", "io.backend of nvme"),
+        placement=("nvme", "adaptive has no plan before its 4th step"), staging_mib=48, nvme_path=".",
+        drive_mbps=(float, "MB/s each way of a slower drive than the one that is there"),
+        parameters_on_drive=(False, "those of ZeRO-3; wants --bf16"), json=JSON,
+    )  # fmt: skip
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=(*VARIANTS, *CODECS))
-    parser.add_argument("--json", type=Path, help="write every measurement to this file")
     add_process_options(parser, (*VARIANTS, *CODECS))
     return parser.parse_args(argv)
 
@@ -193,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
     if has_answered(options, measure):
         return 0
     variants = ["keep", *(variant for variant in options.variants if variant != "keep")]
-    rounds: list[dict[str, dict[str, Any]]] = []
+    rounds: list[dict[str, Found]] = []
     with contextlib.suppress(KeyboardInterrupt):
         for found in rounds_of(variants, lambda variant: in_a_process(__file__, variant, argv), options.rounds):
             rounds.append(found)
@@ -202,8 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join([*table(rounds, variants), "", *drive_table(rounds, variants)]))
     equal = all(one[variant]["losses"] == one["keep"]["losses"] for one in rounds for variant in variants)
     print(f"losses of all variants and rounds equal: {'yes' if equal else 'NO'}")
-    if options.json:
-        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "rounds": rounds}, indent=2))
+    write_json(options.json, {"options": vars(options) | {"json": None}, "rounds": rounds})
     return 0 if equal else 1
 
 

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from alternating import add_process_options, has_answered, in_a_process, rounds_of
+from alternating import add_process_options, has_answered, has_gpu, in_a_process, rounds_of
+from benchmarking import JSON, markdown_table, median, parser_of, ratios, write_json
 
 BLOCK = "interleaved_optimizer_update"
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -35,18 +36,15 @@ ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 TOLERANCE = 0.02
 GPU_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0, None)
 CPU_SHARES = (0.0, 0.5, None)
+GPU_DEFAULTS = {"parameters": 3e9, "tokens": 2048, "rounds": 2, "steps": 2, "width": 8192, "chunk_mib": 64}
+CPU_DEFAULTS = {"parameters": 50e6, "tokens": 64, "rounds": 20, "steps": 5, "width": 2048, "chunk_mib": 4}
 STOCK, INTERLEAVED = "stock", "interleaved"
 TOGETHER = "together"
 TURNS_APART = 2
 
 
 class Variant(NamedTuple):
-    """One way to update, which takes turns with the others.
-
-    Attributes:
-        family: name of the engine, which the variants of a family share.
-        share: the device's share; None lets host and device meet.
-    """
+    """One way to update: the engine, which a family shares, and the device's share; None lets both meet."""
 
     family: str
     share: float | None = None
@@ -54,18 +52,14 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         """Name in tables and files."""
-        if self.family == STOCK:
-            return STOCK
-        return "null" if self.share is None else f"share {self.share:g}"
+        share = "null" if self.share is None else f"share {self.share:g}"
+        return STOCK if self.family == STOCK else share
 
 
 def variants_of(options: argparse.Namespace) -> list[Variant]:
     """Return all variants, stock first."""
     shares = options.shares or (GPU_SHARES if options.gpu else CPU_SHARES)
     return [Variant(STOCK), *(Variant(INTERLEAVED, share) for share in shares)]
-
-
-# ---- one process ----------------------------------------------------------------------------------------------------
 
 
 class Trainee:
@@ -77,7 +71,7 @@ class Trainee:
 
         self._options = options
         self.losses: list[float] = []
-        self._device = torch.device("cuda" if options.gpu else "cpu")
+        self._device, self._synchronize = torch.device("cuda" if options.gpu else "cpu"), torch.cuda.synchronize
         torch.manual_seed(1)
         depth = max(1, round(options.parameters / options.width**2))
         with self._device:
@@ -91,9 +85,6 @@ class Trainee:
         self._updater = getattr(self._engine, BLOCK, None)
         if (self._updater is None) != (family == STOCK):
             raise SystemExit(f'{family}: "{BLOCK}" is {"not " if self._updater is None else ""}at work')
-        self._time_update()
-
-    def _time_update(self) -> None:
         update = self._engine.optimizer.step
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -107,10 +98,8 @@ class Trainee:
 
     def _now_s(self) -> float:
         """Return the time when everything that was queued is done."""
-        if self._options.gpu:
-            import torch
-
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            self._synchronize()
         return time.perf_counter()
 
     def use(self, share: float | None) -> None:
@@ -150,34 +139,23 @@ class Trainee:
 def _stack(width: int, depth: int) -> Any:
     import torch
 
-    class Residual(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
-
+    class Residual(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.linear(x)
+            return x + super().forward(x)
 
-    return torch.nn.Sequential(*(Residual() for _ in range(depth)))
+    return torch.nn.Sequential(*(Residual(width, width, bias=False, dtype=torch.bfloat16) for _ in range(depth)))
 
 
 def config_of(family: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the DeepSpeed config of a family."""
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": options.tokens,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "gradient_clipping": options.clip,
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": options.gpu},
-            "sub_group_size": int(options.sub_group),
-        },
-    }
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": options.tokens, "bf16": {"enabled": True}}
+    config |= {"optimizer": {"type": "AdamW", "params": ADAM}, "gradient_clipping": options.clip}
+    offload = {"device": "cpu", "pin_memory": options.gpu}
+    config["zero_optimization"] = {"stage": 3, "offload_optimizer": offload, "sub_group_size": int(options.sub_group)}
     if family != STOCK:
-        config[BLOCK] = {"chunk_bytes": options.chunk_mib << 20}
         # Slots for three chunks: one on its way up, one computed, one on its way down.
-        config[BLOCK]["device_buffer_bytes"] = 15 * config[BLOCK]["chunk_bytes"]
+        chunk_bytes = options.chunk_mib << 20
+        config[BLOCK] = {"chunk_bytes": chunk_bytes, "device_buffer_bytes": 15 * chunk_bytes}
     return config
 
 
@@ -198,17 +176,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# ---- all processes --------------------------------------------------------------------------------------------------
-
-
 def run(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """Run all rounds."""
 
     def turn(family: str) -> dict[str, Any]:
-        began_s = time.monotonic()
-        found = in_a_process(__file__, family, argv, CUBLAS_WORKSPACE_CONFIG=":4096:8")
-        print(f"{family} took {time.monotonic() - began_s:.0f} s", flush=True)
-        return found
+        return in_a_process(__file__, family, argv, CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
     if not options.apart:
         return turn(TOGETHER)
@@ -220,15 +192,9 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             for own in zip(*(one["rounds"] for one in turns.values()), strict=True):
                 found["rounds"].append({name: times for one in own for name, times in one.items()})
             found["parameters"] = turns[STOCK]["parameters"]
-            for one in turns.values():
-                found["losses"] |= {f"{family} {number}": losses for family, losses in one["losses"].items()}
-                found["reports"] |= {f"{family} {number}": report for family, report in one["reports"].items()}
+            for key in ("losses", "reports"):
+                found[key] |= {f"{family} {number}": one[key][family] for family, one in turns.items()}
     return found
-
-
-def ratios(rounds: Sequence[dict[str, dict[str, float]]], name: str, key: str) -> list[float]:
-    """Return the ratios to stock, round by round; sorted."""
-    return sorted(one[name][key] / one[STOCK][key] for one in rounds)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -237,19 +203,18 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3f} ({low:.2f}-{high:.2f}) [{values[0]:.2f}-{values[-1]:.2f}]"
 
 
-def table(found: dict[str, Any], tokens: int, names: Sequence[str]) -> Iterator[str]:
+def table(found: dict[str, Any], names: Sequence[str]) -> Iterator[str]:
     """Yield the Markdown table."""
     rounds = found["rounds"]
-    yield f"{found['parameters'] / 1e6:,.0f} M parameters, {tokens:,} tokens per step, {len(rounds)} rounds"
+    yield f"{found['parameters'] / 1e6:,.0f} M parameters, {found['tokens']:,} tokens per step, {len(rounds)} rounds"
     yield ""
-    yield "| variant | on the device | update s | update / stock (quartiles) [range] | step s | step / stock |"
-    yield "|---|---|---|---|---|---|"
+    share, *times = map(itemgetter, ("device_share", "update_s", "step_s"))
+    rows = []
     for name in names:
-        share, update_s, step_s = (
-            statistics.median(one[name][key] for one in rounds) for key in ("device_share", "update_s", "step_s")
-        )
-        update, step = (spread(ratios(rounds, name, key)) for key in ("update_s", "step_s"))
-        yield f"| {name} | {share:.2f} | {update_s:.4f} | {update} | {step_s:.4f} | {step} |"
+        figures = ((f"{median(rounds, name, one):.4f}", spread(ratios(rounds, name, one, STOCK))) for one in times)
+        rows.append((name, f"{median(rounds, name, share):.2f}", *itertools.chain(*figures)))
+    columns = ("variant", "on the device", "update s", "update / stock (quartiles) [range]", "step s", "step / stock")
+    yield from markdown_table(columns, rows)
 
 
 def are_equal(losses: dict[str, list[float]]) -> bool:
@@ -264,12 +229,9 @@ def verdicts(found: dict[str, Any]) -> Iterator[str]:
     host = Variant(INTERLEAVED, 0.0).name
     yield f"losses equal step by step: {'yes' if are_equal(found['losses']) else 'NO'}"
     if host in rounds[0]:
-        slower = statistics.median(ratios(rounds, host, "update_s")) - 1
+        slower = statistics.median(ratios(rounds, host, itemgetter("update_s"), STOCK)) - 1
         held = "held" if slower <= TOLERANCE else "NOT HELD"
         yield f"update of {host} against stock: {slower:+.1%}, {TOLERANCE:.0%} more is allowed: {held}"
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 def share_or_null(text: str) -> float | None:
@@ -283,34 +245,25 @@ def share_or_null(text: str) -> float | None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--apart", action="store_true", help="as --gpu has it, each family in a process of its own")
-    parser.add_argument("--gpu", action="store_true", help="on a GPU")
-    parser.add_argument("--parameters", type=float, help="default: 50e6; with --gpu 3e9")
-    parser.add_argument("--tokens", type=int, help="of a step, default: 64; with --gpu 2048")
+    parser = parser_of(
+        __doc__,
+        apart=(False, "as --gpu has it, each family in a process of its own"),
+        gpu=(False, "on a GPU"),
+        parameters=(float, "default: 50e6; with --gpu 3e9"),
+        tokens=(int, "of a step, default: 64; with --gpu 2048"),
+        rounds=(int, "default: 20; with --gpu 2 of each process"),
+        steps=(int, "of a turn, default: 5; with --gpu 2; one more does not count"),
+        width=(int, "default: 2048; with --gpu 8192"),
+        clip=(0.0, "gradient_clipping"),
+        sub_group=(1e9, "sub_group_size"),
+        chunk_mib=(int, "chunk_bytes, default: 4; with --gpu 64"),
+        json=JSON,
+    )
     parser.add_argument("--shares", type=share_or_null, nargs="+", help="device_share, numbers or null")
-    parser.add_argument("--rounds", type=int, help="default: 20; with --gpu 2 of each process")
-    parser.add_argument("--steps", type=int, help="of a turn, default: 5; with --gpu 2; one more does not count")
-    parser.add_argument("--width", type=int, help="default: 2048; with --gpu 8192")
-    parser.add_argument("--clip", type=float, default=0.0, help="gradient_clipping")
-    parser.add_argument("--sub_group", type=float, default=1e9, help="sub_group_size")
-    parser.add_argument("--chunk_mib", type=int, help="chunk_bytes, default: 4; with --gpu 64")
-    parser.add_argument("--json", type=Path, help="write every measurement to this file")
     add_process_options(parser, (TOGETHER, STOCK, INTERLEAVED))
-    options = parser.parse_args(argv)
-    defaults: dict[str, tuple[Any, Any]] = {
-        "parameters": (50e6, 3e9),
-        "tokens": (64, 2048),
-        "rounds": (20, 2),
-        "steps": (5, 2),
-        "width": (2048, 8192),
-        "chunk_mib": (4, 64),
-    }
-    for name, values in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, values[options.gpu])
-    options.apart |= options.gpu
-    return options
+    on_gpu = parser.parse_args(argv).gpu
+    parser.set_defaults(**(GPU_DEFAULTS if on_gpu else CPU_DEFAULTS), apart=on_gpu)
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -318,26 +271,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if has_answered(options, measure):
         return 0
-    if options.gpu and not _has_gpu():
+    if options.gpu and not has_gpu():
         print("--gpu: PyTorch finds no CUDA device here; nothing was measured", file=sys.stderr)
         return 2
-    found = run(options, argv)
-    lines = table(found, options.tokens, [one.name for one in variants_of(options)])
+    found = {"options": vars(options), "tokens": options.tokens, **run(options, argv)}
+    lines = table(found, [one.name for one in variants_of(options)])
     print("\n".join([*lines, "", *(f"- {line}" for line in verdicts(found))]))
-    if options.json:
-        results = {"options": _plain(options), "tokens": options.tokens, **found}
-        options.json.write_text(json.dumps(results, indent=2))
+    write_json(options.json, found)
     return 0 if are_equal(found["losses"]) else 1
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _plain(options: argparse.Namespace) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
 if __name__ == "__main__":

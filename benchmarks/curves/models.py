@@ -76,11 +76,8 @@ class Block(nn.Module):
         self.norm, self.attention = nn.LayerNorm(width), Attention(shape, causal=causal)
         self.norm_cross = nn.LayerNorm(width) if crossing else None
         self.cross = Attention(shape, causal=False, crossing=True) if crossing else None
-        self.norm_mlp, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm_mlp = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         x = x + self.attention(self.norm(x))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from curves.turns import AGAIN, PLAIN, Contender, Race, StepTaken
@@ -59,8 +59,8 @@ class Point:
     step_s: Spread
     to_plain: Spread
     peak_bytes: int | None
-    saved_peak_bytes: int | None
-    promised_peak_bytes: int | None
+    saved_peak_bytes: float | None
+    promised_peak_bytes: float | None
     promised_step_s: float | None
     step_error: float | None
     peak_error: float | None
@@ -72,7 +72,7 @@ Rounds = Sequence[dict[str, list[StepTaken]]]
 
 
 class Outcome(NamedTuple):
-    """The outcome of a race: a point for each contender, and whether all trained alike, bit for bit."""
+    """A point for each contender of a race, and whether all trained alike, bit for bit."""
 
     points: list[Point]
     rounds: int
@@ -90,33 +90,29 @@ def outcome(race: Race, rounds: int, steps: int, ends_s: float) -> Outcome:
 def point(contender: Contender, rounds: Rounds, peak_bytes: int | None, base: str = PLAIN.name) -> Point:
     """Return the point of one contender; ``to_plain`` is to the contender ``base``."""
     turns = [one[contender.name] for one in rounds]
-    plain_s = [_median([step.step_s for step in one[base]]) for one in rounds]
-    times_s = [_median([step.step_s for step in turn]) for turn in turns]
+    plain_s = [statistics.median(step.step_s for step in one[base]) for one in rounds]
+    times_s = [statistics.median(step.step_s for step in turn) for turn in turns]
     steps = [step for turn in turns for step in turn]
     planned = [(step, step.plan) for step in steps if step.plan is not None and not step.is_recorded]
     peaks = [(step.saved_peak_bytes, plan) for step, plan in planned if step.saved_peak_bytes]
     device = [step.device_peak_bytes for step in steps if step.device_peak_bytes is not None]
     return Point(
-        contender.name,
-        contender.planner or PLAIN.name,
-        dict(contender.limits),
-        len(rounds),
-        tuple(times_s),
-        Spread.of(times_s),
-        Spread.of([mine / plain for mine, plain in zip(times_s, plain_s, strict=True)]),
-        max(device) if device else peak_bytes,
-        int(_median([peak for peak, _ in peaks])) if peaks else None,
-        int(_median([plan["peak_saved_bytes"] for _, plan in planned])) if planned else None,
-        _median([plan["step_s"] for _, plan in planned]) if planned else None,
-        _median([plan["step_s"] / step.step_s - 1 for step, plan in planned]) if planned else None,
-        _median([plan["peak_saved_bytes"] / peak - 1 for peak, plan in peaks]) if peaks else None,
-        steps[-1].plan,
-        steps[-1].plans,
-    )
+        contender.name, contender.planner or PLAIN.name, dict(contender.limits), len(rounds), tuple(times_s),
+        step_s=Spread.of(times_s),
+        to_plain=Spread.of([mine / plain for mine, plain in zip(times_s, plain_s, strict=True)]),
+        peak_bytes=max(device) if device else peak_bytes,
+        saved_peak_bytes=_median([peak for peak, _ in peaks]),
+        promised_peak_bytes=_median([plan["peak_saved_bytes"] for _, plan in planned]),
+        promised_step_s=_median([plan["step_s"] for _, plan in planned]),
+        step_error=_median([plan["step_s"] / step.step_s - 1 for step, plan in planned]),
+        peak_error=_median([plan["peak_saved_bytes"] / peak - 1 for peak, plan in peaks]),
+        plan=steps[-1].plan,
+        plans=steps[-1].plans,
+    )  # fmt: skip
 
 
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values)
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
 
 
 @dataclass(frozen=True)
@@ -141,22 +137,20 @@ class Verdict:
     @property
     def holds(self) -> bool:
         """True if every claim held."""
-        if self.step_noise > MAX_STEP_NOISE:
-            return False
         near = all(abs(one) <= PEAK_ERROR for one in self.peak_errors.values())
-        return not self.beaten and near and all(abs(one) <= STEP_ERROR for one in self.step_errors.values())
+        near = near and all(abs(one) <= STEP_ERROR for one in self.step_errors.values())
+        return near and not self.beaten and self.step_noise <= MAX_STEP_NOISE
 
     def line(self) -> str:
         """Return the verdict in words."""
         beyond = "yes" if not self.beaten else f"NO: not beyond {', '.join(self.beaten)}"
         if self.step_noise > MAX_STEP_NOISE:
             beyond = "TOO NOISY TO TELL"
-        return (
-            f"adaptive on or beyond every other curve: {beyond} (noise: step {self.step_noise:.1%}, peak "
-            f"{PEAK_NOISE:.0%} of the plain model's); {_worst('peak', self.peak_errors, PEAK_ERROR)}; "
-            f"{_worst('step time', self.step_errors, STEP_ERROR)}"
-            + ("" if self.hooks is None else f"; the hooks alone: {self.hooks:+.1%} of the plain step")
-        )
+        noise = f"noise: step {self.step_noise:.1%}, peak {PEAK_NOISE:.0%} of the plain model's"
+        said = [f"adaptive on or beyond every other curve: {beyond} ({noise})"]
+        said += [_worst("peak", self.peak_errors, PEAK_ERROR), _worst("step time", self.step_errors, STEP_ERROR)]
+        said += [] if self.hooks is None else [f"the hooks alone: {self.hooks:+.1%} of the plain step"]
+        return "; ".join(said)
 
 
 def _worst(what: str, errors: dict[str, float], bound: float) -> str:
@@ -186,10 +180,8 @@ def verdict(points: Sequence[Point]) -> Verdict:
 
 
 def _is_as_good(one: Point, other: Point, step_noise: float, room_bytes: float) -> bool:
-    if one.peak_bytes is None or other.peak_bytes is None:
-        return False
     ratio = _ratio(one, other)
-    is_small = one.peak_bytes <= other.peak_bytes + room_bytes
+    is_small = None not in (one.peak_bytes, other.peak_bytes) and one.peak_bytes <= other.peak_bytes + room_bytes
     return is_small and ratio.median <= 1 + max(step_noise, ratio.noise)
 
 
@@ -203,8 +195,3 @@ def _does_the_same(one: Point, other: Point) -> bool:
     if one.plan is None or other.plan is None or one.peak_bytes != other.peak_bytes:
         return False
     return all(one.plan[what] == other.plan[what] for what in ("bytes", "recomputed_blocks", "written_bytes"))
-
-
-def row(point: Point) -> dict[str, Any]:
-    """Return a point as a row for JSON and tables."""
-    return asdict(point)

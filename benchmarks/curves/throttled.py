@@ -25,21 +25,16 @@ class _Channel:
         self._free_s = 0.0
 
     def move(self, call: Callable[[torch.Tensor, int], None], data: torch.Tensor, offset: int) -> None:
-        rate, started_s = self.bytes_per_s, time.perf_counter()
+        rate, until_s = self.bytes_per_s, 0.0
         if rate is not None:
             with self._lock:
-                self._free_s = until_s = max(started_s, self._free_s) + data.numel() / rate
+                self._free_s = until_s = max(time.perf_counter(), self._free_s) + data.numel() / rate
         call(data, offset)
-        if rate is not None:
-            time.sleep(max(0.0, until_s - time.perf_counter()))
+        time.sleep(max(0.0, until_s - time.perf_counter()))
 
 
 class ThrottledBackend(PosixBackend):
-    """posix whose lanes sleep for as long as a slower drive would have taken.
-
-    Args:
-        bytes_per_s: rate each way; None is the drive's own.
-    """
+    """posix whose lanes sleep as long as a drive of that rate each way would take; None is the drive's own."""
 
     name = "throttled"
 

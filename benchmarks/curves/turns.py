@@ -7,7 +7,6 @@ parameters must be the same, bit for bit. The steps that are timed run under the
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +48,7 @@ class Contender:
         planner: of ``PLANNERS``; None is the model without us.
         limits: keys of the config block.
         drive: backend in place of the machine's own.
-        around: makes the context in which forward and backward run, as trainers run a step.
+        around: makes the context in which forward and backward run.
     """
 
     name: str
@@ -70,12 +68,9 @@ class StepTaken:
     """One measured step.
 
     Attributes:
-        plan: the report's, as it was in force.
         plans: how many there were by then.
         is_recorded: it ran without the plan, because it was to be recorded.
-        held_bytes: on CUDA, what is held between steps.
-        device_peak_bytes: on CUDA, beyond that.
-        saved_peak_bytes: as the offloader counts.
+        held_bytes, device_peak_bytes: on CUDA, what is held between steps, and the peak beyond that.
         host_s: seconds of the host in forward, and in backward; it runs ahead of a device.
         counts: of the allocator in this step (``curves.device.COUNTS``).
     """
@@ -92,16 +87,10 @@ class StepTaken:
 
 
 class Runner:
-    """One contender at work.
-
-    Args:
-        block: of the config, beside what the contender wants.
-    """
+    """One contender at work; ``block`` is the config's beside what the contender wants."""
 
     def __init__(self, contender: Contender, workload: Workload, device: Device, block: Mapping[str, Any]) -> None:
-        self.contender = contender
-        self._workload = workload
-        self._device = device
+        self.contender, self._workload, self._device = contender, workload, device
         self.offloader: ActivationOffloader | None = None
         self._last: StepTaken | None = None
         self._host_s: tuple[float, float] | None = None
@@ -114,11 +103,7 @@ class Runner:
             self.offloader.watch(workload.model, Alone(), PLANNERS[contender.planner])
 
     def warm_up(self, until_s: float = math.inf) -> None:
-        """Step until there is a plan, and on until it has come to rest.
-
-        Args:
-            until_s: end of the time for it, on the monotonic clock; one step is taken in any case.
-        """
+        """Step until there is a plan, and on until it has come to rest, or the monotonic clock has ``until_s``."""
         self.step()
         for _ in range(MAX_STEPS_TO_A_PLAN if self._is_planned else 0):
             if time.monotonic() >= until_s or (self.offloader is not None and self.offloader.report().plans):
@@ -186,10 +171,9 @@ class Runner:
             offloader.note_micro_step()
         return loss
 
-    def _step(self) -> torch.Tensor:
-        loss = self._forward_and_backward()
+    def _step(self) -> None:
+        self._forward_and_backward()
         self._update()
-        return loss.detach()
 
     def _update(self) -> None:
         gradients = [one.grad for one in self._workload.parameters if one.grad is not None]
@@ -204,25 +188,20 @@ class Runner:
         return None if self._device.is_cuda else self.metered(PeakMeter).peak_bytes
 
     def metered(self, make: Callable[[list[torch.UntypedStorage]], Meter]) -> Meter:
-        """Return a meter after one more step, which is not timed.
-
-        Args:
-            make: makes the meter, from the storages that it does not count.
-        """
+        """Return a meter, made from the storages that it does not count, after one more step, which is not timed."""
         self._step()  # an offloader that was idle has freed its staging: allocating it anew is no part of a step
         self.settle()
-        held = [*self._workload.parameters, *self._workload.batch]
-        held += [one.grad for one in self._workload.parameters if one.grad is not None]
-        with make(storages_held(held, self.offloader)) as meter:
+        parameters = self._workload.parameters
+        held = [*parameters, *self._workload.batch, *(one.grad for one in parameters if one.grad is not None)]
+        storages = [one.untyped_storage() for one in held]
+        if self.offloader is not None and self.offloader._tiers.nvme is not None:
+            storages.append(self.offloader._tiers.nvme.ring._memory.untyped_storage())
+        with make(storages) as meter:
             self._step()
         return meter
 
     def proof(self, start: Sequence[torch.Tensor]) -> str:
-        """Return a digest of loss, gradients and new parameters of one more step, strict and not timed.
-
-        Args:
-            start: the parameters that it begins with (:func:`parameters_of`).
-        """
+        """Return a digest of loss, gradients and new parameters of one more step from ``start``, strict and untimed."""
         self.settle()
         torch.manual_seed(0)
         parameters = self._workload.parameters
@@ -270,29 +249,8 @@ def parameters_of(workload: Workload) -> list[torch.Tensor]:
     return [one.detach().to("cpu", copy=True) for one in workload.parameters]
 
 
-def storages_held(tensors: Sequence[torch.Tensor], offloader: ActivationOffloader | None) -> list[torch.UntypedStorage]:
-    """Return the storages of tensors, and of the staging ring, from which slots are cut."""
-    found = [one.untyped_storage() for one in tensors]
-    ring = offloader._tiers.nvme.ring._memory if offloader is not None and offloader._tiers.nvme is not None else None
-    return found if ring is None else [*found, ring.untyped_storage()]
-
-
-def add_race_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where a race runs, for how long, and where its results go."""
-    parser.add_argument("--nvme_path", type=Path, required=True, help="an existing directory on the drive")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the results, made if need be")
-    parser.add_argument("--minutes", type=float, default=20.0, help="for everything; two rounds are run in any case")
-    parser.add_argument("--rounds", type=int, default=15, help="at most")
-    parser.add_argument("--steps", type=int, default=3, help="of each turn")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-
-
 class Race:
-    """All contenders of one model and batch.
-
-    Args:
-        block: of the config, beside what each contender wants.
-    """
+    """All contenders of one model and batch; ``block`` is the config's beside what each wants."""
 
     def __init__(self, workload: Workload, device: Device, block: Mapping[str, Any]) -> None:
         self._workload, self._device, self._block = workload, device, dict(block)

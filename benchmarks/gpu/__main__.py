@@ -25,14 +25,16 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
+from alternating import has_gpu  # noqa: E402
+from benchmarking import parser_of, today, write_whole  # noqa: E402
+
 from gpu.pieces import Piece, pieces  # noqa: E402
-from gpu.results import CUT, DONE, FAILED, ROOT, Results, today, write_whole  # noqa: E402
+from gpu.results import CUT, DONE, FAILED, ROOT, Results  # noqa: E402
 from gpu.table import markdown  # noqa: E402
 
 MINUTES = 8.0
@@ -44,22 +46,19 @@ BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().l
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, tiny")
-    parser.add_argument(
-        "--minutes", type=float, help=f"for everything (default: {MINUTES:g}, in a rehearsal what it takes)"
+    parser = parser_of(
+        __doc__,
+        rehearse=(False, "on the CPU, tiny"),
+        minutes=(float, f"for everything (default: {MINUTES:g}, in a rehearsal what it takes)"),
+        again=(False, "also what is done already"),
+        list=(False, "say what there is and what is done, and run nothing"),
+        out=(Path, "directory of the results (default: benchmarks/results)"),
+        date=(today(), "in the name of the results, to go on with those of another day"),
+        nvme_path=(Path, "directory on the drive (default: a temporary one)"),
     )
     parser.add_argument("--pieces", nargs="+", metavar="NAME", help="only these, or those whose name begins so")
-    parser.add_argument("--again", action="store_true", help="also what is done already")
-    parser.add_argument("--list", action="store_true", help="say what there is and what is done, and run nothing")
-    parser.add_argument("--out", type=Path, help="directory of the results (default: benchmarks/results)")
-    parser.add_argument(
-        "--date", default=today(), help="in the name of the results, to go on with those of another day"
-    )
-    parser.add_argument("--nvme_path", type=Path, help="directory on the drive (default: a temporary one)")
     options = parser.parse_args(argv)
-    if options.out is None:
-        options.out = ROOT / ".cache" / "gpu" if options.rehearse else ROOT / "benchmarks" / "results"
+    options.out = options.out or ROOT.joinpath(*((".cache", "gpu") if options.rehearse else ("benchmarks", "results")))
     return options
 
 
@@ -80,8 +79,7 @@ class Build:
     """
 
     def __init__(self, directory: Path | None, program: str = BUILD) -> None:
-        self._directory = directory
-        self._program = program
+        self._directory, self._program = directory, program
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -95,12 +93,9 @@ class Build:
             return
         if self._process is None and piece.name == "smoke":
             command = ["nice", sys.executable, "-c", self._program]
+            environment = {**os.environ, **self.variables}
             self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **self.variables},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True
             )
         self._signal(signal.SIGCONT if piece.name in ("smoke", "update") else signal.SIGSTOP)
 
@@ -127,26 +122,24 @@ def run(
         command = piece.command(results.running, Path(scratch), limit_s)
         status, output = _ended(command, limit_s, rehearse=rehearse, **build.variables)
         state, reason, found = DONE, "", None
-        try:
+        with suppress(OSError, ValueError, ElementTree.ParseError):
             found = piece.read(results.running, Path(scratch))
-        except (OSError, ValueError, ElementTree.ParseError) as error:
-            state, reason = FAILED, f"no result: {error}"
+        told = found if isinstance(found, dict) else {}
         if status is None:
             state, reason = CUT, f"ended after {limit_s:.0f} s"
         elif found is None or status not in (0, 1):  # 1 where it ran and something was not as it should be
             state, reason = FAILED, f"exit status {status}"
-        elif isinstance(found, dict) and found.get("failed"):
-            state, reason = FAILED, "; ".join(found["failed"])
-        elif isinstance(found, dict) and found.get("untried"):
-            state, reason = CUT, f"no time for {len(found['untried'])}"
-    told = {} if state == DONE else {"reason": reason, "output": output[-TAIL_CHARACTERS:]}
+        elif told.get("failed"):
+            state, reason = FAILED, "; ".join(told["failed"])
+        elif told.get("untried"):
+            state, reason = CUT, f"no time for {len(told['untried'])}"
+    why = {} if state == DONE else {"reason": reason, "output": output[-TAIL_CHARACTERS:]}
     took_s = round(time.monotonic() - began_s, 1)
     with results.log.open("a", encoding="utf-8") as log:
         log.write(f"==== {piece.name}: {state} {reason}\n{output[-LOG_CHARACTERS:]}\n")
-    results.put(piece.name, part=piece.part, state=state, status=status, **told, found=found, took_s=took_s)
+    results.put(piece.name, part=piece.part, state=state, status=status, **why, found=found, took_s=took_s)
     print(f"{piece.name}: {state} in {took_s:.0f} s {reason}", flush=True)
-    if told:
-        print(output[-TAIL_CHARACTERS:], flush=True)
+    print(why.get("output", ""), end="", flush=True)
 
 
 def _ended(command: list[str], limit_s: float, *, rehearse: bool, **more: str) -> tuple[int | None, str]:
@@ -194,20 +187,15 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(options.out / f"{kind}_{options.date}.json", rehearsal=options.rehearse)
     asked = [piece for piece in chosen(options.pieces, rehearse=options.rehearse) if piece.is_quick or not is_short]
     if options.list:
-        for piece in asked:
-            print(f"{piece.name}: {results.pieces.get(piece.name, {}).get('state', 'not run')}")
+        print(*(f"{one.name}: {results.pieces.get(one.name, {}).get('state', 'not run')}" for one in asked), sep="\n")
         return 0
-    if not options.rehearse and not _has_gpu():
-        print(
-            "PyTorch finds no CUDA device here; nothing was measured. On the CPU: make gpu REHEARSE=1", file=sys.stderr
-        )
+    if not options.rehearse and not has_gpu():
+        what = "PyTorch finds no CUDA device here; nothing was measured. On the CPU: make gpu REHEARSE=1"
+        print(what, file=sys.stderr)
         return 2
-    # What was never tried comes first: what fails or takes too long here may do so again.
-    todo = sorted(asked, key=lambda piece: piece.name in results.pieces)
-    todo = [piece for piece in todo if options.again or not results.is_done(piece.name)]
-    for piece in asked:
-        if piece not in todo:
-            print(f"{piece.name}: done before")
+    todo = [piece for piece in asked if options.again or not results.is_done(piece.name)]
+    todo.sort(key=lambda piece: piece.name in results.pieces)  # or what takes too long would take it again first
+    print(*(f"{piece.name}: done before\n" for piece in asked if piece not in todo), sep="", end="")
     directory = options.nvme_path or Path(tempfile.gettempdir())
     with _building(todo, directory, rehearse=options.rehearse) as build:
         left = _run_all(todo, results, directory, ends_s, options.rehearse, build)
@@ -218,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run_all(
-    todo: list[Piece], results: Results, directory: Path, ends_s: float, rehearse: bool, build: Any
+    todo: list[Piece], results: Results, directory: Path, ends_s: float, rehearse: bool, build: Build
 ) -> list[Piece]:
     """Run one after the other; return those for which no time was left."""
     left = []
@@ -231,12 +219,6 @@ def _run_all(
         run(piece, results, directory, limit_s=limit_s, rehearse=rehearse, build=build)
         write_whole(results.path.with_suffix(".md"), markdown(results.found))
     return left
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

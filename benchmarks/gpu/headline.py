@@ -13,29 +13,26 @@ use included. A way that fails, does not fit or gets no turn in time is a row wi
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), *map(str, Path(__file__).resolve().parents[1:3])]
+import torch
+from alternating import rounds_of
+from benchmarking import GIB, first_line, write_json
+from curves.device import TOTALS, Device
+from curves.models import Workload
+from curves.points import point
+from curves.turns import Contender, Race, Runner, StepTaken, parameters_of
 
-import torch  # noqa: E402
-from alternating import rounds_of  # noqa: E402
-from curves.device import TOTALS, Device  # noqa: E402
-from curves.points import point  # noqa: E402
-from curves.turns import Contender, Race, Runner, StepTaken, parameters_of  # noqa: E402
-
-from ds_tba.device.accelerator import available_bytes  # noqa: E402
-from gpu.llama import GIB, WAYS, Room, Shape, Way, workload  # noqa: E402
-from gpu.results import piece_parser, write_whole  # noqa: E402
+from ds_tba.device.accelerator import available_bytes
+from gpu.llama import WAYS, Room, Shape, Way, workload
+from gpu.results import piece_parser
 
 KEEP_FITS_TOKENS = 32768
 STEPS = 2
@@ -60,8 +57,7 @@ class Entrant:
         state: "runs", "out of memory", "failed" or "no time".
         first: the step that was measured when it entered, for want of rounds.
         unproven: why it could not be compared under strictly deterministic kernels.
-        metered_bytes: the peak of a step on a CPU.
-        profiled: of one step, for each event its number and the milliseconds of the host.
+        profiled: number of each event in one step, and the host's milliseconds in it.
     """
 
     way: Way
@@ -75,17 +71,12 @@ class Entrant:
 
     def fail(self, error: BaseException) -> None:
         """Take it out of the race, with the reason."""
-        text = (str(error).strip().splitlines() or [""])[0]
         self.state = "out of memory" if isinstance(error, torch.OutOfMemoryError) else "failed"
-        self.reason = f"{type(error).__name__}: {text}"[:300]
+        self.reason = first_line(error)
 
 
 class Headline:
-    """All ways at one length.
-
-    Args:
-        ends_s: end of the time, on the monotonic clock.
-    """
+    """All ways at one length, until the monotonic clock has ``ends_s``."""
 
     def __init__(self, options: argparse.Namespace, ends_s: float) -> None:
         self._options, self._ends_s = options, ends_s
@@ -97,8 +88,7 @@ class Headline:
         self.equal_to = ""
         self.entrants = [Entrant(way) for way in WAYS if options.ways is None or way.name in options.ways]
         self.rounds: list[dict[str, list[StepTaken]]] = []
-        least = 4096 if options.tiny else 1 << 20
-        block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": least}
+        block = {"nvme_path": str(options.nvme_path), "min_tensor_bytes": 4096 if options.tiny else 1 << 20}
         self.race = Race(self._workload, self._device, block)
         self._io = {"backend": "posix", "staging_bytes": (4 << 20) if options.tiny else GIB}
         self.room = self._room(self._kept_bytes())
@@ -109,32 +99,23 @@ class Headline:
         drive = shutil.disk_usage(self._options.nvme_path).free
         host = available_bytes()
         least = (4 if self._options.tiny else 64) << 20
-        return Room(
-            kept=kept,
-            host=max(least, min(int(1.1 * kept), int(0.35 * host))),
-            swap=max(least, min(int(1.2 * kept), int(0.5 * drive))),
-            small_host=max(least, min(kept // 2, int(0.2 * host / planning))),
-            small_swap=max(least, min(kept, int(0.3 * drive / (planning + 1)))),
-        )
+        wanted = {"host": (1.1 * kept, 0.35 * host), "small_host": (kept / 2, 0.2 * host / planning)}
+        wanted |= {"swap": (1.2 * kept, 0.5 * drive), "small_swap": (kept, 0.3 * drive / (planning + 1))}
+        return Room(kept=kept, **{name: max(least, int(min(both))) for name, both in wanted.items()})
 
     def _kept_bytes(self) -> int:
         """Return the bytes saved with everything kept, by the line through those of two short lengths."""
-        lengths = [max(64, self._options.tokens // part) for part in (16, 32)]
-        found = []
-        for length in lengths:
-            # Short as they are, all tensors count that are counted at full length.
-            block = {"placement": "keep", "rematerialize": False, "min_tensor_bytes": 4096}
-            model = workload_of(self._workload, length)
-            runner = Runner(Contender("measure", "adaptive", block), model, self._device, {})
+        # Short as they are, all tensors count that are counted at full length.
+        block = {"placement": "keep", "rematerialize": False, "min_tensor_bytes": 4096}
+        whole, tokens, found = self._workload, self._options.tokens, {0: 0}
+        for length in (max(64, tokens // part) for part in (32, 16)):
+            short = Workload(whole.model, tuple(one[:, :length] for one in whole.batch), whole.parameters)
+            runner = Runner(Contender("measure", "adaptive", block), short, self._device, {})
             runner.step()
-            found.append(runner.offloader.report().peak_saved_bytes_without)  # type: ignore[union-attr]
+            found[length] = runner.offloader.report().peak_saved_bytes_without  # type: ignore[union-attr]
             runner.close()
-        if lengths[0] == lengths[1]:
-            return found[0] * self._options.tokens // lengths[0]
-        slope = (found[0] - found[1]) / (lengths[0] - lengths[1])
-        return int(found[0] + slope * (self._options.tokens - lengths[0]))
-
-    # ---- the race ------------------------------------------------------------------------------------------------
+        (shorter, fewer), (longer, more) = list(found.items())[-2:]
+        return int(more + (more - fewer) / (longer - shorter) * (tokens - longer))
 
     def enter(self) -> None:
         """Run each for the first time: warm it up, compare its gradients, and leave it out where it cannot run."""
@@ -220,11 +201,8 @@ class Headline:
             self._device.synchronize()
             with torch.profiler.profile(activities=activities) as profiler:
                 runner._step()
-            entrant.profiled = {
-                event.key: (event.count, round(event.cpu_time_total / 1e3, 3))
-                for event in profiler.key_averages()
-                if any(part in event.key for part in TELLING)
-            }
+            events = [one for one in profiler.key_averages() if any(part in one.key for part in TELLING)]
+            entrant.profiled = {one.key: (one.count, round(one.cpu_time_total / 1e3, 3)) for one in events}
             self.keep()
 
     def meter(self) -> None:
@@ -232,27 +210,15 @@ class Headline:
         for entrant, runner in self.running.values():
             entrant.metered_bytes = runner.metered_peak_bytes()
 
-    # ---- what came of it -----------------------------------------------------------------------------------------
-
-    @property
-    def base(self) -> str | None:
-        """The way to which ratios are: keep, or the first that runs."""
-        return next(iter(self.running), None)
-
     def found(self) -> dict[str, Any]:
-        return {
-            "tokens": self._options.tokens,
-            "shape": vars(self.shape),
-            "device": self._device.name,
-            "room": vars(self.room),
-            "rounds": len(self.rounds),
-            "base": self.base,
-            "equal_to": self.equal_to,
-            "rows": [self._row(entrant) for entrant in self.entrants],
-        }
+        """Return all rows; ratios are to keep, or to the first way that runs."""
+        base = next(iter(self.running), None)
+        found = {"tokens": self._options.tokens, "shape": vars(self.shape), "device": self._device.name}
+        found |= {"room": vars(self.room), "rounds": len(self.rounds), "base": base, "equal_to": self.equal_to}
+        return {**found, "rows": [self._row(entrant, base) for entrant in self.entrants]}
 
-    def _row(self, entrant: Entrant) -> dict[str, Any]:
-        name, base, first = entrant.way.name, self.base, entrant.first
+    def _row(self, entrant: Entrant, base: str | None) -> dict[str, Any]:
+        name, first = entrant.way.name, entrant.first
         row: dict[str, Any] = {"name": name, "title": entrant.way.title, "state": entrant.state}
         row |= {"reason": entrant.reason, "equal": entrant.equal, "unproven": entrant.unproven}
         if entrant.profiled is not None:
@@ -279,35 +245,28 @@ class Headline:
         offloader = self.race.runners[name].offloader
         if offloader is not None:
             report = offloader.report().to_dict()
-            row["report"] = {key: report[key] for key in REPORTED if key in report}
+            row["report"] = {key: report[key] for key in REPORTED}
         return row
 
     def keep(self) -> None:
         """Write the results so far."""
-        write_whole(self._options.result, json.dumps(self.found()))
-
-
-def workload_of(whole: Any, tokens: int) -> Any:
-    """Return the same model with the first tokens only."""
-    return type(whole)(whole.model, tuple(one[:, :tokens] for one in whole.batch), whole.parameters)
+        write_json(self._options.result, self.found())
 
 
 def _shape(options: argparse.Namespace) -> Shape:
     if options.tiny:
         return Shape(hidden=64, inner=224, heads=4, key_heads=2, layers=options.layers or 2)
-    shape = Shape()
     memory = torch.cuda.get_device_properties(0).total_memory if options.device == "cuda" else 4 * GIB
-    layers = options.layers or shape.layers_for(KEEP_FITS_TOKENS, memory)
-    return Shape(layers=layers)
+    return Shape(layers=options.layers or Shape().layers_for(KEEP_FITS_TOKENS, memory))
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = piece_parser(__doc__, 500.0)
-    parser.add_argument("--tokens", type=int, required=True)
-    parser.add_argument("--layers", type=int, help="default: as many as fit with 32k tokens kept")
+    parser = piece_parser(
+        __doc__, seconds=(500.0, "for everything"), rounds=(7, "at most"), tokens=16384,
+        layers=(int, "default: as many as fit with 32k tokens kept"),
+        profile=(False, "and one step of each under the profiler"),
+    )  # fmt: skip
     parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], help="default: all")
-    parser.add_argument("--profile", action="store_true", help="and one step of each under the profiler")
-    parser.add_argument("--rounds", type=int, default=7, help="at most")
     options = parser.parse_args(argv)
     ends_s = time.monotonic() + options.seconds
     headline = Headline(options, ends_s)

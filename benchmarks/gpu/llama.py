@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-GIB = 1 << 30
 BYTE_VALUES = 256  # the vocabulary: what is measured are layers
 LEARNABLE_BYTES = 2 + 2  # of a parameter in bf16 and its gradient
 
@@ -104,11 +103,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 class Llama(nn.Module):
-    """Token numbers in, mean cross entropy out.
-
-    Attributes:
-        run: runs a layer on its arguments.
-    """
+    """Token numbers in, mean cross entropy out; ``run`` runs a layer on its arguments."""
 
     def __init__(self, shape: Shape, side: torch.cuda.Stream | None = None) -> None:
         super().__init__()
@@ -145,20 +140,12 @@ def workload(shape: Shape, tokens: int, device: torch.device) -> Workload:
     return Workload.prepared(model, batch)
 
 
-# ---- ways to train ---------------------------------------------------------------------------------------------------
-
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Room:
-    """The bytes that ours may use.
-
-    Attributes:
-        kept: bytes saved with everything kept.
-        host, swap: bytes of pinned memory and of the drive for the way that has everything there.
-        small_host, small_swap: the same for each way that plans.
-    """
+    """The bytes saved with everything kept, and those of host and drive for ways that move all, or plan (``small``)."""
 
     kept: int
     host: int
@@ -169,13 +156,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.
-
-    Attributes:
-        around: makes, from the model, the context in which forward runs.
-        block: keys of our block, or None.
-        plans: True if it has a plan after some steps.
-    """
+    """One way to train: the context in which forward runs, made from the model, keys of our block, whether it plans."""
 
     name: str
     title: str
@@ -198,12 +179,8 @@ def checkpointing(model: Any) -> Around:
     return checkpointed
 
 
-def _nvme(room: Room) -> dict[str, Any]:
-    return {"placement": "nvme", "io": {"swap_file_bytes": room.swap}}
-
-
-def _host(room: Room) -> dict[str, Any]:
-    return {"placement": "host", "host_budget_bytes": room.host}
+def _nvme(swap_bytes: int) -> dict[str, Any]:
+    return {"placement": "nvme", "io": {"swap_file_bytes": swap_bytes}}
 
 
 def _planned(room: Room, **more: Any) -> dict[str, Any]:
@@ -215,25 +192,17 @@ def _within(share: float, **more: Any) -> Callable[[Room], dict[str, Any]]:
     return lambda room: _planned(room, activation_budget_bytes=int(share * room.kept), max_step_overhead=100.0, **more)
 
 
+BOTH = "torch checkpointing + **ours**, nvme"
+RECOMPUTED = '**ours**, adaptive in a quarter, `"recompute": true`'
 WAYS = (
     Way("keep", "keep (nothing)"),
     Way("checkpointing", "torch checkpointing of every layer", checkpointing),
-    Way(
-        "checkpointing + nvme",
-        "torch checkpointing + **ours**, nvme",
-        checkpointing,
-        lambda room: {"placement": "nvme", "io": {"swap_file_bytes": room.small_swap}},
-    ),
+    Way("checkpointing + nvme", BOTH, checkpointing, lambda room: _nvme(room.small_swap)),
     Way("rematerialize", "**ours**, rematerialization alone", block=lambda _: {"placement": "keep"}),
-    Way("host", "**ours**, host", block=_host),
+    Way("host", "**ours**, host", block=lambda room: {"placement": "host", "host_budget_bytes": room.host}),
     Way("adaptive 2 %", "**ours**, adaptive, 2 %", block=_planned, plans=True),
     Way("adaptive 0.5", "**ours**, adaptive in half of what keep saves", block=_within(0.5), plans=True),
     Way("adaptive 0.25", "**ours**, adaptive in a quarter", block=_within(0.25), plans=True),
-    Way("nvme", "**ours**, nvme (everything)", block=_nvme),
-    Way(
-        "adaptive 0.25, recompute",
-        '**ours**, adaptive in a quarter, `"recompute": true`',
-        block=_within(0.25, recompute=True),
-        plans=True,
-    ),
+    Way("nvme", "**ours**, nvme (everything)", block=lambda room: _nvme(room.swap)),
+    Way("adaptive 0.25, recompute", RECOMPUTED, block=_within(0.25, recompute=True), plans=True),
 )

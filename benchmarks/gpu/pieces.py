@@ -22,6 +22,14 @@ OWN = BENCHMARKS / "gpu"
 WAYS = ("keep", "checkpointing", "rematerialize", "host", "adaptive 2 %", "adaptive 0.5", "checkpointing + nvme")
 
 
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _curve(_: Path, scratch: Path) -> Any:
+    return _json(scratch / "curve.json")
+
+
 @dataclass(frozen=True)
 class Piece:
     """One piece of a run.
@@ -38,7 +46,7 @@ class Piece:
     name: str
     part: str
     argv: Sequence[str]
-    read: Callable[[Path, Path], Any] = field(default=lambda result, _: json.loads(result.read_text(encoding="utf-8")))
+    read: Callable[[Path, Path], Any] = field(default=lambda result, _: _json(result))
     limit_s: float = LIMIT_S
     is_quick: bool = False
 
@@ -54,14 +62,6 @@ class Piece:
         return [sys.executable, *(places.get(argument, argument) for argument in self.argv)]
 
 
-def _curve(_: Path, scratch: Path) -> Any:
-    return json.loads((scratch / "curve.json").read_text(encoding="utf-8"))
-
-
-def _peers(_: Path, scratch: Path) -> Any:
-    return {"table": (scratch / "peers.md").read_text(encoding="utf-8").splitlines()}
-
-
 def _tests(result: Path, _: Path) -> Any:
     """Return how the tests of a file ended, and why some were skipped, as pytest's JUnit report has it."""
     counts: Counter[str] = Counter()
@@ -71,10 +71,8 @@ def _tests(result: Path, _: Path) -> Any:
         kinds = {child.tag: child for child in case}
         kind = next((one for one in ("error", "failure", "skipped") if one in kinds), "passed")
         counts[kind] += 1
-        if kind in ("error", "failure"):
-            failed.append(case.get("name", ""))
-        if kind == "skipped":
-            skipped[kinds[kind].get("message", "")] += 1
+        failed += [case.get("name", "")] if kind in ("error", "failure") else []
+        skipped.update([kinds[kind].get("message", "")] if kind == "skipped" else [])
     return {"counts": counts, "failed": failed, "skipped": skipped}
 
 
@@ -137,7 +135,8 @@ def longer(*, rehearse: bool) -> list[Piece]:
         for model in (("GPT",) if rehearse else ("GPT", "BERT", "T5"))
     ]
     short = ("--rounds", "2", "--steps", "1") if rehearse else ()
-    found.append(Piece("peers", "peers", (str(BENCHMARKS / "peers.py"), *short, *curve), _peers))
+    peers = (str(BENCHMARKS / "peers.py"), *short, *curve)
+    found.append(Piece("peers", "peers", peers, lambda _, out: {"table": (out / "peers.md").read_text().splitlines()}))
     shares = ("--shares", "0", "0.5", "null")
     found += [
         Piece(f"update {size:g}", "update", (*_update(size, rehearse=rehearse), *shares))

@@ -6,57 +6,38 @@ the device: that shows only that this program works. The update's bits and forke
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable
+import timeit
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+import torch
+from benchmarking import GIB, first_line, write_json
+from curves.device import Device
 
-import torch  # noqa: E402
-from curves.device import Device  # noqa: E402
+from ds_tba.device.accelerator import available_bytes
+from ds_tba.device.memory import HUGE_PAGE_BYTES, PAGE_BYTES, advise_huge_pages, host_view, huge_page_memory
+from ds_tba.update.pinning import CudaDriver, Registry
+from gpu.results import piece_parser
 
-from ds_tba.device.accelerator import available_bytes  # noqa: E402
-from ds_tba.device.memory import (  # noqa: E402
-    HUGE_PAGE_BYTES,
-    PAGE_BYTES,
-    advise_huge_pages,
-    host_view,
-    huge_page_memory,
-)
-from ds_tba.update.pinning import CudaDriver, Registry  # noqa: E402
-from gpu.results import piece_parser, write_whole  # noqa: E402
-
-GIB = 1 << 30
 ROUNDS = 5
 
 
-class NoDriver:
-    """Pins nothing, on the CPU, and says that it did."""
-
-    def register(self, address: int, nbytes: int) -> bool:
-        return True
-
-    def unregister(self, address: int) -> None:
-        pass
-
-
 class Bench:
-    """A device, and host memory that it copies from by itself.
-
-    Args:
-        kind: ``"cpu"`` or ``"cuda"``.
-    """
+    """A device, and host memory that it copies from by itself; on a CPU nothing is pinned, and said to be."""
 
     def __init__(self, kind: str) -> None:
         self.device = Device(kind)
-        self.registry = Registry(CudaDriver() if self.device.is_cuda else NoDriver(), None)
+        self.registry = Registry(CudaDriver() if self.device.is_cuda else mock.Mock(), None)
 
     def host(self, nbytes: int) -> torch.Tensor:
         """Return host memory of whole pages, touched: a copy must not reach beyond what is pinned."""
@@ -66,14 +47,13 @@ class Bench:
 
     def time(self, act: Callable[[], object]) -> float:
         """Return the seconds until the device is done with it; the median of some, after one that does not count."""
-        found = []
-        for _ in range(1 + ROUNDS):
-            self.device.synchronize()
-            began_s = time.perf_counter()
+
+        def acted() -> None:
             act()
             self.device.synchronize()
-            found.append(time.perf_counter() - began_s)
-        return statistics.median(found[1:])
+
+        acted()
+        return statistics.median(timeit.repeat(acted, number=1, repeat=ROUNDS))
 
 
 def duplex(bench: Bench, nbytes: int) -> dict[str, Any]:
@@ -91,21 +71,17 @@ def duplex(bench: Bench, nbytes: int) -> dict[str, Any]:
     def of_torch() -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=is_cuda)
 
+    def copy(host: Sequence[torch.Tensor], ways: Sequence[bool]) -> None:
+        for is_out in ways:
+            target, data = (host[0], down) if is_out else (up, host[1])
+            with torch.cuda.stream(streams[is_out]) if streams else nullcontext():
+                target.copy_(data, non_blocking=is_cuda)
+
     for name, make in {"registered": registered, "torch's": of_torch}.items():
-        to, source = make(), make()
-
-        def copy(*ways: bool, to: torch.Tensor = to, source: torch.Tensor = source) -> None:
-            for is_out in ways:
-                target, data = (to, down) if is_out else (up, source)
-                if not streams:
-                    target.copy_(data)
-                    continue
-                with torch.cuda.stream(streams[is_out]):
-                    target.copy_(data, non_blocking=True)
-
-        ways = {"out": (True,), "in": (False,), "both": (True, False)}
+        host = make(), make()
         found[name] = {
-            way: len(flags) * nbytes / bench.time(lambda flags=flags: copy(*flags)) / 1e9 for way, flags in ways.items()
+            way: len(flags) * nbytes / bench.time(partial(copy, host, flags)) / 1e9
+            for way, flags in {"out": (True,), "in": (False,), "both": (True, False)}.items()
         }
         bench.registry.keep([])
         found[name]["both / (out + in)"] = found[name]["both"] / (found[name]["out"] + found[name]["in"])
@@ -119,15 +95,15 @@ def pinning(bench: Bench, nbytes: int) -> dict[str, Any]:
         memory = torch.empty(nbytes + HUGE_PAGE_BYTES, dtype=torch.uint8, device="cpu")
         if huge:
             advise_huge_pages(memory)
-        began_s = time.perf_counter()
+        times_s = [time.perf_counter()]
         memory.fill_(1)
-        touched_s = time.perf_counter()
-        is_pinned = bench.registry.pin(memory)
-        pinned_s = time.perf_counter()
+        times_s.append(time.perf_counter())
+        is_pinned = bool(bench.registry.pin(memory))
+        times_s.append(time.perf_counter())
         bench.registry.keep([])
-        undone_s = time.perf_counter()
-        rates = {"touched": touched_s - began_s, "pinned": pinned_s - touched_s, "unpinned": undone_s - pinned_s}
-        found[name] = {"is_pinned": is_pinned} | {key: nbytes / took_s / 1e9 for key, took_s in rates.items()}
+        times_s.append(time.perf_counter())
+        rates = (nbytes / (end_s - began_s) / 1e9 for began_s, end_s in pairwise(times_s))
+        found[name] = {"is_pinned": is_pinned, **dict(zip(("touched", "pinned", "unpinned"), rates, strict=True))}
         del memory
     return found
 
@@ -148,11 +124,6 @@ def card() -> dict[str, Any]:
     }
 
 
-def counting(bench: Bench) -> dict[str, Any]:
-    """Return what one look at the allocator's counts costs: recorded steps take one for each saved tensor."""
-    return {"us": 1e6 * bench.time(bench.device.counts)}
-
-
 def drive(directory: Path, nbytes: int) -> dict[str, Any]:
     """Return the file system's kind, whether it takes files without a name, and GB/s past the page cache."""
     found: dict[str, Any] = {"file system": _output("df", "--output=fstype,avail", str(directory))}
@@ -160,7 +131,7 @@ def drive(directory: Path, nbytes: int) -> dict[str, Any]:
     try:
         fd = os.open(directory, flags)
     except OSError as error:
-        return found | {"O_TMPFILE with O_DIRECT": _line(error)}
+        return found | {"O_TMPFILE with O_DIRECT": first_line(error)}
     block = huge_page_memory(4 << 20)
     block.random_(255)
     data = host_view(block)
@@ -179,33 +150,29 @@ def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return _line(error)
+        return first_line(error)
     return " ".join(done.stdout.split())
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {text[0]}"[:300]
 
 
 def main(argv: list[str] | None = None) -> int:
     options = piece_parser(__doc__).parse_args(argv)
     bench = Bench(options.device)
-    small = 1 << 22
+    small = 4 << 20
     found: dict[str, Any] = {"device": bench.device.name}
     facts: dict[str, Callable[[], dict[str, Any]]] = {
         "card": card,
         "drive": lambda: drive(options.nvme_path, small if options.tiny else 2 * GIB),
         "copies": lambda: duplex(bench, small if options.tiny else GIB // 2),
         "pinning": lambda: pinning(bench, small if options.tiny else GIB),
-        "counts of the allocator": lambda: counting(bench),
+        # Recorded steps look at these for each saved tensor.
+        "counts of the allocator": lambda: {"us": 1e6 * bench.time(bench.device.counts)},
     }
     for name, act in facts.items():
         try:
             found[name] = act()
         except (RuntimeError, OSError) as error:  # the other facts are facts all the same
-            found[name] = {"failed": _line(error)}
-        write_whole(options.result, json.dumps(found))
+            found[name] = {"failed": first_line(error)}
+        write_json(options.result, found)
         print(f"{name}: {found[name]}", flush=True)
     return 1 if any("failed" in one for one in found.values() if isinstance(one, dict)) else 0
 

@@ -13,17 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarking import parser_of, write_json
+
 ROOT = Path(__file__).resolve().parents[2]
 DONE, CUT, FAILED, BEGUN = "done", "cut", "failed", "begun"
-
-
-def today() -> str:
-    """Return the date as the file's name has it."""
-    return datetime.now(timezone.utc).date().isoformat()
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class Results:
@@ -40,10 +33,8 @@ class Results:
         if path.exists():
             self.found = json.loads(path.read_text(encoding="utf-8"))
             if self.found["rehearsal"] != rehearsal:
-                kinds = ("a rehearsal", "a measurement")
-                raise SystemExit(
-                    f"{path} is of {kinds[rehearsal]}, this run is {kinds[not rehearsal]}: name another file"
-                )
+                its, ours = ("a rehearsal", "a measurement")[:: -1 if rehearsal else 1]
+                raise SystemExit(f"{path} is of {its}, this run is {ours}: name another file")
             self._adopt()
 
     @property
@@ -71,9 +62,10 @@ class Results:
 
     def put(self, name: str, **found: Any) -> None:
         """Keep what a piece found, and where and when, on disk before this returns."""
-        self.pieces[name] = {**found, "at": now(), "commit": commit(), "machine": machine()}
+        at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.pieces[name] = {**found, "at": at, "commit": commit(), "machine": machine()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path, json.dumps(self.found, indent=1) + "\n")
+        write_json(self.path, self.found)
         self.running.unlink(missing_ok=True)
 
     def _adopt(self) -> None:
@@ -88,36 +80,19 @@ class Results:
             self.put(name, **{**piece, "state": CUT, "reason": "the run ended in it", "found": found})
 
 
-def piece_parser(description: str | None, seconds: float | None = None) -> argparse.ArgumentParser:
-    """Return a parser of the options that pieces have in common, and of ``--seconds`` if they measure as long."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    if seconds is not None:
-        parser.add_argument("--seconds", type=float, default=seconds, help="for everything")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--nvme_path", type=Path, default=Path())
-    parser.add_argument("--tiny", action="store_true")
+def piece_parser(doc: str | None, **more: object) -> argparse.ArgumentParser:
+    """Return a parser of the options that pieces have in common, and of more."""
+    parser = parser_of(doc, device=("cuda", "cpu or cuda"), nvme_path=Path(), tiny=False, **more)
     parser.add_argument("--result", type=Path, required=True)
     return parser
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write all of the text or none: the file has its old text if the process ends meanwhile."""
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 @functools.cache
 def commit() -> str:
     """Return the tree's commit, with a mark if the tree was changed; "unknown" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:
         return "unknown"
     return done.stdout.strip() or "unknown"

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), *map(str, Path(__file__).resolve().parents[1:3])]
+import torch
+from benchmarking import MIB, write_json
+from curves.device import Device
+from curves.turns import digest, strict
+from planners import PLANNERS
 
-import torch  # noqa: E402
-from curves.device import Device  # noqa: E402
-from curves.turns import digest, strict  # noqa: E402
-from planners import PLANNERS  # noqa: E402
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.agreement import Alone
+from gpu.llama import BYTE_VALUES, Llama, Shape
+from gpu.results import piece_parser
 
-from ds_tba.config import AioConfig, OffloadConfig  # noqa: E402
-from ds_tba.offloader import ActivationOffloader  # noqa: E402
-from ds_tba.plan.agreement import Alone  # noqa: E402
-from gpu.llama import BYTE_VALUES, Llama, Shape  # noqa: E402
-from gpu.results import piece_parser, write_whole  # noqa: E402
-
-MIB = 1 << 20
 LEARNING_RATE = 0.01
 STEPS, STEPS_WITH_A_PLAN = 5, 10
 # A step has begun by then; the next would not end in time.
@@ -59,13 +54,7 @@ class Setting(NamedTuple):
 
 
 class Smoke:
-    """All ways in all settings.
-
-    Attributes:
-        rows: one for each that was tried.
-        failed: what was not as it should be, in words.
-        untried: for want of time.
-    """
+    """All ways in all settings: a row for each that was tried, what failed, and what there was no time for."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -78,7 +67,7 @@ class Smoke:
         self.untried: list[str] = []
 
     def run(self) -> None:
-        streams = ("default stream", "two streams", "own stream") if self._device.is_cuda else ("default stream",)
+        streams = ("default stream", "two streams", "own stream")[: 3 if self._device.is_cuda else 1]
         for setting in itertools.starmap(Setting, itertools.product(("bf16", "autocast"), streams)):
             self._run(setting)
 
@@ -128,14 +117,10 @@ class Smoke:
             REMATERIALIZE: {"placement": "keep"},
             "host": {"placement": "host", "host_budget_bytes": most},
             "nvme": {"placement": "nvme", "io": {**drive, "staging_bytes": most // 8}},
-            "adaptive": {"host_budget_bytes": most // 2, "io": drive},
-            BUDGET: {
-                "activation_budget_bytes": max(1, int(0.4 * saved_bytes)),
-                "io": drive,
-                "recompute": True,
-                "max_step_overhead": 100.0,
-            },
+            "adaptive": {"host_budget_bytes": most // 2},
+            BUDGET: {"activation_budget_bytes": max(1, int(0.4 * saved_bytes)), "max_step_overhead": 100.0},
         }
+        blocks[BUDGET]["recompute"] = True
         common = {"nvme_path": str(self._options.nvme_path), "min_tensor_bytes": 4096 if self._options.tiny else MIB}
         return {**common, "io": drive, **blocks[way]} if way in blocks else None
 
@@ -153,19 +138,14 @@ class Smoke:
         if block is not None:
             offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), device.accelerator)
         device.synchronize()
-        own: AbstractContextManager[Any] = nullcontext()
-        if device.is_cuda and setting.streams == "own stream":
-            own = torch.cuda.stream(torch.cuda.Stream())
-        is_planned = block is not None and "placement" not in block
+        is_own = device.is_cuda and setting.streams == "own stream"
+        count = STEPS if block is None or "placement" in block else STEPS_WITH_A_PLAN
         try:
             if offloader is not None:
                 # Ours may find something cheaper than to recompute, which then nothing would have shown.
                 offloader.watch(model, Alone(), PLANNERS["recompute" if way == BUDGET else "adaptive"])
-            with own:
-                steps = [
-                    self._step(model, tokens, setting, offloader)
-                    for _ in range(STEPS_WITH_A_PLAN if is_planned else STEPS)
-                ]
+            with torch.cuda.stream(torch.cuda.Stream()) if is_own else nullcontext():
+                steps = [self._step(model, tokens, setting, offloader) for _ in range(count)]
             return steps, {} if offloader is None else offloader.report().to_dict()
         finally:
             if offloader is not None:
@@ -195,12 +175,11 @@ class Smoke:
 
     def keep(self) -> None:
         """Write what there is so far."""
-        found = {"rows": self.rows, "failed": self.failed, "untried": self.untried}
-        write_whole(self._options.result, json.dumps(found))
+        write_json(self._options.result, {"rows": self.rows, "failed": self.failed, "untried": self.untried})
 
 
 def main(argv: list[str] | None = None) -> int:
-    smoke = Smoke(piece_parser(__doc__, 110.0).parse_args(argv))
+    smoke = Smoke(piece_parser(__doc__, seconds=(110.0, "for everything")).parse_args(argv))
     with strict():
         smoke.run()
     for one in smoke.failed:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import update_time
+from benchmarking import GIB, markdown_table
 from curves.table import lines
 
-GIB = 1 << 30
 MOVED = ("host_bytes", "written_bytes", "rematerialized_bytes", "recomputed_bytes")
 PARTS = {
     "headline": "Four layers of Llama-3-8B, 16k tokens",
@@ -41,11 +41,9 @@ def _lines(results: Found) -> Iterator[str]:
         own = {name: one for name, one in pieces.items() if one["part"] == part}
         if not own:
             continue
-        yield from ("", f"## {words}", "", "| piece | state | took | at |", "|---|---|---|---|")
-        for name, one in own.items():
-            state = one["state"] + (f": {one['reason']}" if one.get("reason") else "")
-            yield f"| {name} | {_cell(state)} | {one['took_s']:.0f} s | {one['at']} |"
-        yield ""
+        states = {name: ": ".join(filter(None, (one["state"], one.get("reason")))) for name, one in own.items()}
+        rows = [(name, _cell(states[name]), f"{one['took_s']:.0f} s", one["at"]) for name, one in own.items()]
+        yield from ("", f"## {words}", "", *markdown_table(("piece", "state", "took", "at"), rows), "")
         yield from _PARTS[part]({name: one["found"] for name, one in own.items() if one["found"]})
     left = [part for part in PARTS if not any(one["part"] == part for one in pieces.values())]
     if left:
@@ -57,45 +55,38 @@ def _cell(text: str) -> str:
 
 
 def _facts(found: Mapping[str, Found]) -> Iterator[str]:
-    yield from ("| fact | found |", "|---|---|")
-    for facts in found.values():
-        for name, fact in facts.items():
-            for key, value in _flat(fact) if isinstance(fact, dict) else [("", fact)]:
-                told = value if isinstance(value, str) else f"{value:.4g}"
-                yield f"| {_cell(f'{name} {key}'.strip())} | {_cell(told)} |"
+    rows = [row for facts in found.values() for name, fact in facts.items() for row in _flat(name, fact)]
+    yield from markdown_table(("fact", "found"), rows)
 
 
-def _flat(fact: Found, above: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(name: str, fact: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(fact, dict):
+        yield _cell(name), f"{fact:.4g}" if isinstance(fact, float) else _cell(str(fact))
+        return
     for key, value in fact.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{key}, ")
-        else:
-            yield above + key, str(value) if isinstance(value, bool) else value
+        yield from _flat(f"{name} {key}", value)
 
 
 def _tests(found: Mapping[str, Found]) -> Iterator[str]:
-    yield from ("| file | passed | failed | skipped | failed, and why skipped |", "|---|---|---|---|---|")
+    rows = []
     for name, one in found.items():
-        counts, told = one["counts"], [*one["failed"], *(f"{count} x {why}" for why, count in one["skipped"].items())]
-        passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
-        name = name.removeprefix("tests ")
-        yield f"| {name} | {passed} | {len(one['failed'])} | {skipped} | {_cell('; '.join(told))} |"
+        told = [*one["failed"], *(f"{count} x {why}" for why, count in one["skipped"].items())]
+        passed, skipped = (one["counts"].get(kind, 0) for kind in ("passed", "skipped"))
+        rows.append((name.removeprefix("tests "), passed, len(one["failed"]), skipped, _cell("; ".join(told))))
+    yield from markdown_table(("file", "passed", "failed", "skipped", "failed, and why skipped"), rows)
 
 
 def _smoke(found: Mapping[str, Found]) -> Iterator[str]:
-    yield (
-        "Each step against a run without us, kernels strictly deterministic; *keep again* is a second such run. "
-        "Moved and made again: GiB in all steps."
-    )
-    yield ""
-    yield "| dtype, streams | way | losses and gradients | to the host | written | made again | recomputed | plans |"
-    yield "|---" * 8 + "|"
+    yield "Each step against a run without us, kernels strictly deterministic; *keep again* is a second such run."
+    yield from ("Moved and made again: GiB in all steps.", "")
+    rows = []
     for row in (row for one in found.values() for row in one["rows"]):
         verdict = f"**{_cell(row['failed'])}**" if row["failed"] else "equal"
         report = row.get("report") or {}
         moved = (f"{report[key] / GIB:.3f}" if report.get(key) else "" for key in MOVED)
-        figures = " | ".join((*moved, str(report.get("plans") or "")))
-        yield f"| {row['dtype']}, {row['streams']} | {row['way']} | {verdict} | {figures} |"
+        rows.append((f"{row['dtype']}, {row['streams']}", row["way"], verdict, *moved, report.get("plans") or ""))
+    columns = ("dtype, streams", "way", "losses and gradients", "to the host", "written", "made again", "recomputed")
+    yield from markdown_table((*columns, "plans"), rows)
     for one in found.values():
         if one["untried"]:
             yield from ("", "No time was left for: " + "; ".join(one["untried"]) + ".")
@@ -108,11 +99,11 @@ def _waits(rows: list[Found]) -> Iterator[str]:
     if not names:
         return
     yield from ("", "Calls of one step, and the milliseconds of the host in them:", "")
-    yield "| call | " + " | ".join(profiled) + " |"
-    yield "|---" * (1 + len(profiled)) + "|"
+    rows = []
     for name in names:
         cells = (f"{events[name][0]}, {events[name][1]:.2f}" if name in events else "" for events in profiled.values())
-        yield f"| `{name}` | " + " | ".join(cells) + " |"
+        rows.append((f"`{name}`", *cells))
+    yield from markdown_table(("call", *profiled), rows)
 
 
 def _peers(found: Mapping[str, Found]) -> Iterator[str]:
@@ -137,19 +128,16 @@ def _headline(found: Mapping[str, Found]) -> Iterator[str]:
         columns = ("way", "step s", "step / base [middle half]", "host: forward, backward s", "physical peak GiB",
                    "/ base", "activations / base", "peak GiB: allocated, reserved", "retries, mallocs, frees",
                    "per step: written, to the host, made again GiB", "loss, gradients, parameters")  # fmt: skip
-        yield from ("", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|")
         rows = {row["name"]: row for row in one["rows"]}
-        for row in one["rows"]:
-            yield _row(row, rows.get(base, {}))
+        yield from ("", *markdown_table(columns, [_row(row, rows.get(base, {})) for row in one["rows"]]))
         yield from _waits(one["rows"])
 
 
-def _row(row: Found, base: Found) -> str:
+def _row(row: Found, base: Found) -> tuple[str, ...]:
     equal = {True: "equal", False: "**DIFFERENT**", None: _cell(row["unproven"])}[row["equal"]]
     if "step_s" not in row or row["state"] != "runs":
-        return f"| {row['title']} | {_cell(row['state'] + ': ' + row['reason'])} | | | | | | | | | {equal} |"
-    ratio = row["to_base"]
-    step = f"{ratio['median']:.3f} [{ratio['low']:.2f}-{ratio['high']:.2f}]"
+        return (row["title"], _cell(row["state"] + ": " + row["reason"]), *[""] * 8, equal)
+    step = "{median:.3f} [{low:.2f}-{high:.2f}]".format(**row["to_base"])
     peak = f"{row['peak_bytes'] / GIB:.3f}" if "peak_bytes" in row else ""
     whole, part = (
         f"{row[key] / base[key]:.3f}" if row.get(key) and base.get(key) else ""
@@ -165,8 +153,7 @@ def _row(row: Found, base: Found) -> str:
         keys = ("written_bytes", "host_bytes", "rematerialized_bytes")
         moved = ", ".join(f"{report[key] / report['steps'] / GIB:.2f}" for key in keys)
         moved += f"; {report['fallbacks']} fallbacks" if report["fallbacks"] else ""
-    figures = (f"{row['step_s']:.3f}", step, host, peak, whole, part, allocated, numbers, moved, equal)
-    return " | ".join((f"| {row['title']}", *figures)) + " |"
+    return row["title"], f"{row['step_s']:.3f}", step, host, peak, whole, part, allocated, numbers, moved, equal
 
 
 def longest(found: list[Found]) -> Iterator[str]:
@@ -174,49 +161,31 @@ def longest(found: list[Found]) -> Iterator[str]:
     for layers in dict.fromkeys(one["shape"]["layers"] for one in found):
         lengths = [one for one in found if one["shape"]["layers"] == layers]
         tried = ", ".join(f"{one['tokens']:,}" for one in lengths)
-        yield from (
-            "",
-            f"{layers} layers, tried: {tried} tokens",
-            "",
-            "| way | longest sequence | at the next |",
-            "|---|---|---|",
-        )
+        yield from ("", f"{layers} layers, tried: {tried} tokens", "")
+        ends = []
         for name, title in dict.fromkeys((row["name"], row["title"]) for one in lengths for row in one["rows"]):
             rows = [(one["tokens"], row) for one in lengths for row in one["rows"] if row["name"] == name]
             ran = max((tokens for tokens, row in rows if row["state"] == "runs"), default=0)
             after = next((f"{tokens:,}: {row['state']}, {row['reason']}" for tokens, row in rows if tokens > ran), "")
-            yield f"| {title} | {f'{ran:,}' if ran else 'none'} | {_cell(after)} |"
+            ends.append((title, f"{ran:,}" if ran else "none", _cell(after)))
+        yield from markdown_table(("way", "longest sequence", "at the next"), ends)
 
 
 def _hooks(found: Mapping[str, Found]) -> Iterator[str]:
     for one in found.values():
         if "rows" in one:
-            yield from ("| saved tensors | how many | pack us | unpack us | to kept |", "|---|---|---|---|---|")
-            for row in one["rows"]:
-                figures = " | ".join(f"{row[key]:.2f}" for key in ("pack_us", "unpack_us", "to_kept"))
-                yield f"| {row['kind']} | {row['tensors']} | {figures} |"
-            yield ""
+            figures = [(f"{row[key]:.2f}" for key in ("pack_us", "unpack_us", "to_kept")) for row in one["rows"]]
+            rows = [(row["kind"], row["tensors"], *more) for row, more in zip(one["rows"], figures, strict=True)]
+            yield from (*markdown_table(("saved tensors", "how many", "pack us", "unpack us", "to kept"), rows), "")
         for shape in one.get("shapes", ()):
             yield from (shape["verdict"], "", *lines(shape["points"]), "")
 
 
 def _update(found: Mapping[str, Found]) -> Iterator[str]:
-    yield from (
-        "| parameters | variant | update s | update / stock | step s | step / stock | losses |",
-        "|---|---|---|---|---|---|---|",
-    )
     for one in found.values():
-        rounds, losses = one["rounds"], list(one["losses"].values())
-        most = max(losses, key=len, default=[])
-        equal = all(most[: len(other)] == other for other in losses)
-        for name in dict.fromkeys(name for turns in rounds for name in turns):
-            times = [statistics.median(turns[name][key] for turns in rounds) for key in ("update_s", "step_s")]
-            ratios = [
-                statistics.median(turns[name][key] / turns["stock"][key] for turns in rounds)
-                for key in ("update_s", "step_s")
-            ]
-            figures = " | ".join(f"{time:.4f} | {ratio:.3f}" for time, ratio in zip(times, ratios, strict=True))
-            yield f"| {one['parameters'] / 1e6:,.1f} M | {name} | {figures} | {'equal' if equal else '**DIFFERENT**'} |"
+        names = [name for name in one["rounds"][0] if name != update_time.STOCK]
+        yield from update_time.table(one, [update_time.STOCK, *sorted(names)])
+        yield from ("", *(f"- {line}" for line in update_time.verdicts(one)), "")
 
 
 _PARTS = {

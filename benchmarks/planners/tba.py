@@ -35,21 +35,15 @@ def tba_assignment(trace: Trace) -> Assignment:
 
 def _suffix(trace: Trace) -> int:
     """Return the index of the first storage that is kept."""
-    scopes = _scopes(trace)
-    start_s, end_s = scopes[0].start_s, _forward_end_s(trace)
-    before_bytes = 0
+    scopes, before_bytes = _scopes(trace), 0
+    start_s, used_s = scopes[0].start_s, max(one.last_forward_use_s for one in trace.storages)
+    end_s = max([used_s, *(block.forward_end_s for block in trace.blocks)])
     for scope in scopes[:-1]:
         until_s = 3 * (end_s - start_s) - 2 * (scope.start_s - start_s)
         if before_bytes + 2 * scope.nbytes > trace.resources.write_bytes_per_s * until_s:
             return scope.first
         before_bytes += scope.nbytes
     return scopes[-1].first
-
-
-def _forward_end_s(trace: Trace) -> float:
-    return max(
-        [block.forward_end_s for block in trace.blocks] + [storage.last_forward_use_s for storage in trace.storages]
-    )
 
 
 def _scopes(trace: Trace) -> list[Scope]:

@@ -73,13 +73,10 @@ class Greedy:
     """The timeline while moves are chosen."""
 
     def __init__(self, timeline: Timeline, limits: Limits) -> None:
-        self._timeline = timeline
-        slice_s = timeline.trace.end_s / SLICES
-        resources = timeline.trace.resources
-        self._slice_s = slice_s
-        self._packed = self._slices(timeline.left_s)
-        self._used = self._slices(timeline.used_s)
-        self._freed = self._slices(timeline.freed_s)
+        self._timeline, resources = timeline, timeline.trace.resources
+        self._slice_s = slice_s = timeline.trace.end_s / SLICES
+        at_s = (timeline.left_s, timeline.used_s, timeline.freed_s)
+        self._packed, self._used, self._freed = map(self._slices, at_s)
         self._memory = np.zeros(SLICES)
         for index in np.flatnonzero(timeline.saved):
             self._memory[self._packed[index] : self._freed[index] + 1] += timeline.nbytes[index]
@@ -96,7 +93,8 @@ class Greedy:
     def choose(self) -> Assignment:
         """Return the moves, the best ratio of benefit to cost first."""
         assignment, nbytes = self._timeline.kept, self._timeline.nbytes
-        heap = [(-self._highest_ratio(index), index) for index in self._candidates()]
+        candidates = np.flatnonzero(self._timeline.movable & self._timeline.saved).tolist()
+        heap = [(-self._highest_ratio(index), index) for index in candidates]
         heapq.heapify(heap)
         while heap and self._memory.max() > self._capacity_bytes:
             _, index = heapq.heappop(heap)
@@ -116,9 +114,6 @@ class Greedy:
                 self._host[where.out_first : self._freed[index] + 1] += size
             self._memory[where.out_last + 1 : where.in_first] -= size
         return assignment
-
-    def _candidates(self) -> list[int]:
-        return [int(index) for index in np.flatnonzero(self._timeline.movable & self._timeline.saved)]
 
     def _slices(self, at_s: Floats) -> list[int]:
         return np.minimum((at_s / self._slice_s).astype(np.int64), SLICES - 1).tolist()  # type: ignore[no-any-return]

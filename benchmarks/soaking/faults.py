@@ -54,9 +54,7 @@ class Injector:
     def __init__(self, seed: str, rates: Rates, flip_reads: int = 0) -> None:
         self.counts: Counter[str] = Counter()
         self.due: type[StorageError] | None = None
-        self._seed = seed
-        self._rates = rates
-        self._flip_reads = flip_reads
+        self._seed, self._rates, self._flip_reads = seed, rates, flip_reads
         self._handles = self._reads = 0
         self.is_off = True
         self._armed = ""
@@ -94,13 +92,11 @@ class Injector:
     def before_read(self, chance: random.Random) -> str:
         """Return what happens to a read."""
         rates, roll = self._rates, chance.random()
-        kind = ""
+        kind = "slow read" if roll < rates.read_error + rates.slow_read else ""
         if self._armed == LOST_READ and chance.random() < ARMED_FRACTION:
             kind = LOST_READ
         elif roll < rates.read_error:
             kind = "read error once"
-        elif roll < rates.read_error + rates.slow_read:
-            kind = "slow read"
         with self._lock:
             self.counts[kind] += 1
         return kind
@@ -147,8 +143,7 @@ class FaultyBackend(IoBackend):
 
     def __init__(self, inner: IoBackend, injector: Injector) -> None:
         self.name, self.alignment_bytes, self.block_bytes = inner.name, inner.alignment_bytes, inner.block_bytes
-        self._inner = inner
-        self._injector = injector
+        self._inner, self._injector = inner, injector
 
     def open_handle(self, fd: int) -> IoHandle:
         return _FaultyHandle(self._inner.open_handle(fd), fd, self.alignment_bytes, self._injector)
@@ -165,11 +160,8 @@ class FaultyBackend(IoBackend):
 
 class _FaultyHandle(IoHandle):
     def __init__(self, inner: IoHandle, fd: int, alignment_bytes: int, injector: Injector) -> None:
-        self._inner = inner
-        self._fd = fd
-        self._alignment_bytes = alignment_bytes
-        self._injector = injector
-        self._chance = injector.new_chance()
+        self._inner, self._fd, self._alignment_bytes = inner, fd, alignment_bytes
+        self._injector, self._chance = injector, injector.new_chance()
         self._trying_again = ""
 
     def write(self, data: torch.Tensor, offset: int) -> None:
@@ -178,8 +170,7 @@ class _FaultyHandle(IoHandle):
             return
         kind, instead = self._injector.before_write(self._chance, self._fd, data, offset)
         if kind in WRITE_ERRORS:
-            code = WRITE_ERRORS[kind]
-            raise TransferError(f"write of {data.numel()} bytes failed: {os.strerror(code)}", code)
+            raise _error("write", data, WRITE_ERRORS[kind])
         if kind == "slow write":
             self._injector.nap(self._chance)
         if kind == "short write":
@@ -194,11 +185,11 @@ class _FaultyHandle(IoHandle):
         first, self._trying_again = self._trying_again, ""
         if first == LOST_READ:
             self._injector.owe(ActivationLostError)
-            raise _read_error(data)
+            raise _error("read", data, errno.EIO)
         kind = "" if first else self._injector.before_read(self._chance)
         if kind in ("read error once", LOST_READ):
             self._trying_again = kind
-            raise _read_error(data)
+            raise _error("read", data, errno.EIO)
         if kind == "slow read":
             self._injector.nap(self._chance)
         self._inner.read(data, offset)
@@ -216,8 +207,8 @@ class _FaultyHandle(IoHandle):
         self._inner.close()
 
 
-def _read_error(data: torch.Tensor) -> TransferError:
-    return TransferError(f"read of {data.numel()} bytes failed: {os.strerror(errno.EIO)}", errno.EIO)
+def _error(what: str, data: torch.Tensor, code: int) -> TransferError:
+    return TransferError(f"{what} of {data.numel()} bytes failed: {os.strerror(code)}", code)
 
 
 class Faults:

@@ -8,11 +8,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,6 @@ class Sample:
     disk_bytes: int
     objects: int
     left: dict[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def take(step: int, segment: int, directory: Path, offloader: Any, patience_s: float) -> Sample:
@@ -72,14 +67,10 @@ def _held(offloader: Any) -> dict[str, int]:
         return {}
     cache, store = offloader.cache, offloader._tiers.nvme
     cache.settle()
-    held = {
-        "records": cache.live_records,
-        "saved bytes": cache.stats.saved.now,
-        "resident bytes": cache.stats.resident.now,
-    }
+    held = {"records": cache.live_records, "saved": cache.stats.saved.now, "resident": cache.stats.resident.now}
     if store is not None:
-        held["staging bytes"] = store.ring.slots.used_bytes
-        held["swap file bytes"] = sum(path.extents.used_bytes for path in store.paths)
+        held["staging"] = store.ring.slots.used_bytes
+        held["swap file"] = sum(path.extents.used_bytes for path in store.paths)
     return held
 
 

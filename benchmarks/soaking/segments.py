@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarking import MIB
+
 from soaking.faults import BAD_WRITES, LOST_READ, Rates
 
-MIB = 1 << 20
 PATHS = 4
 HARD_FAULT_FRACTION = 0.25
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One engine's life.
+    """One engine's life: ZeRO's stage, our block of the config (None without us), and DeepSpeed's ``"aio"`` block.
 
     Attributes:
-        stage: ZeRO's stage.
-        block: our block of the config; None in the run without us.
-        aio: DeepSpeed's own ``"aio"`` block.
         collected: True if the engine ends by garbage collection instead of ``destroy()``.
     """
 
@@ -60,9 +58,7 @@ def _block(chance: random.Random, directory: Path, backend: str) -> dict[str, An
         "nvme_path": paths[: chance.choice([1, 2, 4, 4])],
         "placement": placement,
         "min_tensor_bytes": chance.choice([4096, 16384, 65536]),
-        "host_budget_bytes": chance.choice([4, 16]) * MIB
-        if placement == "host"
-        else chance.choice([0, 0, 3, 16]) * MIB,
+        "host_budget_bytes": chance.choice([4, 16] if placement == "host" else [0, 0, 3, 16]) * MIB,
         "io": {
             "backend": backend,
             "write_lanes": chance.randint(1, 3),
@@ -76,10 +72,5 @@ def _block(chance: random.Random, directory: Path, backend: str) -> dict[str, An
 
 
 def _rates(chance: random.Random) -> Rates:
-    return Rates(
-        slow_write=chance.choice([0, 0.1, 0.5]),
-        slow_read=chance.choice([0, 0.1, 0.5]),
-        write_error=chance.choice([0, 0, 0.005, 0.02]),
-        read_error=chance.choice([0, 0.01, 0.1]),
-        delay_s=chance.choice([0.002, 0.01]),
-    )
+    odds = ([0, 0.1, 0.5], [0, 0.1, 0.5], [0, 0, 0.005, 0.02], [0, 0.01, 0.1], [0.002, 0.01])
+    return Rates(*map(chance.choice, odds))

@@ -87,9 +87,6 @@ def forward(engine: Any, batch: Batch) -> Tensor:
     return loss
 
 
-# ---- modes ----------------------------------------------------------------------------------------------------------
-
-
 def accumulation(engine: Any, plan: StepPlan) -> list[float]:
     losses = []
     for batch in plan.batches:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from benchmarking import MIB
+
 from soaking.faults import KINDS
 from soaking.meters import slope
 
-MIB = 1 << 20
 # Growth that fails: at this rate, and by so much that it is not the noise of one sample.
 MEMORY_BYTES_PER_1000_STEPS = 16 * MIB
 MEMORY_NOISE_BYTES = 24 * MIB
@@ -56,10 +57,9 @@ def _both_ended(plain: Run, offload: Run, steps: int) -> Verdict:
 def _equal(plain: Run, offload: Run, steps: int) -> Verdict:
     pairs = list(zip(plain["steps"], offload["steps"], strict=False))
     different = [number for number, (one, other) in enumerate(pairs) if one != other]
+    found = f"{len(pairs)} of {steps} steps equal bit for bit"
     if different:
         found = f"step {different[0]} is the first of {len(different)} that differ"
-    else:
-        found = f"{len(pairs)} of {steps} steps equal bit for bit"
     held = not different and len(pairs) == steps and plain["parameters"] == offload["parameters"]
     return Verdict("losses, gradients, parameters equal", held, found)
 
@@ -83,10 +83,8 @@ def memory(check: str, plain: Run, offload: Run, steps: int, *, at_rest: bool) -
         if (one["segment"] == -1) == at_rest and (one["step"], one["segment"]) in without
     ]
     per_step = slope(points)
-    groups: dict[int, list[float]] = {}
-    for step, _, group in points:
-        groups.setdefault(group, []).append(step)
-    span = max((max(numbers) - min(numbers) for numbers in groups.values()), default=0)
+    groups = [[step for step, _, group in points if group == one] for one in {group for *_, group in points}]
+    span = max((max(numbers) - min(numbers) for numbers in groups), default=0)
     fast = per_step * 1000 > MEMORY_BYTES_PER_1000_STEPS and per_step * span > MEMORY_NOISE_BYTES
     found = (
         f"{per_step * 1000 / MIB:+.2f} MiB per 1000 steps over the run without us ({len(points)} samples; "
@@ -109,9 +107,8 @@ def _constant(check: str, key: str, offload: Run, steps: int) -> Verdict:
     values = _at_rest(offload, steps, key)
     rising = sum(after > before for before, after in pairwise(values))
     held = len(values) > 1 and values[-1] <= values[0]
-    return Verdict(
-        check, held, f"{values[0] if values else '-'} to {values[-1] if values else '-'}, rose {rising} times"
-    )
+    first, last = (values[0], values[-1]) if values else ("-", "-")
+    return Verdict(check, held, f"{first} to {last}, rose {rising} times")
 
 
 def _none(check: str, offload: Run, key: str, steps: int) -> Verdict:
@@ -124,9 +121,6 @@ def _none(check: str, offload: Run, key: str, steps: int) -> Verdict:
 
 def _nothing_left(offload: Run) -> Verdict:
     left = [one for one in offload["samples"] if one["left"]]
-    found = (
-        f"{len(offload['samples'])} looks, nothing held" if not left else f"step {left[0]['step']}: {left[0]['left']}"
-    )
-    return Verdict(
-        "records, staging and extents given back between steps", bool(offload["samples"]) and not left, found
-    )
+    found = f"step {left[0]['step']}: {left[0]['left']}" if left else f"{len(offload['samples'])} looks, nothing held"
+    held = bool(offload["samples"]) and not left
+    return Verdict("records, staging and extents given back between steps", held, found)

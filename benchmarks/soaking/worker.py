@@ -42,17 +42,10 @@ BUCKET = 1 << 20  # elements; DeepSpeed's default reserves gigabytes
 
 
 class Worker:
-    """One run of the soak.
-
-    Args:
-        options: options of ``soak.py``.
-        directory: directory of our own for swap files.
-    """
+    """One run of the soak, with the options of ``soak.py`` and a directory of its own for swap files."""
 
     def __init__(self, options: Any, directory: Path, *, offload: bool) -> None:
-        self._options = options
-        self._directory = directory
-        self._offload = offload
+        self._options, self._directory, self._offload = options, directory, offload
         # A build of aio that is not there yet would take minutes and its compiler's memory.
         self._backends = ("posix", "aio") if aio.is_built() else ("posix",)
         self._faults = Faults()
@@ -81,10 +74,8 @@ class Worker:
                         gc.freeze()  # or every collection would walk all of torch
         except Exception:  # noqa: BLE001 - whatever it is, the soak tells it instead of dying of it
             self.result["problem"] = traceback.format_exc()
-        self.result["parameters"] = _fingerprint(self._parameters or {})
+        self.result["parameters"] = _crc((self._parameters or {}).values())
         return self.result
-
-    # ---- a segment ----------------------------------------------------------------------------------------------
 
     def _segment(self, number: int, first: int, count: int) -> None:
         seed = self._options.seed
@@ -123,16 +114,9 @@ class Worker:
         model = steps.model()
         if self._parameters is not None:
             model.load_state_dict(self._parameters)
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 1.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {
-                "stage": segment.stage,
-                "reduce_bucket_size": BUCKET,
-                "allgather_bucket_size": BUCKET,
-            },
-        }
+        zero = {"stage": segment.stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True}
+        config["zero_optimization"] = zero
         if segment.block is not None:
             config |= {"activation_nvme_offload": segment.block, "aio": segment.aio}
         # Without a state of its own, so that the parameters are all it takes to start again.
@@ -152,22 +136,17 @@ class Worker:
         deadline = time.monotonic() + CLOSE_S
         while offloader is not None and (offloader.report().state != "finished" or self._our_threads()):
             if time.monotonic() > deadline:
-                raise steps.SoakError(
-                    f"the engine of segment {segment.number} is gone and its offloader did not close; threads that are "
-                    f"left: {', '.join(self._our_threads()) or 'none'}"
-                )
+                left = ", ".join(self._our_threads()) or "none"
+                raise steps.SoakError(f"segment {segment.number}: engine gone, offloader open, threads: {left}")
             time.sleep(0.001)
 
     def _add_up(self, offloader: Any) -> None:
         report = offloader.report().to_dict()
         for key in SUMS:
             self.result["sums"][key] += report[key]
-        for key in PEAKS:
-            self.result["peaks"][key] = max(self.result["peaks"][key], report[key])
+        self.result["peaks"] |= Counter({key: report[key] for key in PEAKS})  # the larger of each
         if offloader._tiers.nvme is not None:
             self.result["sums"]["rescued_bytes"] += offloader._tiers.nvme.stats.rescued_bytes
-
-    # ---- a step -------------------------------------------------------------------------------------------------
 
     def _step(self, segment: Segment, plan: steps.StepPlan, armed: str) -> None:
         injector = self._faults.injector
@@ -181,17 +160,16 @@ class Worker:
         due = injector.due
         injector.arm("")
         if raised is not due:
-            raise steps.SoakError(
-                f"step {plan.number} ({plan.mode}), fault '{armed}': {due.__name__ if due else 'no error'} was due and "
-                f"{f'{raised.__name__} came: {text}' if raised else 'none came'}"
-            )
+            wanted, came = (one.__name__ if one else "no error" for one in (due, raised))
+            fault = f"step {plan.number} ({plan.mode}), fault '{armed}'"
+            raise steps.SoakError(f"{fault}: {wanted} was due and {came} came: {text}")
         if raised is not None:
             self.result["errors"][raised.__name__] += 1
             self._go_back(segment, before)
             losses = steps.do(self._engine, plan)
-        gradients = _gradients(self._engine) if segment.stage == 0 else 0
+        gradients = _crc(one.grad for one in self._engine.module.parameters()) if segment.stage == 0 else 0
         self._engine.step()
-        self.result["steps"].append([*losses, gradients or _fingerprint(_parameters(self._engine))])
+        self.result["steps"].append([*losses, gradients or _crc(_parameters(self._engine).values())])
         self.result["modes"][plan.mode] += 1
         if self._options.sabotage == "leak" and self._offload:
             self._leak(plan)
@@ -216,21 +194,12 @@ class Worker:
 
     def _sample(self, step: int, segment: int) -> None:
         offloader = getattr(self._engine, "activation_offloader", None)
-        sample = take(step, segment, self._directory, offloader, self._patience_s)
-        self.result["samples"].append(sample.to_dict())
+        self.result["samples"].append(vars(take(step, segment, self._directory, offloader, self._patience_s)))
 
 
 def _parameters(engine: Any) -> dict[str, torch.Tensor]:
     """Return copies of all parameters. No segment has ZeRO-3, which would partition them."""
     return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-
-
-def _gradients(engine: Any) -> int:
-    return _crc(parameter.grad for parameter in engine.module.parameters())
-
-
-def _fingerprint(parameters: dict[str, torch.Tensor]) -> int:
-    return _crc(parameters.values())
 
 
 def _crc(tensors: Any) -> int:

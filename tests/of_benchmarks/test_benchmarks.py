@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import benchmarking
 import pytest
 import update_time
 from soaking.meters import disk_bytes, slope
@@ -170,5 +172,5 @@ def test_losses_are_compared_step_by_step() -> None:
 
 def test_ratios_are_to_the_same_round() -> None:
     rounds = [{"stock": {"s": 1.0}, "x": {"s": 3.0}}, {"stock": {"s": 10.0}, "x": {"s": 5.0}}]
-    assert update_time.ratios(rounds, "x", "s") == [0.5, 3.0]
+    assert benchmarking.ratios(rounds, "x", itemgetter("s"), "stock") == [0.5, 3.0]
     assert update_time.spread([1.0, 2.0, 3.0, 4.0]) == "2.500 (2.00-3.00) [1.00-4.00]"

@@ -1,4 +1,4 @@
-"""Plans against those of the planner of November 2026, which replayed every event (``benchmarks/golden.py``)."""
+"""Plans against those of the planner of November 2026, which replayed every event (``of_benchmarks/golden.py``)."""
 
 from __future__ import annotations
 

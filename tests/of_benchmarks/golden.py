@@ -2,9 +2,9 @@
 
 That planner replayed every event of a micro-step and tried every neighbour of a plan, in 2,197 lines:
 ``benchmarks/oracle`` up to commit dd747bb. At that commit ``oracle.search.adaptive`` and ``oracle.simulator.replay``
-were asked once, and ``results/oracle_202611.json`` has their answers. A question's name says what draws its input: for
-``chains`` and ``replays`` the seed in ``tests/plan/test_against_oracle.py``, for ``models`` a trace
-of ``planner_scale.py``. Each answer has the digest of its input. Where that differs, the generator has changed.
+were asked once, and ``benchmarks/results/oracle_202611.json`` has their answers. A question's name says what draws its
+input: for ``chains`` and ``replays`` the seed in ``tests/plan/test_against_oracle.py``, for ``models`` a trace of
+``planner_scale.py``. Each answer has the digest of its input. Where that differs, the generator has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_tba.config import Placement
 from ds_tba.plan.timeline import Assignment
 from ds_tba.plan.trace import Trace
 
-FILE = Path(__file__).parent / "results" / "oracle_202611.json"
+FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "oracle_202611.json"
 LETTERS = {"K": Placement.KEEP, "H": Placement.HOST, "N": Placement.NVME, "M": Placement.REMATERIALIZE}
 
 
