@@ -39,7 +39,7 @@ pytest.register_assert_rewrite("contracts")
 class Factory:
     """Makes something for a test, and closes what it has made, the last one first."""
 
-    def __init__(self, make: Callable[..., Any], close: Callable[[Any], None]) -> None:
+    def __init__(self, make: Callable[..., Any], close: Callable[[Any], None] = lambda made: made.close()) -> None:
         self._make, self._close = make, close
         self._made: list[Any] = []
 
@@ -53,6 +53,21 @@ class Factory:
 
 
 StoreFactory = Callable[..., NvmeStore]
+Closing = Callable[..., Factory]
+
+
+@pytest.fixture
+def closing() -> Iterator[Closing]:
+    """Turn what makes something into a factory that closes it after the test: the last factory's products first."""
+    factories: list[Factory] = []
+
+    def factory(*arguments: Callable[..., Any]) -> Factory:
+        factories.append(Factory(*arguments))
+        return factories[-1]
+
+    yield factory
+    while factories:
+        factories.pop().close()
 
 
 def make_backend(name: str) -> IoBackend:
@@ -138,7 +153,7 @@ def alarm() -> Iterator[Alarm]:
 
 
 @pytest.fixture
-def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
+def make_store(tmp_path: Path, closing: Closing) -> StoreFactory:
     directories = itertools.count()
 
     def make(
@@ -173,9 +188,7 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
             raise
         return store
 
-    factory = Factory(make, NvmeStore.close)
-    yield factory
-    factory.close()
+    return closing(make)
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory
+from conftest import Closing
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -35,16 +36,9 @@ PLACEMENTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    factory = Factory(
-        lambda model, **block: offloader_of(
-            tmp_path, model, **{"min_tensor_bytes": 4096, "until_backward": True, "placement": "nvme", **block}
-        ),
-        ActivationOffloader.close,
-    )
-    yield factory
+def make(tmp_path: Path, closing: Closing) -> Iterator[Make]:
+    yield closing(partial(offloader_of, tmp_path, min_tensor_bytes=4096, until_backward=True, placement="nvme"))
     assert innermost_hooks() is None
-    factory.close()
 
 
 def model_of() -> nn.Module:

@@ -7,13 +7,14 @@ import logging
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory
+from conftest import Closing
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -85,13 +86,8 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    factory = Factory(
-        lambda model, **block: offloader_of(tmp_path, model, **{"min_tensor_bytes": 2048, **block}),
-        ActivationOffloader.close,
-    )
-    yield factory
-    factory.close()
+def make(tmp_path: Path, closing: Closing) -> Make:
+    return closing(partial(offloader_of, tmp_path, min_tensor_bytes=2048))
 
 
 def seeded(**options: bool) -> Model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Factory
+from conftest import Closing
 from planners import PLANNERS
 from support.offloaders import watching
 from support.planned_training import ROWS, WIDTH, Model, controller_of, model
@@ -37,10 +37,8 @@ class InterruptionError(Exception):
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    factory = Factory(partial(watching, tmp_path, max_step_overhead=1000.0), ActivationOffloader.close)
-    yield factory
-    factory.close()
+def make(tmp_path: Path, closing: Closing) -> Make:
+    return closing(partial(watching, tmp_path, max_step_overhead=1000.0))
 
 
 def step(ours: Model, offloader: ActivationOffloader | None, ahead: int, forwards: int, fails: bool) -> None:
@@ -176,7 +174,7 @@ def test_the_data_of_an_output_may_be_replaced_until_its_backward(make: Make, pl
             for _ in range(2):
                 with nullcontext() if offloader is None else offloader.saving():
                     x = torch.randn(ROWS, WIDTH)
-                    for block in ours.blocks:
+                    for block in ours.layers:
                         x = block(x)
                     outputs.append(ours.head(x))
                 data.append(outputs[-1].data.clone())

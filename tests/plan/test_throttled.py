@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
 from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
@@ -28,9 +29,7 @@ Make = Callable[..., tuple[Model, ActivationOffloader]]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    made = []
-
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing) -> Make:
     def make(
         backend: ModelledDrive, *zero_paths: str, staging_bytes: int = 16 << 20
     ) -> tuple[Model, ActivationOffloader]:
@@ -40,15 +39,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         # Neither may take the drive's place.
         block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
         config = OffloadConfig.model_validate(block)
-        offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator(), zero_paths=zero_paths)
+        offloader = closing(ActivationOffloader)(config, AioConfig(), CpuAccelerator(), zero_paths=zero_paths)
         ours = model()
         offloader.watch(ours, Alone())
-        made.append(offloader)
         return ours, offloader
 
-    yield make
-    for offloader in made:
-        offloader.close()
+    return make
 
 
 def train(ours: Model, offloader: ActivationOffloader | None, count: int) -> list[Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from planners import PLANNERS
+from support.models import Stack
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -61,17 +63,15 @@ class Layer(nn.Module):
         return out
 
 
-class Model(nn.Module):
+class Model(Stack):
     def __init__(self, checkpoints: bool | None = None) -> None:
-        super().__init__()
+        super().__init__(Layer, DEPTH)
         self.checkpoints = checkpoints  # reentrant ones, or others; None for none
-        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) if self.checkpoints is None else checkpoint(layer, x, use_reentrant=self.checkpoints)
-        loss: Tensor = x.square().mean()
-        return loss
+    def call(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if self.checkpoints is None:
+            return super().call(layer, x)
+        return checkpoint(layer, x, use_reentrant=self.checkpoints)  # type: ignore[no-any-return]
 
 
 def model(**options: Any) -> Model:
@@ -80,16 +80,8 @@ def model(**options: Any) -> Model:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
-    made: list[ActivationOffloader] = []
-
-    def make(model: nn.Module, **block: Any) -> ActivationOffloader:
-        made.append(offloader_of(tmp_path, model, **{"min_tensor_bytes": LEAST_BYTES, **block}))
-        return made[-1]
-
-    yield make
-    for offloader in made:
-        offloader.close()
+def make(tmp_path: Path, closing: Closing) -> Any:
+    return closing(partial(offloader_of, tmp_path, min_tensor_bytes=LEAST_BYTES))
 
 
 def steps(model: nn.Module, offloader: ActivationOffloader | None, count: int) -> list[Tensor]:
@@ -137,14 +129,8 @@ def saved_bytes(model: Model, inside: str) -> tuple[int, int]:
 def test_gradients_are_those_without_us(make: Any, placement: str, patterns: Any, rematerialize: bool) -> None:
     expected = steps(model(), None, 6)
     ours = model()
-    offloader = make(
-        ours,
-        placement=placement,
-        rematerialize=rematerialize,
-        host_budget_bytes=1 << 30,
-        max_step_overhead=0.9,
-        **patterns,
-    )
+    block = {"placement": placement, "rematerialize": rematerialize, "host_budget_bytes": 1 << 30}
+    offloader = make(ours, max_step_overhead=0.9, **block, **patterns)
     assert_equal(steps(ours, offloader, 6), expected)
     kept = offloader.report().kept_bytes_by_reason
     assert any(reason.startswith("excluded by name") for reason in kept), kept
