@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support import runs
 from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
@@ -358,7 +357,6 @@ def test_a_report_that_cannot_be_written_does_not_stop_training(
 def test_a_forked_child_touches_neither_the_report_nor_the_lanes(tmp_path: Path) -> None:
     code = f"""
 import os, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 from support.offloaders import make, step
 from torch import nn
@@ -371,7 +369,8 @@ assert offloader.report().state == "running"
 step(offloader)
 offloader.close()
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    done = runs.python("-W", "ignore", "-c", code, timeout_s=60)
+    assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
 
 

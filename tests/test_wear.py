@@ -11,8 +11,10 @@ import pytest
 import torch
 from support.offloaders import make, step
 
+from ds_tba import reporting
 from ds_tba import wear as drive_module
 from ds_tba.cli import main
+from ds_tba.plan.agreement import Alone
 from ds_tba.report import OffloadReport
 from ds_tba.wear import Drive, examine, path_wear, share_a_drive, write_limit_bytes_per_step
 
@@ -219,9 +221,6 @@ def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps before the first plan move everything, and tell nothing of the days to come."""
-    from ds_tba import reporting
-    from ds_tba.plan.agreement import Alone
-
     offloader = make(tmp_path, placement="adaptive", rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     offloader._tiers._ranks_on_node = 2

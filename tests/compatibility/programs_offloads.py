@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.runtime.activation_checkpointing import offload_activations
 from models import MODELS
 from programs_deepspeed import Block, Net, ended, started, texts, train_on
 from programs_hf import dpo, sft, trainer
@@ -46,9 +48,6 @@ def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, 
 
     It acts on a CPU, too, where by itself it would leave all as it is.
     """
-    import deepspeed
-    from deepspeed.runtime.activation_checkpointing import offload_activations
-
     kind = offload_activations.CheckpointHiddenStatesOffload
     kind._should_skip = lambda _self, tensor: isinstance(tensor, nn.Parameter)
     offload = kind(use_pin_memory=False, use_streams=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -179,13 +178,7 @@ def program(body: str, directory: Path, **variables: str) -> subprocess.Complete
     config = runs.with_block(runs.plain_config(), directory)
     code = PROGRAM.format(config=config, body=textwrap.dedent(body))
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", **world, "MASTER_PORT": str(runs.free_port()), **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return runs.python("-c", code, timeout_s=120, **world, MASTER_PORT=str(runs.free_port()), **variables)
 
 
 def forked(body: str, directory: Path) -> runs.Result:
