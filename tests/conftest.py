@@ -22,6 +22,7 @@ from support.fault_table import FaultTable
 from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
 
+from ds_tba.cli import main
 from ds_tba.config import AioConfig
 from ds_tba.core.hooks import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
@@ -54,6 +55,7 @@ class Factory:
 
 StoreFactory = Callable[..., NvmeStore]
 Closing = Callable[..., Factory]
+Cli = Callable[..., Any]
 
 
 @pytest.fixture
@@ -150,6 +152,22 @@ def alarm() -> Iterator[Alarm]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a command of ``ds_tba``, which must end with this status; return what it has told, and nothing before it."""
+
+    def run(*arguments: object, status: int = 0, exits: bool = False) -> Any:
+        capsys.readouterr()
+        if exits:
+            with pytest.raises(SystemExit, match=str(status)):
+                main([*map(str, arguments)])
+        else:
+            assert main([*map(str, arguments)]) == status
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from conftest import Cli
 from support import runs
 from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
@@ -17,7 +18,6 @@ from support.offloaders import finished, make, step
 from torch import nn
 
 from ds_tba import report as report_module
-from ds_tba.cli import main
 from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
@@ -394,10 +394,9 @@ def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
     assert list(report_module.parts()) == list(report_module.PARTS.values())
 
 
-def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_a_report(tmp_path: Path, cli: Cli) -> None:
     finished(tmp_path, report={"path": str(tmp_path / "report.json")})
-    assert main(["report", str(tmp_path / "report.json")]) == 0
-    assert "activations at the peak, without" in capsys.readouterr().out
+    assert "activations at the peak, without" in cli("report", str(tmp_path / "report.json")).out
 
 
 @pytest.mark.parametrize(
@@ -409,14 +408,11 @@ def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixtur
         ('{"steps": 1}', "is no report of ds_tba ("),
     ],
 )
-def test_what_is_no_report_is_told_in_our_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str
-) -> None:
+def test_what_is_no_report_is_told_in_our_words(tmp_path: Path, cli: Cli, text: str | None, words: str) -> None:
     path = tmp_path / "other.json"
     if text is not None:
         path.write_text(text)
-    assert main(["report", str(path)]) == 2
-    assert words in capsys.readouterr().err
+    assert words in cli("report", str(path), status=2).err
 
 
 def test_reports_of_other_versions_are_read(tmp_path: Path) -> None:

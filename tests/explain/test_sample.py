@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Closing
+from support import stepping
 from support.doubles import wait_for_writes
 from support.models import Mlp, Stack
-from support.stepping import end_step, forward, note_backward, offloader_of
+from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -42,27 +43,16 @@ def make(tmp_path: Path, closing: Closing) -> Make:
 
 def train(
     model: nn.Module, offloader: ActivationOffloader | None, steps: int, between: Callable[[], object] = lambda: None
-) -> list[torch.Tensor]:
-    """Gradients of the last step; ``between`` is called between forward and backward."""
+) -> list[list[torch.Tensor]]:
     torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients: list[torch.Tensor] = []
-    for _ in range(steps):
-        loss = forward(model, torch.randn(4, 64, 64), offloader)
-        between()
-        loss.backward()
-        note_backward(offloader)
-        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        end_step(optimizer, offloader)
-    return gradients
+    return stepping.train(model, offloader, (torch.randn(4, 64, 64) for _ in range(steps)), between)
 
 
 @pytest.mark.parametrize("placement", ["nvme", "keep", "adaptive"])
 def test_looking_changes_no_gradient(make: Make, tmp_path: Path, placement: str) -> None:
     plain = train(make(placement="keep")[0], None, 5)
     model, offloader = make(placement=placement, report={"timeline_path": str(tmp_path / "step.json")})
-    found = train(model, offloader, 5)
-    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+    stepping.assert_same_steps(plain, train(model, offloader, 5))
 
 
 class Unasked(torch.Tensor):

@@ -30,6 +30,7 @@ from support.planned_training import (
     model,
     steps,
 )
+from support.stepping import assert_same_steps
 from torch import nn
 
 from ds_tba.core.hooks import innermost_hooks
@@ -57,9 +58,7 @@ def check(make: Make, micro_steps: int = 1, rows: Sequence[int] = (), **block: A
     expected = steps(model(), None, rows, micro_steps)
     ours = model()
     offloader = make(ours, **block)
-    found = steps(ours, offloader, rows, micro_steps)
-    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+    assert_same_steps(expected, steps(ours, offloader, rows, micro_steps))
     return offloader
 
 
@@ -87,7 +86,7 @@ def test_blocks_inside_of_vmap_are_recorded_and_planned(make: Make, recompute: b
         ours = Mapped()
         offloader = make(ours, PLANNERS["recompute" if recompute else "adaptive"]) if offloads else None
         found.append(steps(ours, offloader, [ROWS] * STEPS))
-    assert all(torch.equal(a, b) for one, two in zip(*found, strict=True) for a, b in zip(one, two, strict=True))
+    assert_same_steps(*found)
     assert offloader is not None and offloader.report().plans >= 1
     assert offloader.report().recomputed_bytes == 0
 

@@ -16,7 +16,7 @@ from conftest import Closing
 from planners import PLANNERS
 from support.offloaders import watching
 from support.planned_training import ROWS, WIDTH, Model, controller_of, model
-from support.stepping import end_step, forward
+from support.stepping import assert_same_steps, end_step, forward
 from torch import nn
 
 from ds_tba.config import Placement
@@ -82,9 +82,7 @@ def check(make: Make, ahead: int, planner: Planner = adaptive, **rest: Any) -> A
     expected, ours = train(model(), None, ahead, **schedule), model()
     offloader = make(ours, planner, **rest)
     found = train(ours, offloader, ahead, **schedule)
-    assert len(found) == len(expected)
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
+    assert_same_steps(expected, found)
     return offloader
 
 

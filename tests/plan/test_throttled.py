@@ -12,6 +12,7 @@ from conftest import Closing
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
 from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
+from support.stepping import assert_same_steps
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
@@ -113,8 +114,7 @@ def test_where_a_drive_becomes_slower_in_mid_run_results_are_exact(make: Make, p
 
     ours.forward = counted  # type: ignore[method-assign]
     found = train(ours, offloader, count)
-    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+    assert_same_steps(expected, found)
     assert seen[0] == (ROWS, WIDTH) and len(seen) == count
     report = offloader.report()
     assert report.plans >= 1 and 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
