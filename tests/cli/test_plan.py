@@ -89,8 +89,7 @@ def estimate(directory: Path, *arguments: str, model: str = "stack", sequence: i
     """The JSON of an estimate that went well, which is alone on the standard output."""
     with redirect_stdout(StringIO()) as out:
         assert main(["estimate", *arguments_of(directory, model, sequence), "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
+    return json.loads(out.getvalue())
 
 
 def saved_bytes(batch: int, sequence: int) -> int:

@@ -3,12 +3,13 @@ operation has made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import hazards
@@ -31,17 +32,13 @@ class LateAnswers(LateDevice):
 
 
 @pytest.fixture
-def device() -> Iterator[LateAnswers]:
-    found = LateAnswers()
-    yield found
-    found.end()
+def device(closing: Closing) -> LateAnswers:
+    return closing(LateAnswers, LateDevice.end)()
 
 
 @pytest.fixture
-def host(device: LateAnswers) -> Iterator[HostStore]:
-    found = HostStore(device, 32 * MIB)
-    yield found
-    found.close()
+def host(device: LateAnswers, closing: Closing) -> HostStore:
+    return closing(HostStore)(device, 32 * MIB)
 
 
 @pytest.fixture

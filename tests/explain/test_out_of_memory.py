@@ -66,8 +66,7 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.silu(self.up(self.norm(x)))
-        y: torch.Tensor = x + self.down(Exhausts.apply(hidden, self))
-        return y
+        return x + self.down(Exhausts.apply(hidden, self))
 
 
 class Model(Stack):

@@ -11,6 +11,7 @@ import torch
 from conftest import Closing
 from planners import PLANNERS
 from support.models import Stack
+from support.planned_training import controller_of
 from support.stepping import assert_same_steps, offloader_of, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,7 +22,6 @@ from ds_tba.config import Placement
 from ds_tba.errors import ConfigError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.plan.controller import Controller
 from ds_tba.remat.where import RunningModule
 
 WIDTH, ROWS, DEPTH = 64, 64, 3
@@ -35,8 +35,7 @@ class Attention(nn.Module):
         self.mix, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.mix(x).tanh())
-        return out
+        return self.out(self.mix(x).tanh())
 
 
 class Mlp(nn.Module):
@@ -45,8 +44,7 @@ class Mlp(nn.Module):
         self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.up(x)))
-        return out
+        return self.down(self.act(self.up(x)))
 
 
 class Layer(nn.Module):
@@ -59,8 +57,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
         x = x * x.sigmoid()
-        out: Tensor = x + self.mlp(self.norm(x))
-        return out
+        return x + self.mlp(self.norm(x))
 
 
 class Model(Stack):
@@ -151,12 +148,6 @@ def test_no_budget_moves_what_is_excluded(make: Any, budget_bytes: int, caplog: 
     assert "excluded by name, or there is no room" in caplog.text
 
 
-def controller_of(offloader: ActivationOffloader) -> Controller:
-    controller = offloader._controller
-    assert controller is not None and controller.in_force is not None
-    return controller
-
-
 def test_plans_obey(make: Any) -> None:
     in_mlps, elsewhere = saved_bytes(model(), "mlp")
     ours = model()
@@ -181,8 +172,7 @@ class Sharing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.exp()
-        loss: Tensor = (self.one(x) + self.other(x)).sum()
-        return loss
+        return (self.one(x) + self.other(x)).sum()
 
 
 @pytest.mark.parametrize("excluded", ["one", "other"])

@@ -30,11 +30,9 @@ class Stack(nn.Module):
 
     def call(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Run one layer; a subclass runs it in its own way."""
-        result: Tensor = layer(x)
-        return result
+        return layer(x)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = self.call(layer, x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+        return self.head(x).square().mean()

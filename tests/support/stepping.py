@@ -33,8 +33,7 @@ def offloader_of(
 def forward(model: nn.Module, x: Tensor, offloader: ActivationOffloader | None) -> Tensor:
     """Return what the model returns; the offloader saves what autograd saves."""
     with nullcontext() if offloader is None else offloader.saving():
-        result: Tensor = model(x)
-        return result
+        return model(x)
 
 
 def train(
