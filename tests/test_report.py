@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from conftest import Cli
+from conftest import Cli, Closing
 from support import runs
 from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
@@ -30,6 +30,13 @@ from ds_tba.storage.probe import DriveProbe
 MIB = 1 << 20
 
 
+def two_directories(directory: Path) -> list[str]:
+    paths = [directory / "a", directory / "b"]
+    for path in paths:
+        path.mkdir()
+    return [str(path) for path in paths]
+
+
 def test_the_sums(tmp_path: Path) -> None:
     # Else what is compared in forward is read once more.
     report = finished(tmp_path, 3, rematerialize=False).report().to_dict()
@@ -44,9 +51,7 @@ def test_the_sums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", get_args(Compression))
 def test_what_compression_leaves_is_told_and_is_the_wear(tmp_path: Path, codec: str) -> None:
     """Beside a store that another path holds, in fields that a report without compression leaves at zero."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    paths = two_directories(tmp_path)
     io = {"backend": "posix", "staging_bytes": 8 << 20, "compression": codec}
     offloader = finished(tmp_path, written_first=True, nvme_path=paths, rematerialize=False, io=io)
     report = offloader.report()
@@ -111,9 +116,7 @@ def test_keep_measures_only() -> None:
 def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = ModelledDrive(1e9)  # on a slow one trials are short
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the test's"))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    paths = two_directories(tmp_path)
     offloader = finished(tmp_path, written_first=True, nvme_path=paths, ssd={"rated_endurance_tbw": 1.0})
     report = offloader.report()
     assert [one["path"] for one in report.wear] == paths
@@ -282,19 +285,17 @@ def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
         make(tmp_path, nvme_path="~nobody_at_all/x")
 
 
-def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None:
-    offloader = make(tmp_path, placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
-    assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
-    offloader.close()
-    kept = make(tmp_path, placement="keep", activation_budget_bytes=1 << 30)
-    assert kept.start_line().endswith("; no effect of activation_budget_bytes")
-    kept.close()
-    planned = make(tmp_path, placement="adaptive", max_step_overhead=0.1)
-    assert "no effect" not in planned.start_line() and "steps +10.0% at most" in planned.start_line()
-    planned.close()
-    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=5000)
-    assert "least time within 4.88 KiB" in bounded.start_line()
-    bounded.close()
+def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path, closing: Closing) -> None:
+    def said(**block: object) -> str:
+        return closing(make)(tmp_path, **block).start_line()
+
+    of_nvme = said(placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
+    assert "no effect of activation_budget_bytes, max_step_overhead" in of_nvme
+    kept = said(placement="keep", activation_budget_bytes=1 << 30)
+    assert kept.endswith("; no effect of activation_budget_bytes")
+    planned = said(placement="adaptive", max_step_overhead=0.1)
+    assert "no effect" not in planned and "steps +10.0% at most" in planned
+    assert "least time within 4.88 KiB" in said(placement="adaptive", activation_budget_bytes=5000)
 
 
 @pytest.mark.parametrize(
@@ -448,12 +449,7 @@ def little(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, ste
     """What the log says of that: once in training, and at the end."""
     caplog.set_level("INFO", "ds_tba")
     for _ in range(steps):
-        x = torch.randn(512, 512, requires_grad=True)
-        with offloader.saving():
-            loss = x.exp().sin().tanh().sum()
-        loss.backward()
-        offloader.note_micro_step()
-        offloader.note_step()
+        step(offloader)
     offloader.close()
     return [record.getMessage() for record in caplog.records if "little is moved" in record.getMessage()]
 

@@ -62,8 +62,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def forward_of(mlp: Any, x: Tensor) -> Tensor:
-        out: Tensor = mlp.down(nn.functional.gelu(mlp.up(x)))
-        return out
+        return mlp.down(nn.functional.gelu(mlp.up(x)))
 
 
 class Net(nn.Module):
@@ -149,8 +148,7 @@ def trained(
 
     def loss_of() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            loss: Tensor = engine(next(batches))
-            return loss
+            return engine(next(batches))
 
     return ended(engine, loop(engine, loss_of, steps), skipped_steps=engine.skipped_steps)
 
@@ -475,8 +473,7 @@ class Experts(nn.Module):
         self.moe = MoE(WIDTH, MLP(), EXPERTS, ep_size=distributed.get_world_size(), k=2, capacity_factor=1.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.moe(x)[0]
-        return out
+        return self.moe(x)[0]
 
 
 def with_experts(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:

@@ -96,8 +96,7 @@ def with_torch_remat(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     import torch_remat as remat
 
     def call(block: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = remat.checkpoint(region_name="block", recompute_state_hooks=(RandomState(),))(block)(x)
-        return out
+        return remat.checkpoint(region_name="block", recompute_state_hooks=(RandomState(),))(block)(x)
 
     engine = started(config, partial(Net, RematBlock, call))
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))

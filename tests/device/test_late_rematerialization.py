@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import Closing, StoreFactory
 from support import hazards
 from support.each_hazard import Scenario, scenarios
 from support.late_device import POISON, LateDevice
@@ -48,10 +48,8 @@ class Answers(LateDevice):
 
 
 @pytest.fixture
-def device() -> Iterator[Answers]:
-    device = Answers()
-    yield device
-    device.end()
+def device(closing: Closing) -> Answers:
+    return closing(Answers, LateDevice.end)()
 
 
 def kept(make_store: StoreFactory, device: LateDevice) -> list[Any]:

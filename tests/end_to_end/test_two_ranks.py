@@ -41,8 +41,7 @@ class Checkpointed(Mlp):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_checkpointed:
             return super().forward(x)
-        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return result
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def model_of(rank: int, case: str) -> torch.nn.Module:

@@ -74,8 +74,7 @@ class Mapped(Model):
     """Calls its blocks inside of ``vmap``, where tensors have no storage to tell them by."""
 
     def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.func.vmap(layer, randomness="different")(x)
-        return result
+        return torch.func.vmap(layer, randomness="different")(x)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

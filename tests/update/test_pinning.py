@@ -31,8 +31,7 @@ def of_children() -> dict[str, Any]:
     program = "import json, pinning_programs; print(json.dumps(pinning_programs.forks()))"
     done = runs.python("-c", program, PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def in_page(nbytes: int, offset: int = 64) -> torch.Tensor:
