@@ -22,6 +22,7 @@ from support.fault_table import FaultTable
 from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
 
+from ds_tba.cli import main
 from ds_tba.config import AioConfig
 from ds_tba.core.hooks import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
@@ -39,7 +40,7 @@ pytest.register_assert_rewrite("contracts")
 class Factory:
     """Makes something for a test, and closes what it has made, the last one first."""
 
-    def __init__(self, make: Callable[..., Any], close: Callable[[Any], None]) -> None:
+    def __init__(self, make: Callable[..., Any], close: Callable[[Any], None] = lambda made: made.close()) -> None:
         self._make, self._close = make, close
         self._made: list[Any] = []
 
@@ -53,6 +54,22 @@ class Factory:
 
 
 StoreFactory = Callable[..., NvmeStore]
+Closing = Callable[..., Factory]
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def closing() -> Iterator[Closing]:
+    """Turn what makes something into a factory that closes it after the test: the last factory's products first."""
+    factories: list[Factory] = []
+
+    def factory(*arguments: Callable[..., Any]) -> Factory:
+        factories.append(Factory(*arguments))
+        return factories[-1]
+
+    yield factory
+    while factories:
+        factories.pop().close()
 
 
 def make_backend(name: str) -> IoBackend:
@@ -138,7 +155,23 @@ def alarm() -> Iterator[Alarm]:
 
 
 @pytest.fixture
-def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run a command of ``ds_tba``, which must end with this status; return what it has told, and nothing before it."""
+
+    def run(*arguments: object, status: int = 0, exits: bool = False) -> Any:
+        capsys.readouterr()
+        if exits:
+            with pytest.raises(SystemExit, match=str(status)):
+                main([*map(str, arguments)])
+        else:
+            assert main([*map(str, arguments)]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def make_store(tmp_path: Path, closing: Closing) -> StoreFactory:
     directories = itertools.count()
 
     def make(
@@ -173,9 +206,7 @@ def make_store(tmp_path: Path) -> Iterator[StoreFactory]:
             raise
         return store
 
-    factory = Factory(make, NvmeStore.close)
-    yield factory
-    factory.close()
+    return closing(make)
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

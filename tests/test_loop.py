@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,13 +27,7 @@ SCRIPT = runs.SCRIPTS / "loop.py"
 
 def lines(what: str, directory: Path) -> dict[str, list[str]]:
     """What ``tests/scripts/loop.py`` prints: by the name of each loop its outcome, and the rooms imported by then."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), what, str(directory)],
-        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = runs.python(SCRIPT, what, directory)
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: rest for name, *rest in map(str.split, done.stdout.splitlines())}
 
@@ -107,14 +100,7 @@ def test_the_samples_of_the_guide_run_as_they_stand(tmp_path: Path) -> None:
     for name in set(re.findall(r'"/(\w+)"', code)):
         (tmp_path / name).mkdir()
         code = code.replace(f'"/{name}"', f'"{tmp_path / name}"')
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(runs.ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = runs.python("-c", code, cwd=tmp_path)
     assert len(samples) == 2 and done.returncode == 0, done.stdout + done.stderr
     assert "2 steps: activations take" in done.stderr and "deepspeed" not in done.stdout.lower()
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from conftest import Cli, Closing
+from support import runs
 from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
@@ -18,7 +18,6 @@ from support.offloaders import finished, make, step
 from torch import nn
 
 from ds_tba import report as report_module
-from ds_tba.cli import main
 from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
@@ -29,6 +28,13 @@ from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.probe import DriveProbe
 
 MIB = 1 << 20
+
+
+def two_directories(directory: Path) -> list[str]:
+    paths = [directory / "a", directory / "b"]
+    for path in paths:
+        path.mkdir()
+    return [str(path) for path in paths]
 
 
 def test_the_sums(tmp_path: Path) -> None:
@@ -45,9 +51,7 @@ def test_the_sums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", get_args(Compression))
 def test_what_compression_leaves_is_told_and_is_the_wear(tmp_path: Path, codec: str) -> None:
     """Beside a store that another path holds, in fields that a report without compression leaves at zero."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    paths = two_directories(tmp_path)
     io = {"backend": "posix", "staging_bytes": 8 << 20, "compression": codec}
     offloader = finished(tmp_path, written_first=True, nvme_path=paths, rematerialize=False, io=io)
     report = offloader.report()
@@ -112,9 +116,7 @@ def test_keep_measures_only() -> None:
 def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = ModelledDrive(1e9)  # on a slow one trials are short
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the test's"))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    paths = [str(tmp_path / "a"), str(tmp_path / "b")]
+    paths = two_directories(tmp_path)
     offloader = finished(tmp_path, written_first=True, nvme_path=paths, ssd={"rated_endurance_tbw": 1.0})
     report = offloader.report()
     assert [one["path"] for one in report.wear] == paths
@@ -283,19 +285,17 @@ def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
         make(tmp_path, nvme_path="~nobody_at_all/x")
 
 
-def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path) -> None:
-    offloader = make(tmp_path, placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
-    assert "no effect of activation_budget_bytes, max_step_overhead" in offloader.start_line()
-    offloader.close()
-    kept = make(tmp_path, placement="keep", activation_budget_bytes=1 << 30)
-    assert kept.start_line().endswith("; no effect of activation_budget_bytes")
-    kept.close()
-    planned = make(tmp_path, placement="adaptive", max_step_overhead=0.1)
-    assert "no effect" not in planned.start_line() and "steps +10.0% at most" in planned.start_line()
-    planned.close()
-    bounded = make(tmp_path, placement="adaptive", activation_budget_bytes=5000)
-    assert "least time within 4.88 KiB" in bounded.start_line()
-    bounded.close()
+def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path, closing: Closing) -> None:
+    def said(**block: object) -> str:
+        return closing(make)(tmp_path, **block).start_line()
+
+    of_nvme = said(placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
+    assert "no effect of activation_budget_bytes, max_step_overhead" in of_nvme
+    kept = said(placement="keep", activation_budget_bytes=1 << 30)
+    assert kept.endswith("; no effect of activation_budget_bytes")
+    planned = said(placement="adaptive", max_step_overhead=0.1)
+    assert "no effect" not in planned and "steps +10.0% at most" in planned
+    assert "least time within 4.88 KiB" in said(placement="adaptive", activation_budget_bytes=5000)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,6 @@ def test_a_report_that_cannot_be_written_does_not_stop_training(
 def test_a_forked_child_touches_neither_the_report_nor_the_lanes(tmp_path: Path) -> None:
     code = f"""
 import os, sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 from support.offloaders import make, step
 from torch import nn
@@ -371,7 +370,8 @@ assert offloader.report().state == "running"
 step(offloader)
 offloader.close()
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+    done = runs.python("-W", "ignore", "-c", code, timeout_s=60)
+    assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
 
 
@@ -395,10 +395,9 @@ def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
     assert list(report_module.parts()) == list(report_module.PARTS.values())
 
 
-def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_a_report(tmp_path: Path, cli: Cli) -> None:
     finished(tmp_path, report={"path": str(tmp_path / "report.json")})
-    assert main(["report", str(tmp_path / "report.json")]) == 0
-    assert "activations at the peak, without" in capsys.readouterr().out
+    assert "activations at the peak, without" in cli("report", str(tmp_path / "report.json")).out
 
 
 @pytest.mark.parametrize(
@@ -410,14 +409,11 @@ def test_the_command_shows_a_report(tmp_path: Path, capsys: pytest.CaptureFixtur
         ('{"steps": 1}', "is no report of ds_tba ("),
     ],
 )
-def test_what_is_no_report_is_told_in_our_words(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: str
-) -> None:
+def test_what_is_no_report_is_told_in_our_words(tmp_path: Path, cli: Cli, text: str | None, words: str) -> None:
     path = tmp_path / "other.json"
     if text is not None:
         path.write_text(text)
-    assert main(["report", str(path)]) == 2
-    assert words in capsys.readouterr().err
+    assert words in cli("report", str(path), status=2).err
 
 
 def test_reports_of_other_versions_are_read(tmp_path: Path) -> None:
@@ -453,12 +449,7 @@ def little(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, ste
     """What the log says of that: once in training, and at the end."""
     caplog.set_level("INFO", "ds_tba")
     for _ in range(steps):
-        x = torch.randn(512, 512, requires_grad=True)
-        with offloader.saving():
-            loss = x.exp().sin().tanh().sum()
-        loss.backward()
-        offloader.note_micro_step()
-        offloader.note_step()
+        step(offloader)
     offloader.close()
     return [record.getMessage() for record in caplog.records if "little is moved" in record.getMessage()]
 

@@ -18,8 +18,7 @@ NUMBER = r"(\d[\d.]*)"
 @pytest.fixture(scope="module")
 def project() -> dict[str, Any]:
     tomllib = pytest.importorskip("tomllib", reason="since Python 3.11")
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return found
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Cli
 from support.offloaders import make, step
 
+from ds_tba import reporting
 from ds_tba import wear as drive_module
-from ds_tba.cli import main
+from ds_tba.plan.agreement import Alone
 from ds_tba.report import OffloadReport
 from ds_tba.wear import Drive, examine, path_wear, share_a_drive, write_limit_bytes_per_step
 
@@ -184,7 +186,7 @@ def test_the_report_tells_what_the_drive_told_once_at_the_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    cli: Cli,
 ) -> None:
     looks: list[Path] = []
 
@@ -202,8 +204,10 @@ def test_the_report_tells_what_the_drive_told_once_at_the_start(
     assert f"nvme_path {tmp_path} is on sda, which the system takes for a spinning disk" in caplog.text
     (wear,) = json.loads((tmp_path / "report.json").read_text())["wear"]
     assert (wear["rotational"], wear["percentage_used"], wear["drive_written_bytes"]) == (True, 7, 10**13)
-    assert main(["report", str(tmp_path / "report.json")]) == 0
-    assert "at the start 7 % of its life was used, 10.0 TB written in all" in capsys.readouterr().out
+    assert (
+        "at the start 7 % of its life was used, 10.0 TB written in all"
+        in cli("report", str(tmp_path / "report.json")).out
+    )
 
 
 def test_a_report_of_before_still_shows(tmp_path: Path) -> None:
@@ -219,9 +223,6 @@ def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps before the first plan move everything, and tell nothing of the days to come."""
-    from ds_tba import reporting
-    from ds_tba.plan.agreement import Alone
-
     offloader = make(tmp_path, placement="adaptive", rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     offloader._tiers._ranks_on_node = 2

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Cli
 from support import runs
 from support.cuda_doubles import FakeKvikio
 
@@ -23,29 +24,26 @@ from ds_tba.report import OffloadReport
 from ds_tba.storage.backends import aio
 
 
-def test_the_doctor_names_what_is_wrong(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_doctor_names_what_is_wrong(cli: Cli, tmp_path: Path) -> None:
     assert main(["doctor", "--nvme-path", str(tmp_path)]) == 0
-    assert main(["doctor", "--nvme-path", "/nowhere"]) == 1
-    assert "FAIL  nvme_path /nowhere does not exist" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        main(["doctor", "--staging-bytes", "-5"])
-    assert "'-5' must be a whole number of 1 or more" in capsys.readouterr().err
+    assert "FAIL  nvme_path /nowhere does not exist" in cli("doctor", "--nvme-path", "/nowhere", status=1).out
+    error = cli("doctor", "--staging-bytes", "-5", status=2, exits=True).err
+    assert "'-5' must be a whole number of 1 or more" in error
 
 
 def test_the_doctor_makes_the_file_that_a_run_would_make(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["doctor", "--nvme-path", str(tmp_path), "--staging-bytes", "16M"]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, before[1]))
     try:
-        assert main(command) == 1
+        text = cli(*command, status=1).out
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot reserve 16777216 bytes there (File too large). Raise the limit of file" in capsys.readouterr().out
+    assert "cannot reserve 16777216 bytes there (File too large). Raise the limit of file" in text
     monkeypatch.setattr("ds_tba.storage.swap_file.fallocate", lambda *_: False)
-    assert main(command) == 0
-    assert "GiB free, without fallocate: the swap file is written once" in capsys.readouterr().out
+    assert "GiB free, without fallocate: the swap file is written once" in cli(*command).out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -58,20 +56,17 @@ def test_the_doctor_makes_the_file_that_a_run_would_make(
     ],
 )
 def test_the_doctor_takes_each_build_of_a_supported_torch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, torch_version: str, line: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, torch_version: str, line: str
 ) -> None:
-    monkeypatch.setattr(
-        "ds_tba.cli.doctor.version", {"torch": torch_version, "deepspeed": "0.19.5", "ds_tba": "1"}.__getitem__
-    )
-    assert main(["doctor"]) == (1 if line.startswith("FAIL") else 0)
-    assert line in capsys.readouterr().out
+    versions = {"torch": torch_version, "deepspeed": "0.19.5", "ds_tba": "1"}
+    monkeypatch.setattr("ds_tba.cli.doctor.version", versions.__getitem__)
+    assert line in cli("doctor", status=1 if line.startswith("FAIL") else 0).out
 
 
-def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_tells_of_each_backend(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "is_built", lambda: False)
     monkeypatch.setattr("ds_tba.storage.backends.kvikio.driver_obstacle", lambda: "there is no NVIDIA driver here")
-    assert main(["doctor"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "io.backend" in line and "means" not in line]
+    lines = [line for line in cli("doctor").out.splitlines() if "io.backend" in line and "means" not in line]
     assert lines == [
         "ok    io.backend posix can run here",
         "--    io.backend aio can run here once DeepSpeed's op is built",
@@ -79,26 +74,20 @@ def test_the_doctor_tells_of_each_backend(capsys: pytest.CaptureFixture[str], mo
         "--    io.backend gds cannot run here: there is no NVIDIA driver here: install the driver",
     ]
     FakeKvikio().install(monkeypatch)
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
+    out = cli("doctor").out
     assert "io.backend kvikio can run here" in out and "io.backend gds is tried by a run" in out
 
 
-def test_the_doctor_looks_for_the_entry_point(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["doctor"]) == 0
-    assert f"from {runs.ROOT / 'ds_tba'} by its entry point" in capsys.readouterr().out
+def test_the_doctor_looks_for_the_entry_point(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert f"from {runs.ROOT / 'ds_tba'} by its entry point" in cli("doctor").out
     broken = EntryPoint("ds_tba", "ds_tba.autoload:absent", "torch.backends")
     monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [broken])
-    assert main(["doctor"]) == 1
-    assert "FAIL  torch does not load ds_tba: its entry point ds_tba.autoload:absent fails" in capsys.readouterr().out
+    text = cli("doctor", status=1).out
+    assert "FAIL  torch does not load ds_tba: its entry point ds_tba.autoload:absent fails" in text
     monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [])
-    assert main(["doctor"]) == 1
-    assert "FAIL  torch does not load ds_tba: there is no entry point of it" in capsys.readouterr().out
+    assert "FAIL  torch does not load ds_tba: there is no entry point of it" in cli("doctor", status=1).out
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    assert main(["doctor"]) == 1
-    assert "FAIL  TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set" in capsys.readouterr().out
+    assert "FAIL  TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set" in cli("doctor", status=1).out
 
 
 def installed(site: Path, version: str, editable: Path | None = None) -> Path:
@@ -113,51 +102,40 @@ def installed(site: Path, version: str, editable: Path | None = None) -> Path:
 
 @pytest.mark.parametrize("second", ["0.1", "0.2"])
 def test_the_doctor_finds_two_installations_also_of_one_version(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: str
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, second: str
 ) -> None:
-    sites = installed(tmp_path / "a", "0.1"), installed(tmp_path / "b", second)
-    monkeypatch.setattr(
-        "ds_tba.cli.doctor.distributions", lambda name: distributions(name=name, path=[str(one) for one in sites])
-    )
-    assert main(["doctor"]) == 1
+    sites = [str(installed(tmp_path / "a", "0.1")), str(installed(tmp_path / "b", second))]
+    monkeypatch.setattr("ds_tba.cli.doctor.distributions", lambda name: distributions(name=name, path=sites))
     told = f"FAIL  ds_tba is installed 2 times (0.1 in {sites[0]}, {second} in {sites[1]}): "
-    assert told in capsys.readouterr().out
+    assert told in cli("doctor", status=1).out
 
 
 def test_a_checkout_and_its_editable_installation_are_one(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checkout = tmp_path / "the checkout"
     (checkout / "ds_tba.egg-info").mkdir(parents=True)
     (checkout / "ds_tba.egg-info" / "PKG-INFO").write_text("Name: ds_tba\nVersion: 0.1\n")
     sites = [str(installed(tmp_path / "site", "0.1", checkout)), str(checkout), str(checkout / ".." / "the checkout")]
     monkeypatch.setattr("ds_tba.cli.doctor.distributions", lambda name: distributions(name=name, path=sites))
-    assert main(["doctor"]) == 0
-    assert "by its entry point" in capsys.readouterr().out
+    assert "by its entry point" in cli("doctor").out
 
 
-def test_a_script_reads_the_doctor_s_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json", "--nvme-path", "/nowhere"]) == 1
-    found = json.loads(capsys.readouterr().out)
+def test_a_script_reads_the_doctor_s_verdicts(cli: Cli) -> None:
+    found = json.loads(cli("doctor", "--json", "--nvme-path", "/nowhere", status=1).out)
     assert not found["ok"] and {one["ok"] for one in found["checks"]} >= {True, False}
     assert found["checks"][-1]["what"].startswith("nvme_path /nowhere does not exist")
 
 
-def test_a_lock_is_told_at_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_lock_is_told_at_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whether the build was abandoned shows only after a quarter of an hour."""
     monkeypatch.setattr(aio, "build_locks", lambda: [tmp_path / "lock"])
-    assert main(["doctor"]) == 0
-    assert f"--    {tmp_path / 'lock'} exists: another build is running, or was killed" in capsys.readouterr().out
+    assert f"--    {tmp_path / 'lock'} exists: another build is running, or was killed" in cli("doctor").out
 
 
-def test_an_abandoned_lock_ends_the_building_before_it_waits(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abandoned_lock_ends_the_building_before_it_waits(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "abandoned_build", lambda: "a build seems to have been killed")
-    assert main(["doctor", "--build"]) == 1
-    assert "a build seems to have been killed" in capsys.readouterr().out
+    assert "a build seems to have been killed" in cli("doctor", "--build", status=1).out
 
 
 @pytest.mark.parametrize("status", [0, 7])
@@ -203,40 +181,30 @@ def test_what_deepspeed_logs_is_not_in_the_output_of_a_command() -> None:
     assert json.loads(done.stdout)["Python"] == platform.python_version()
 
 
-def test_env_tells_versions_and_no_secrets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_tells_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "a|b")
-    assert main(["env"]) == 0
-    out = capsys.readouterr().out
+    out = cli("env").out
     assert "| deepspeed | 0." in out and "| PYTORCH_CUDA_ALLOC_CONF | a\\|b |" in out and "secret" not in out
-    assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["torch"].startswith("2.")
+    assert json.loads(cli("env", "--json").out)["torch"].startswith("2.")
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
-    assert capsys.readouterr().out.startswith("ds_tba 0.")
+def test_the_version_is_told(cli: Cli) -> None:
+    assert cli("--version", status=0, exits=True).out.startswith("ds_tba 0.")
 
 
 @pytest.mark.parametrize("arguments", [("doctor",), ("env",), ("tune", "--nvme_path", "/x"), ("plan", "x.py:f")])
 def test_without_deepspeed_a_line_has_the_repair(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     monkeypatch.setattr(aio, "import_deepspeed", lambda _: None)
-    assert main(list(arguments)) == 2
-    assert 'ds_tba: DeepSpeed cannot be imported: pip install "deepspeed' in capsys.readouterr().err
+    assert 'ds_tba: DeepSpeed cannot be imported: pip install "deepspeed' in cli(*arguments, status=2).err
 
 
-def test_options_are_taken_with_underscores_and_shown_with_dashes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_options_are_taken_with_underscores_and_shown_with_dashes(cli: Cli, tmp_path: Path) -> None:
     for option in ("--nvme_path", "--nvme-path"):
-        assert main(["doctor", f"{option}={tmp_path}", "--staging_bytes", "1M"]) == 0
-        assert f"{tmp_path}: " in capsys.readouterr().out
+        assert f"{tmp_path}: " in cli("doctor", f"{option}={tmp_path}", "--staging_bytes", "1M").out
     for command in ("doctor", "plan", "tune"):
-        with pytest.raises(SystemExit, match="0"):
-            main([command, "--help"])
-        text = capsys.readouterr().out
+        text = cli(command, "--help", status=0, exits=True).out
         assert "--nvme-path" in text and "nvme_path" not in text

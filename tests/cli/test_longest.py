@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Cli
 from support.traces import resources
 
 from ds_tba.cli import main
@@ -193,7 +194,7 @@ def test_where_nothing_fits_or_nothing_grows_that_is_said() -> None:
     assert all(one.sequence == MOST and one.is_most for one in constant)
 
 
-def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**MODELS["Llama"], "vocab_size": 32000}))
     block = {"placement": "nvme", "nvme_path": "/local_nvme", "min_tensor_bytes": 4096}
@@ -201,15 +202,12 @@ def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, capsys: py
     (tmp_path / "ds.json").write_text(json.dumps({**config, "activation_nvme_offload": block}))
     rates = ["--drive-tbw", "1", "--write-gbps", "4", "--read-gbps", "4", "--config", str(tmp_path / "ds.json")]
     given = ["plan", str(tmp_path), "--gpu", "1300MB", "--longest", "--seq", "128", *rates]
-    assert main([*given, "--json"]) == 0
-    plain = json.loads(capsys.readouterr().out)["longest"]
-    assert main([*given, "--json", "--fused-loss"]) == 0
-    aided = json.loads(capsys.readouterr().out)["longest"]
+    plain = json.loads(cli(*given, "--json").out)["longest"]
+    aided = json.loads(cli(*given, "--json", "--fused-loss").out)["longest"]
     assert {"as it is", "+ checkpointing", "+ checkpointing and NVMe", "offload all"} <= {one["name"] for one in plain}
     for before, after in zip(plain, aided, strict=True):
         assert before["name"] == after["name"] and 0 < before["sequence"] < after["sequence"]
-    assert main([*given, "--fused-loss"]) == 0
-    text = capsys.readouterr().out
+    text = cli(*given, "--fused-loss").out
     assert "longest sequence" in text and f"{aided[0]['sequence']:,}" in text and "fused, as Liger's" in text
     most = max(aided, key=lambda one: one["sequence"])
     assert f"longest     {most['sequence']:,} tokens: {most['name']!r}" in text

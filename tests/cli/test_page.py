@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Cli
 
-from ds_tba.cli import main
 from ds_tba.cli.page import DETAILED, render
 from ds_tba.report import OffloadReport
 
@@ -171,33 +171,30 @@ def test_long_lists_and_names_are_cut(tmp_path: Path) -> None:
     assert len(text) < 20_000 and row(text, "4990 more")[3] == "4990.00 GiB"
 
 
-def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "report.json").write_text(json.dumps(report()))
     arguments = ["report", str(tmp_path / "report.json")]
-    assert main([*arguments, "--html", str(tmp_path / "out.html")]) == 0
-    assert f"{tmp_path / 'out.html'}: " in capsys.readouterr().out
+    assert f"{tmp_path / 'out.html'}: " in cli(*arguments, "--html", str(tmp_path / "out.html")).out
     assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
     for target, why in (
         ("none/out.html", "No such file or directory"),
         (".", "Is a directory"),
         ("report.json", "give it the ending .html"),
     ):
-        assert main([*arguments, "--html", str(tmp_path / target)]) == 2
-        error = capsys.readouterr().err
+        error = cli(*arguments, "--html", str(tmp_path / target), status=2).err
         assert error.startswith("ds_tba report: --html ") and why in error
-    assert main([*arguments, str(tmp_path / "absent.json"), "--html", str(tmp_path / "new.html")]) == 2
-    assert "cannot be read" in capsys.readouterr().err and not (tmp_path / "new.html").exists()
+    error = cli(*arguments, str(tmp_path / "absent.json"), "--html", str(tmp_path / "new.html"), status=2).err
+    assert "cannot be read" in error and not (tmp_path / "new.html").exists()
     assert json.loads((tmp_path / "report.json").read_text()) == report()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "\0", "{", ""], ids=["deep", "zero", "cut", "empty"])
-def test_what_is_no_json_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_what_is_no_json_is_told(tmp_path: Path, cli: Cli, text: str) -> None:
     (tmp_path / "report.json").write_text(text)
-    assert main(["report", str(tmp_path / "report.json")]) == 2
-    assert "is no JSON" in capsys.readouterr().err
+    assert "is no JSON" in cli("report", str(tmp_path / "report.json"), status=2).err
 
 
-def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, cli: Cli) -> None:
     bare = report(
         state="\ud800",
         plan={"reason": ""},
@@ -207,23 +204,20 @@ def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, capsys: 
         newer=[],
     )
     (tmp_path / "report.json").write_text(json.dumps(bare))
-    assert main(["report", str(tmp_path / "report.json")]) == 0
-    out = capsys.readouterr().out
+    out = cli("report", str(tmp_path / "report.json")).out
     assert "nvme0n1 Fast 9000: 42.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
 
 
-def test_a_script_reads_what_all_reports_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_reads_what_all_reports_have(tmp_path: Path, cli: Cli) -> None:
     for rank in range(2):
         (tmp_path / f"{rank}.json").write_text(json.dumps(report(rank=rank, newer=1)))
-    assert main(["report", "--json", str(tmp_path / "0.json"), str(tmp_path / "1.json")]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli("report", "--json", str(tmp_path / "0.json"), str(tmp_path / "1.json")).out)
     assert [(Path(one["file"]).name, one["rank"]) for one in found] == [("0.json", 0), ("1.json", 1)]
     assert found[0]["refused_sites"] == report().get("refused_sites", {})
 
 
-def test_tables_of_several_reports_have_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_several_reports_have_their_names(tmp_path: Path, cli: Cli) -> None:
     for rank in range(2):
         (tmp_path / f"{rank}.json").write_text(json.dumps(report(rank=rank)))
-    assert main(["report", str(tmp_path / "0.json"), str(tmp_path / "1.json")]) == 0
-    out = capsys.readouterr().out
+    out = cli("report", str(tmp_path / "0.json"), str(tmp_path / "1.json")).out
     assert out.count("state ") == 2 and f" {tmp_path / '1.json'}\n" in out

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Cli
 
 from ds_tba.cli import main
 
@@ -76,13 +77,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 def write_config(directory: Path, **others: Any) -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "activation_nvme_offload": BLOCK,
-        **others,
-    }
-    (directory / "ds_config.json").write_text(json.dumps(config))
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "activation_nvme_offload": BLOCK}
+    (directory / "ds_config.json").write_text(json.dumps({**config, **others}))
 
 
 def arguments_of(directory: Path, model: str = "stack", sequence: int = 256) -> list[str]:
@@ -93,8 +89,7 @@ def estimate(directory: Path, *arguments: str, model: str = "stack", sequence: i
     """The JSON of an estimate that went well, which is alone on the standard output."""
     with redirect_stdout(StringIO()) as out:
         assert main(["estimate", *arguments_of(directory, model, sequence), "--json", *arguments]) == 0
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
+    return json.loads(out.getvalue())
 
 
 def saved_bytes(batch: int, sequence: int) -> int:
@@ -108,11 +103,10 @@ def row(found: dict[str, Any], name: str) -> dict[str, Any]:
     return {**one, **one["cost"]}
 
 
-def test_everything_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_told(directory: Path, cli: Cli) -> None:
     write_config(directory, gradient_accumulation_steps=3, optimizer={"type": "AdamW"}, zero_optimization={"stage": 1})
     found = estimate(directory, *GIVEN)
-    assert main(["estimate", *arguments_of(directory), *GIVEN]) == 0
-    text = capsys.readouterr().out
+    text = cli("estimate", *arguments_of(directory), *GIVEN).out
     (group,) = [one for one in found["groups"] if one["count"]]
     assert (group["name"], group["count"]) == ("layers.*", 32)
     assert group["saved_bytes"] == pytest.approx(32 * saved_bytes(2, 256), rel=0.01)
@@ -127,11 +121,10 @@ def test_everything_is_told(directory: Path, capsys: pytest.CaptureFixture[str])
     assert all(len(line) == len(line.rstrip()) for line in text.splitlines())
 
 
-def test_rematerialization_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rematerialization_is_told(directory: Path, cli: Cli) -> None:
     """A layer saves its input, gate, silu, up and the product, the third and the last of which are made again."""
     found = estimate(directory, *GIVEN, "--gpu", "80GB", model="gated")
-    assert main(["estimate", *arguments_of(directory, "gated"), *GIVEN, "--gpu", "80GB"]) == 0
-    text = capsys.readouterr().out
+    text = cli("estimate", *arguments_of(directory, "gated"), *GIVEN, "--gpu", "80GB").out
     each = 8 * 2 * 256 * 256 * 2
     assert found["made_again_bytes"] == {"silu": each, "mul": each}
     keep, again = row(found, "as it is"), row(found, "+ rematerialize")
@@ -155,39 +148,34 @@ def test_a_config_without_a_drive_is_estimated(directory: Path) -> None:
     assert row(found, "+ rematerialize")["peak_saved_bytes"] < row(found, "as it is")["peak_saved_bytes"]
 
 
-def test_an_op_that_there_is_no_rule_for_is_named(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_op_that_there_is_no_rule_for_is_named(directory: Path, cli: Cli) -> None:
     write_config(directory, activation_nvme_offload={**BLOCK, "rematerialize": {"exclude": ["matmul"]}})
     given = arguments_of(directory, "gated", 64)
-    assert main(["estimate", *given, *GIVEN]) == 2
-    assert 'rematerialize.exclude" names matmul: the ops are' in capsys.readouterr().err
+    assert 'rematerialize.exclude" names matmul: the ops are' in cli("estimate", *given, *GIVEN, status=2).err
 
 
-def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(directory: Path, cli: Cli) -> None:
     write_config(directory, optimizer={"type": "AdamW"}, zero_optimization={"stage": 2})
     found = estimate(directory, *GIVEN, "--gpu", "1000")
     held = found["rows"][0]["held"]
     assert held["always"]["parameters"] == held["always"]["gradients"] == found["parameter_bytes"]
     assert held["always"]["optimizer states"] == 12 * found["parameters"] == 12 * found["trained"]
     assert {one["verdict"] for one in found["rows"]} == {"fits"} and found["recommended"] == "as it is"
-    assert main(["plan", *arguments_of(directory), *GIVEN, "--gpu", "1000"]) == 0
-    assert "nothing has to be changed" in capsys.readouterr().out
+    assert "nothing has to be changed" in cli("plan", *arguments_of(directory), *GIVEN, "--gpu", "1000").out
     need = row(found, "as it is")["need_bytes"]
     moving = need - sum(held["always"].values()) - sum(held["passing"].values())
     kept = found["peak_saved_bytes"] + found["temporary_bytes"]
     assert found["peak_saved_bytes"] < moving / 1.05 <= kept + 1
     for factor, verdict in ((1.2, "fits"), (1.05, "tight"), (0.99, "does not fit")):
-        assert (
-            row(estimate(directory, *GIVEN, "--gpu", f"{factor * need / 2**30:.6f}"), "as it is")["verdict"] == verdict
-        )
+        given = (*GIVEN, "--gpu", f"{factor * need / 2**30:.6f}")
+        assert row(estimate(directory, *given), "as it is")["verdict"] == verdict
     divided = estimate(directory, *GIVEN, "--ranks", "4")
     assert divided["rows"][0]["held"]["always"]["gradients"] == held["always"]["gradients"] // 4
-    assert main(["plan", *arguments_of(directory), *GIVEN, "--ranks", "4"]) == 0
-    assert divided["recommended"] is None and "--gpu (24GB, or a name) says what fits" in capsys.readouterr().out
+    text = cli("plan", *arguments_of(directory), *GIVEN, "--ranks", "4").out
+    assert divided["recommended"] is None and "--gpu (24GB, or a name) says what fits" in text
 
 
-def test_nodes_of_many_gpus_share_drives_and_a_network(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_of_many_gpus_share_drives_and_a_network(directory: Path, cli: Cli) -> None:
     block = {**BLOCK, "nvme_path": ["/nvme0", "/nvme1"]}
     micro = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
     write_config(directory, activation_nvme_offload=block, zero_optimization={"stage": 3}, **micro)
@@ -203,89 +191,67 @@ def test_nodes_of_many_gpus_share_drives_and_a_network(directory: Path, capsys: 
     assert scale["network_s"] == pytest.approx(scale["network_bytes"] / 25e9)
     all_moved = row(many, "offload all")
     assert all_moved["life_days"] == pytest.approx(1200e12 / (8 * all_moved["written_bytes_per_day"]))
-    assert main(["plan", *arguments_of(directory), *given, "--nodes", "4", "--gpus-per-node", "8"]) == 0
-    text = capsys.readouterr().out
+    text = cli("plan", *arguments_of(directory), *given, "--nodes", "4", "--gpus-per-node", "8").out
     assert "4 x 8 GPUs" in text and "of ZeRO-3 a step" in text and "each GPU has 1/8 of them" in text
-    rows = {
-        line.split()[0]: line.split()
-        for line in text.splitlines()
-        if line.startswith(("GPU  ", "drive", "node", "job"))
-    }
+    lines = (line for line in text.splitlines() if line.startswith(("GPU  ", "drive", "node", "job")))
+    rows = {cells[0]: cells for cells in map(str.split, lines)}
     per_day = {which: float(rows[which][-3]) for which in ("GPU", "drive", "node", "job")}
-    assert (
-        per_day["node"] == pytest.approx(8 * per_day["GPU"], rel=0.02) == pytest.approx(2 * per_day["drive"], rel=0.02)
-    )
+    assert per_day["node"] == pytest.approx(8 * per_day["GPU"], rel=0.02)
+    assert per_day["node"] == pytest.approx(2 * per_day["drive"], rel=0.02)
     fewer = estimate(directory, *given, "--nodes", "4", "--gpus-per-node", "8", "--ranks", "8")
     assert fewer["rows"][0]["held"]["always"]["parameters"] == -(-alone["parameter_bytes"] // 8)
 
 
-def test_compression_lowers_the_wear_as_given_or_as_assumed(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compression_lowers_the_wear_as_given_or_as_assumed(directory: Path, cli: Cli) -> None:
     given = (*GIVEN, "--write-gbps", "8", "--read-gbps", "16", "--drive-tbw", "1200")
     per_day = {}
     for ratio, told in ((None, ""), ("0.5", "leaves 0.5 of the bytes that are written a day (as given)")):
         options = given if ratio is None else (*given, "--compression-ratio", ratio)
         per_day[ratio] = row(estimate(directory, *options), "offload all")["written_bytes_per_day"]
-        capsys.readouterr()
-        assert main(["plan", *arguments_of(directory), *options]) == 0
-        assert told in capsys.readouterr().out
+        assert told in cli("plan", *arguments_of(directory), *options).out
     assert per_day["0.5"] == pytest.approx(per_day[None] / 2)
-    io = {
-        "staging_bytes": 340 * 4096,
-        "compression": "zstd",
-    }  # of which the buffers of lanes leave the 1 MiB from above
+    io = {"staging_bytes": 340 * 4096, "compression": "zstd"}  # the buffers of lanes leave the 1 MiB from above
     write_config(directory, activation_nvme_offload={**BLOCK, "io": io})
-    assert row(estimate(directory, *given), "offload all")["written_bytes_per_day"] == pytest.approx(
-        per_day[None] * 0.65
-    )
-    capsys.readouterr()
-    assert main(["plan", *arguments_of(directory), *given]) == 0
-    assert "compression leaves 0.65 of the bytes that are written a day (assumed" in capsys.readouterr().out
+    assumed = row(estimate(directory, *given), "offload all")["written_bytes_per_day"]
+    assert assumed == pytest.approx(per_day[None] * 0.65)
+    text = cli("plan", *arguments_of(directory), *given).out
+    assert "compression leaves 0.65 of the bytes that are written a day (assumed" in text
 
 
-def test_what_is_recommended_is_merged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_recommended_is_merged(directory: Path, cli: Cli) -> None:
     write_config(directory, zero_optimization={"stage": 2, "reduce_bucket_size": 1000})
     config = directory / "ds_config.json"
     on_cpu = (*GIVEN, "--memory-gbps", "100", "--batch", "64", "--device", "cpu")
     gib = row(estimate(directory, *on_cpu, model="gated"), "+ rematerialize")["need_bytes"] / 0.89 / 2**30
     given = ["--config", str(config), "--seq", "256", "--gpu", f"{gib:.6f}", *on_cpu, "--write", str(config)]
-    capsys.readouterr()
-    assert main(["plan", f"{directory}/models.py:gated", *given, "--drive-tbw", "1200"]) == 0
-    text = capsys.readouterr().out
+    text = cli("plan", f"{directory}/models.py:gated", *given, "--drive-tbw", "1200").out
     assert "recommended '+ rematerialize': it fits" in text and "rated 1200 TBW as given" in text
     written = json.loads(config.read_text())
     assert written["activation_nvme_offload"] == {**BLOCK, "enabled": True, "placement": "keep"}
     assert (directory / "ds_config.json.bak").exists() and f"written to  {config}; what it was is in" in text
 
 
-def test_a_file_in_which_nothing_has_to_be_changed_is_left_alone(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_in_which_nothing_has_to_be_changed_is_left_alone(directory: Path, cli: Cli) -> None:
     config = directory / "ds_config.json"
     given, before = ["--config", str(config), "--seq", "64", "--gpu", "80GB", *GIVEN], config.read_text()
-    assert main(["plan", f"{directory}/models.py:gated", *given, "--write", str(config)]) == 0
-    assert f"not written {config}: nothing in it has to be changed" in capsys.readouterr().out
+    text = cli("plan", f"{directory}/models.py:gated", *given, "--write", str(config)).out
+    assert f"not written {config}: nothing in it has to be changed" in text
     assert config.read_text() == before and not (directory / "ds_config.json.bak").exists()
 
 
-def test_if_nothing_fits_the_holders_and_remedies_are_named(
-    directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_if_nothing_fits_the_holders_and_remedies_are_named(directory: Path, cli: Cli) -> None:
     given = ["--config", f"{directory}/ds_config.json", "--seq", "256", "--gpu", "0.5GB", *GIVEN]
-    assert main(["plan", f"{directory}/models.py:stack", *given]) == 3
-    text = capsys.readouterr().out
+    text = cli("plan", f"{directory}/models.py:stack", *given, status=3).out
     assert "NOTHING FITS" in text and "CUDA context: a larger GPU" in text
     assert len([line for line in text.splitlines() if ": " in line and line.startswith("  ") and "iB  " in line]) == 3
-    assert main(["plan", f"{directory}/models.py:stack", *given, "--write", f"{directory}/new.json"]) == 3
-    assert "not written" in capsys.readouterr().out and not (directory / "new.json").exists()
+    text = cli("plan", f"{directory}/models.py:stack", *given, "--write", f"{directory}/new.json", status=3).out
+    assert "not written" in text and not (directory / "new.json").exists()
 
 
-def test_a_plan_without_a_config_makes_one(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_without_a_config_makes_one(directory: Path, cli: Cli) -> None:
     path = directory / "new.json"
     given = ["--seq", "1k", "--gpu", "RTX 4090", *GIVEN, "--write", str(path), "--lora", "4"]
-    assert main(["plan", f"{directory}/models.py:stack", *given]) == 0
-    text = capsys.readouterr().out
+    text = cli("plan", f"{directory}/models.py:stack", *given).out
     assert "batch 1 x 1024 tokens, bfloat16, LoRA of rank 4" in text and "no --config was given" in text
     written = json.loads(path.read_text())
     assert written["train_micro_batch_size_per_gpu"] == 1 and written["bf16"] == {"enabled": True}
@@ -293,10 +259,8 @@ def test_a_plan_without_a_config_makes_one(directory: Path, capsys: pytest.Captu
     assert f"of which {trained:,.1f} M are trained" in text
 
 
-def test_a_plan_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", "--seq", "1k"])
-    assert "the following arguments are required: MODEL" in capsys.readouterr().err
+def test_a_plan_needs_a_model(cli: Cli) -> None:
+    assert "the following arguments are required: MODEL" in cli("plan", "--seq", "1k", status=2, exits=True).err
 
 
 def test_batch_and_device_may_be_given(directory: Path) -> None:
@@ -342,21 +306,17 @@ def test_without_the_block_the_defaults_are_taken(directory: Path) -> None:
         (("--gpu", "nonsense"), "must be a size such as 24GB, or one of H100"),
     ],
 )
-def test_what_is_wrong_is_named(
-    directory: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, str], says: str
-) -> None:
+def test_what_is_wrong_is_named(directory: Path, cli: Cli, arguments: tuple[str, str], says: str) -> None:
     given = {"": "{0}/models.py:stack", "--config": "{0}/ds_config.json", "--seq": "128"}
     given |= dict([arguments])
     text = [part.format(directory) for pair in given.items() for part in pair if part]
-    assert main(["estimate", *text, *GIVEN]) == 2
-    assert says in capsys.readouterr().err
+    assert says in cli("estimate", *text, *GIVEN, status=2).err
 
 
-def test_a_config_with_a_wrong_key_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_with_a_wrong_key_is_refused(directory: Path, cli: Cli) -> None:
     write_config(directory, activation_nvme_offload={**BLOCK, "nvme_paht": "/x"})
     given = arguments_of(directory, "stack", 64)
-    assert main(["estimate", *given, *GIVEN]) == 2
-    assert "did you mean `nvme_path`" in capsys.readouterr().err
+    assert "did you mean `nvme_path`" in cli("estimate", *given, *GIVEN, status=2).err
 
 
 def test_auto_is_taken_as_1_and_that_is_said(directory: Path) -> None:
@@ -378,33 +338,25 @@ def test_auto_is_taken_as_1_and_that_is_said(directory: Path) -> None:
         (("--longest", "--gpu", "24GB", "--write", "x.json"), "--longest writes no config"),
     ],
 )
-def test_a_wrong_option_is_told_before_the_model_is_read(
-    capsys: pytest.CaptureFixture[str], given: tuple[str, ...], says: str
-) -> None:
-    assert main(["plan", "absent.py:make", *given]) == 2
-    assert says in capsys.readouterr().err
+def test_a_wrong_option_is_told_before_the_model_is_read(cli: Cli, given: tuple[str, ...], says: str) -> None:
+    assert says in cli("plan", "absent.py:make", *given, status=2).err
 
 
 @pytest.mark.parametrize(("option", "value"), [("--batch", "0"), ("--seq", "-1"), ("--seq", "x"), ("--tflops", "0")])
-def test_numbers_must_be_above_0(directory: Path, capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+def test_numbers_must_be_above_0(cli: Cli, option: str, value: str) -> None:
     given = ["--config", "c.json", "m.py:f", "--seq", "64", f"{option}={value}"]
-    with pytest.raises(SystemExit) as ended:
-        main(["estimate", *given])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+    error = cli("estimate", *given, status=2, exits=True).err
     assert option in error and repr(value) in error and "must be" in error
 
 
-def test_an_hf_config_is_estimated(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_hf_config_is_estimated(directory: Path, cli: Cli) -> None:
     pytest.importorskip("transformers")
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "use_cache": False}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
     (directory / "config.json").write_text(json.dumps(config))
     given = ["--config", f"{directory}/ds_config.json", f"{directory}/config.json", "--seq", "128"]
-    capsys.readouterr()
-    assert main(["estimate", *given, *GIVEN, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli("estimate", *given, *GIVEN, "--json").out)
     assert found["ran_on"] == "meta" and [one["count"] for one in found["groups"]][:1] == [2]
     assert torch.bfloat16.itemsize * found["parameters"] == found["parameter_bytes"]
 
@@ -430,13 +382,10 @@ TEXT = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidd
     ],
     ids=["encoder-decoder with a mask", "encoder-decoder", "mixture", "vision"],
 )  # fmt: skip
-def test_models_of_other_kinds_are_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: dict[str, Any], note: str
-) -> None:
+def test_models_of_other_kinds_are_planned(tmp_path: Path, cli: Cli, config: dict[str, Any], note: str) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", str(tmp_path), "--seq", "128", "--gpu", "24 GB"]) == 0
-    out = capsys.readouterr().out
+    out = cli("plan", str(tmp_path), "--seq", "128", "--gpu", "24 GB").out
     assert "recommended 'as it is'" in out and note in out
 
 
@@ -454,15 +403,13 @@ def test_the_example_of_the_readme_is_estimated(capsys: pytest.CaptureFixture[st
 OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 
-def test_the_block_without_what_it_needs_is_told(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_block_without_what_it_needs_is_told(directory: Path, cli: Cli) -> None:
     write_config(directory, zero_optimization={"stage": 2}, interleaved_optimizer_update={})
     given = arguments_of(directory, "stack", 64)
-    assert main(["estimate", *given, *GIVEN]) == 2
-    assert '"zero_optimization.stage" is 2' in capsys.readouterr().err
+    assert '"zero_optimization.stage" is 2' in cli("estimate", *given, *GIVEN, status=2).err
 
 
-def test_a_wrong_block_of_the_update_is_refused(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_block_of_the_update_is_refused(directory: Path, cli: Cli) -> None:
     write_config(directory, zero_optimization=OFFLOADED, interleaved_optimizer_update={"device_shar": 0.5})
     given = arguments_of(directory, "stack", 64)
-    assert main(["estimate", *given, *GIVEN]) == 2
-    assert "device_share" in capsys.readouterr().err
+    assert "device_share" in cli("estimate", *given, *GIVEN, status=2).err

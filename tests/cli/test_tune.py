@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Cli
 
-from ds_tba.cli import main, tune
+from ds_tba.cli import tune
 from ds_tba.cli.tune import Candidate, DriveRates, Found, recommended, tuned
 from ds_tba.config import OffloadConfig
 
@@ -80,33 +81,29 @@ def test_a_measurement_tells_rates_and_what_it_wrote(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_the_command_prints_blocks_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_blocks_to_paste(tmp_path: Path, cli: Cli) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
     given = ["--nvme_path", str(drive), "--seconds", "1", "--backend", "posix"]
-    assert main(["tune", *given]) == 0
-    text = capsys.readouterr().out
+    text = cli("tune", *given).out
     (block,) = re.findall('"io": ({.*})', text)
     OffloadConfig.model_validate({"nvme_path": str(drive), "io": json.loads(block)})
     assert "(defaults)" in text and "counts as wear" in text and "kvikio" in text
     assert "io.compression" not in text
-    assert main(["tune", *given, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(cli("tune", *given, "--json").out)
     OffloadConfig.model_validate({"nvme_path": str(drive), "io": found["recommended"]})
     assert found["written_bytes"] > 0 and not list(drive.iterdir())
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
-def test_a_directory_that_cannot_be_measured_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_directory_that_cannot_be_measured_is_named(tmp_path: Path, cli: Cli, name: str) -> None:
     (tmp_path / "file").touch()
-    assert main(["tune", "--nvme_path", str(tmp_path / name), "--backend", "posix"]) == 2
-    assert f"nvme_path {tmp_path / name}" in capsys.readouterr().err
+    error = cli("tune", "--nvme_path", str(tmp_path / name), "--backend", "posix", status=2).err
+    assert f"nvme_path {tmp_path / name}" in error
 
 
 def test_compression_has_rows_where_its_package_is_installed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Candidate] = []
 
@@ -117,8 +114,7 @@ def test_compression_has_rows_where_its_package_is_installed(
 
     monkeypatch.setattr(tune.Drives, "measure", measure)
     given = ["tune", "--nvme_path", str(tmp_path), "--seconds", "0.2", "--backend", "posix"]
-    assert main(given) == 0
-    (block,) = re.findall('"io": ({.*})', capsys.readouterr().out)
+    (block,) = re.findall('"io": ({.*})', cli(*given).out)
     assert json.loads(block)["compression"] == "zstd"
     assert {(one.lanes, one.compression) for one in seen if one.compression} == {
         (2, "lz4"), (4, "lz4"), (2, "zstd"), (4, "zstd"),
@@ -126,8 +122,7 @@ def test_compression_has_rows_where_its_package_is_installed(
     OffloadConfig.model_validate({"nvme_path": "/x", "io": json.loads(block)})
     monkeypatch.setattr(tune, "find_spec", lambda name: None)
     seen.clear()
-    assert main(given) == 0
-    assert 'pip install "ds_tba[compression]"' in capsys.readouterr().out
+    assert 'pip install "ds_tba[compression]"' in cli(*given).out
     assert not [one for one in seen if one.compression]
 
 

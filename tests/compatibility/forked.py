@@ -59,8 +59,7 @@ def run_once(
 ) -> list[dict[str, Any]]:
     """Call :func:`run` once in a run of the tests: many tests compare with a run without the block."""
     key = [program.__module__, program.__qualname__, config, ranks, arguments]
-    found: list[dict[str, Any]] = once(key, lambda: run(program, config, directory, ranks=ranks, **arguments))
-    return found
+    return once(key, lambda: run(program, config, directory, ranks=ranks, **arguments))
 
 
 def _rank(program: Program, config: dict[str, Any] | None, arguments: dict[str, Any], directory: str) -> None:

@@ -11,9 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP, UlyssesSPAttentionHF
+from models import MODELS
 from programs_plain import outcome
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 WIDTH, HEADS, LENGTH, WORDS, LAYERS, BATCH = 64, 4, 32, 96, 3, 2
 EXPERTS = 4
@@ -55,8 +62,7 @@ class MLP(nn.Module):
 
     @staticmethod
     def forward_of(mlp: Any, x: Tensor) -> Tensor:
-        out: Tensor = mlp.down(nn.functional.gelu(mlp.up(x)))
-        return out
+        return mlp.down(nn.functional.gelu(mlp.up(x)))
 
 
 class Net(nn.Module):
@@ -97,8 +103,6 @@ def texts(rank: int, *, lengths_change: bool = False) -> Iterator[Tensor]:
 
 def started(config: dict[str, Any], build: Callable[[], nn.Module] = Net, **more: Any) -> Any:
     """An engine for a new model, with every random state set."""
-    import deepspeed
-
     torch.manual_seed(0)
     model = build()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **more)
@@ -144,16 +148,13 @@ def trained(
 
     def loss_of() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            loss: Tensor = engine(next(batches))
-            return loss
+            return engine(next(batches))
 
     return ended(engine, loop(engine, loss_of, steps), skipped_steps=engine.skipped_steps)
 
 
 def trained_with_a_look(config: dict[str, Any], steps: int = 8) -> dict[str, Any]:
     """The script gathers ZeRO-3's parameters between forward and backward, which lets go of them."""
-    import deepspeed
-
     engine = started(config)
     batches, losses = texts(engine.global_rank), []
     for step in range(steps):
@@ -169,8 +170,6 @@ def trained_with_a_look(config: dict[str, Any], steps: int = 8) -> dict[str, Any
 
 def trained_in_fp16(config: dict[str, Any], steps: int = 14) -> dict[str, Any]:
     """The plain loop with DeepSpeed's loss scale, which PyTorch can compute on a CPU of any kind."""
-    from deepspeed.accelerator import get_accelerator
-
     get_accelerator().is_fp16_supported = lambda: True
     return trained(config, steps)
 
@@ -230,8 +229,6 @@ class Tied(Net):
     """The head is the embedding's weight, which ZeRO-3 has to be told."""
 
     def __init__(self) -> None:
-        import deepspeed
-
         super().__init__()
         self.head = nn.Identity()
         deepspeed.zero.register_external_parameter(self, self.embedding.weight)
@@ -242,7 +239,6 @@ class Tied(Net):
 
 def trained_from_zero_init(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """Built under ``zero.Init``; the head's weight is the embedding's; weights are changed between steps."""
-    import deepspeed
 
     def build() -> nn.Module:
         with deepspeed.zero.Init(config_dict_or_path=config):
@@ -285,7 +281,6 @@ class Routed(nn.Module):
 
 def with_leaf_modules(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     """ZeRO-3 gathers all experts of a layer at once, whichever are used."""
-    import deepspeed
 
     def build() -> nn.Module:
         model = Net(RoutedBlock)
@@ -314,8 +309,6 @@ def trained_but_for_norms(config: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def torch_checkpoint(reentrant: bool, block: nn.Module, x: Tensor) -> Tensor:
-    from torch.utils.checkpoint import checkpoint
-
     return checkpoint(block, x, use_reentrant=reentrant)
 
 
@@ -325,22 +318,16 @@ def selective_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
     Under ZeRO-3 only without ``memory_efficient_linear``: that adds a bias in place to what the policy has saved, and
     PyTorch does not notice. Backward then adds it twice: without us, and with us where PyTorch hands us nothing.
     """
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
     ops = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
     contexts = partial(create_selective_checkpoint_contexts, ops)
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
 def deepspeed_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    import deepspeed
-
     return deepspeed.checkpointing.checkpoint(block, x)
 
 
 def deepspeed_non_reentrant_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    import deepspeed
-
     return deepspeed.checkpointing.non_reentrant_checkpoint(block, x)
 
 
@@ -368,8 +355,6 @@ def checkpoints_are_copies() -> None:
 
     On a CPU it is the input itself, which DeepSpeed then empties: the option fails there, also without us.
     """
-    import deepspeed
-
     module = deepspeed.runtime.activation_checkpointing.checkpointing
     to_device = module.copy_to_device
 
@@ -383,8 +368,6 @@ def checkpoints_are_copies() -> None:
 
 def checkpointed(config: dict[str, Any], call: str, steps: int = 5) -> dict[str, Any]:
     """Every block is checkpointed in one of these ways."""
-    import deepspeed
-
     engine = started(config, partial(Net, Counted, CALLS[call]))
     if "deepspeed" in call:
         checkpoints_are_copies()
@@ -426,8 +409,6 @@ class TiledBlock(Block):
 
 class TiledMlp(MLP):
     def forward(self, x: Tensor) -> Tensor:
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
-
         return TiledMLP.apply(MLP.forward_of, self, x, 4, list(self.parameters()))
 
 
@@ -435,8 +416,6 @@ class TiledLoss(Net):
     """The scores of all words are never there at once."""
 
     def forward(self, text: Tensor) -> Tensor:
-        from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
-
         def loss(head: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             return nn.functional.cross_entropy(head(x).float(), y)
 
@@ -452,8 +431,6 @@ TILED: dict[str, Callable[[], nn.Module]] = {
 
 def tiled(config: dict[str, Any], how: str, steps: int = 5) -> dict[str, Any]:
     """A long sequence in parts, on one rank or over ranks."""
-    import deepspeed
-
     deepspeed.init_distributed()
     engine = started(config, TILED[how])
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))
@@ -461,11 +438,6 @@ def tiled(config: dict[str, Any], how: str, steps: int = 5) -> dict[str, Any]:
 
 def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """A Llama over ranks that have a part of the sequence each."""
-    import deepspeed
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-    from models import MODELS
-    from torch import distributed
-
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = MODELS["Llama"].build()
@@ -497,22 +469,15 @@ class ExpertBlock(Block):
 
 class Experts(nn.Module):
     def __init__(self) -> None:
-        from deepspeed.moe.layer import MoE
-        from torch import distributed
-
         super().__init__()
         self.moe = MoE(WIDTH, MLP(), EXPERTS, ep_size=distributed.get_world_size(), k=2, capacity_factor=1.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.moe(x)[0]
-        return out
+        return self.moe(x)[0]
 
 
 def with_experts(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """DeepSpeed's own mixture of experts."""
-    import deepspeed
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = Net(ExpertBlock)
@@ -527,8 +492,6 @@ def with_experts(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
 
 def with_tensor_parallelism(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """DeepSpeed splits a Llama over the ranks, which get the same data."""
-    from models import MODELS
-
     engine = started(config, MODELS["Llama"].build)
     torch.manual_seed(100)
     chance = torch.Generator().manual_seed(1)
@@ -551,7 +514,6 @@ class OddBlock(Block):
 
 def with_odd_checkpoints(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
     """Checkpoints that take masks, indices, None, numbers and one tensor twice, and return several tensors."""
-    import deepspeed
 
     def call(block: nn.Module, x: Tensor) -> Tensor:
         mask = torch.ones(x.shape[:2], dtype=torch.bool).tril(LENGTH // 2)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.runtime.activation_checkpointing import offload_activations
 from models import MODELS
 from programs_deepspeed import Block, Net, ended, started, texts, train_on
 from programs_hf import dpo, sft, trainer
@@ -46,9 +48,6 @@ def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, 
 
     It acts on a CPU, too, where by itself it would leave all as it is.
     """
-    import deepspeed
-    from deepspeed.runtime.activation_checkpointing import offload_activations
-
     kind = offload_activations.CheckpointHiddenStatesOffload
     kind._should_skip = lambda _self, tensor: isinstance(tensor, nn.Parameter)
     offload = kind(use_pin_memory=False, use_streams=False)
@@ -97,8 +96,7 @@ def with_torch_remat(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     import torch_remat as remat
 
     def call(block: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = remat.checkpoint(region_name="block", recompute_state_hooks=(RandomState(),))(block)(x)
-        return out
+        return remat.checkpoint(region_name="block", recompute_state_hooks=(RandomState(),))(block)(x)
 
     engine = started(config, partial(Net, RematBlock, call))
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import deepspeed
 import torch
+from models import MODELS
 
 
 def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
     """Return what is compared, and the report if there is one."""
-    import deepspeed
-
     digests = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
@@ -47,9 +47,6 @@ def plain_loop(
         own_backward: the script calls ``loss.backward()``.
         evaluates: after each step, in inference mode.
     """  # fmt: skip
-    import deepspeed
-    from models import MODELS
-
     torch.autograd.set_detect_anomaly(detects_anomalies)
     torch.manual_seed(0)
     built = MODELS[model].build()

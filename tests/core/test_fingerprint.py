@@ -3,12 +3,13 @@ operation has made."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import hazards
@@ -32,10 +33,18 @@ class LateAnswers(LateDevice):
 
 
 @pytest.fixture
-def device() -> Iterator[LateAnswers]:
-    found = LateAnswers()
-    yield found
-    found.end()
+def device(closing: Closing) -> LateAnswers:
+    return closing(LateAnswers, LateDevice.end)()
+
+
+@pytest.fixture
+def host(device: LateAnswers, closing: Closing) -> HostStore:
+    return closing(HostStore)(device, 32 * MIB)
+
+
+@pytest.fixture
+def cache(device: LateAnswers, host: HostStore) -> TensorCache:
+    return TensorCache([host], "cpu", 1024, accelerator=device)
 
 
 def is_told(before: torch.Tensor, after: torch.Tensor, device: CpuAccelerator | None, *, is_whole: bool = True) -> bool:
@@ -97,17 +106,15 @@ def test_a_storage_can_be_resized_after_its_fingerprint_was_taken() -> None:
 
 @pytest.mark.parametrize("scenario", hazards.UNVERSIONED)
 def test_gradients_are_exact_where_the_device_answers_late(
-    device: LateDevice, scenario: hazards.Callable[[hazards.Saving], list[torch.Tensor]]
+    device: LateDevice, host: HostStore, scenario: hazards.Callable[[hazards.Saving], list[torch.Tensor]]
 ) -> None:
-    host = HostStore(device, 32 * MIB)
     hazards.check(scenario, TensorCache([host], "cpu", hazards.MIN_BYTES, accelerator=device))
-    host.close()
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(device: LateDevice, is_changed: bool) -> None:
-    host = HostStore(device, 32 * MIB)
-    cache = TensorCache([host], "cpu", 1024, accelerator=device)
+def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(
+    device: LateDevice, cache: TensorCache, is_changed: bool
+) -> None:
     x, buffer = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
     with cache.saving():
         first = (x * buffer).sum()
@@ -122,13 +129,10 @@ def test_a_later_view_keeps_its_bytes_until_the_device_has_answered(device: Late
     assert cache.stats.deduplicated_bytes == (0 if is_changed else buffer.nbytes)
     (second + 0 * (first + other)).backward()
     assert torch.equal(x.grad, wanted)  # type: ignore[arg-type]
-    host.close()
 
 
-def test_what_one_operation_saves_twice_waits_for_the_device_twice(device: LateDevice) -> None:
+def test_what_one_operation_saves_twice_waits_for_the_device_twice(device: LateDevice, cache: TensorCache) -> None:
     """That an operation saves the same bytes twice says nothing while the first save is in doubt."""
-    host = HostStore(device, 32 * MIB)
-    cache = TensorCache([host], "cpu", 1024, accelerator=device)
     x = torch.randn(64, 64, requires_grad=True)
     with cache.saving():
         first = x.sin().sum()
@@ -139,13 +143,10 @@ def test_what_one_operation_saves_twice_waits_for_the_device_twice(device: LateD
     cache._doubts.read(wait=True)
     assert torch.equal(torch.autograd.grad(second, x)[0], 2 * x.detach())
     del first, other
-    host.close()
 
 
-def test_views_that_the_device_has_yet_to_answer_for_are_in_the_budget(device: LateAnswers) -> None:
+def test_views_that_the_device_has_yet_to_answer_for_are_in_the_budget(cache: TensorCache) -> None:
     """They keep their bytes, and a budget has the host wait for the answer instead."""
-    host = HostStore(device, 32 * MIB)
-    cache = TensorCache([host], "cpu", 1024, accelerator=device)
     limit_bytes = 4 * 64 * 64 * 4
     cache.room.limit(limit_bytes)
     x = torch.randn(64, 64, requires_grad=True)
@@ -158,44 +159,29 @@ def test_views_that_the_device_has_yet_to_answer_for_are_in_the_budget(device: L
         del y
     assert cache.stats.resident.peak <= limit_bytes
     loss.backward()
-    host.close()
 
 
-class Capturing(LateAnswers):
-    """Captures a graph, into which nothing of ours may come."""
-
+def test_nothing_leaves_while_a_graph_is_being_captured_inside_forward(
+    device: LateAnswers, cache: TensorCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     capturing = False
 
-    def is_capturing(self) -> bool:
-        return self.capturing
+    def unless_capturing(usual: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: pytest.fail("of ours, in the graph") if capturing else usual(*given)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        if self.capturing:
-            raise AssertionError("a copy was issued while a graph was being captured")
-        super().copy(source, target)
-
-    def new_event(self) -> Any:
-        if self.capturing:
-            raise AssertionError("an event was made while a graph was being captured")
-        return super().new_event()
-
-
-def test_nothing_leaves_while_a_graph_is_being_captured_inside_forward() -> None:
-    device = Capturing()
-    host = HostStore(device, 32 * MIB)
-    cache = TensorCache([host], "cpu", 1024, accelerator=device)
+    monkeypatch.setattr(device, "is_capturing", lambda: capturing)
+    for name in ("copy", "new_event"):
+        monkeypatch.setattr(device, name, unless_capturing(getattr(device, name)))
     b, found = torch.randn(64, 64), []
     x = torch.randn(64, 64, requires_grad=True)
     for saving in (nullcontext, cache.saving):
         with saving():
             loss = (x * b).sum() + (x.exp() * b).sum()  # b waits for the end of the operation, and is saved again
-            device.capturing = True
+            capturing = True
             static = x.detach().clone().requires_grad_()
             (static.sin() * static).sum()
-            device.capturing = False
+            capturing = False
             loss = loss + x.cos().sum()
         found += torch.autograd.grad(loss, x)
         del loss
     assert torch.equal(*found)
-    host.close()
-    device.end()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from support.late_device import LateDevice
 
 from ds_tba.core.cache import TensorCache
@@ -99,19 +99,17 @@ class Counting(LateDevice):
 
 
 @pytest.fixture
-def device() -> Iterator[Counting]:
-    found = Counting()
-    yield found
-    found.end()
+def device(closing: Closing) -> Counting:
+    return closing(Counting, LateDevice.end)()
 
 
-def test_a_moved_tensor_takes_few_calls_of_the_device(device: Counting) -> None:
+def test_a_moved_tensor_takes_few_calls_of_the_device(device: Counting, closing: Closing) -> None:
     """Each way takes an event before the copy and one after, in one switch. Only the way out shares memory.
 
     Loaded memory is of the consumer's own stream, which waits for the copy.
     """
     count = 10
-    store = HostStore(device, 8 * MIB)
+    store = closing(HostStore)(device, 8 * MIB)
     cache = TensorCache([store], "cpu", 1, wait_for_staging=True, accelerator=device)
     tensors = [device.allocate(4096, torch.device("cpu")) for _ in range(count)]
     with cache.saving():
@@ -126,4 +124,3 @@ def test_a_moved_tensor_takes_few_calls_of_the_device(device: Counting) -> None:
     assert device.calls == {"events": 2 * count, "stream switches": count}
     del one, held
     device.synchronize()
-    store.close()

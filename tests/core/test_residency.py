@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import Closing, StoreFactory
 from support.doubles import new_operation
 from support.late_device import LateDevice
 from torch import Tensor
@@ -25,10 +25,8 @@ COUNT = 40
 
 
 @pytest.fixture
-def device() -> Iterator[LateDevice]:
-    found = LateDevice(late_compute=True, longest_pause_s=0.0)
-    yield found
-    found.end()
+def device(closing: Closing) -> LateDevice:
+    return closing(LateDevice, LateDevice.end)(late_compute=True, longest_pause_s=0.0)
 
 
 def forward(device: LateDevice, cache: TensorCache, count: int = COUNT, nbytes: int = MIB) -> list[object]:

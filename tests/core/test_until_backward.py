@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory
+from conftest import Closing
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -35,16 +36,9 @@ PLACEMENTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    factory = Factory(
-        lambda model, **block: offloader_of(
-            tmp_path, model, **{"min_tensor_bytes": 4096, "until_backward": True, "placement": "nvme", **block}
-        ),
-        ActivationOffloader.close,
-    )
-    yield factory
+def make(tmp_path: Path, closing: Closing) -> Iterator[Make]:
+    yield closing(partial(offloader_of, tmp_path, min_tensor_bytes=4096, until_backward=True, placement="nvme"))
     assert innermost_hooks() is None
-    factory.close()
 
 
 def model_of() -> nn.Module:
@@ -67,6 +61,13 @@ def engine_backward(loss: Tensor, offloader: ActivationOffloader | None) -> None
         offloader.stop_saving()
     loss.backward()
     note_backward(offloader)
+
+
+def begun(make: Make, **block: Any) -> tuple[nn.Module, ActivationOffloader, Tensor]:
+    """A model with its offloader, and the logits of a first forward."""
+    model = model_of()
+    offloader = make(model, **block)
+    return model, offloader, engine_forward(model, torch.randn(4, 16, 32), offloader)
 
 
 def preference_loss(logits: Tensor, words: Tensor) -> Tensor:
@@ -112,15 +113,12 @@ def test_a_loss_on_the_logits_moves_and_trains_alike(make: Make, block: dict[str
 
 
 def test_without_the_key_nothing_stays_open(make: Make) -> None:
-    model = model_of()
-    engine_forward(model, torch.randn(4, 16, 32), make(model, until_backward=False))
+    begun(make, until_backward=False)
     assert innermost_hooks() is None
 
 
 def test_what_is_changed_in_place_after_the_loss_saved_it_raises(make: Make) -> None:
-    model = model_of()
-    offloader = make(model)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    _, offloader, logits = begun(make)
     exponent = logits.exp()
     exponent.mul_(2)
     with pytest.raises(ActivationModifiedError):
@@ -153,19 +151,16 @@ class Others(saved_tensors_hooks):
 
 
 def test_hooks_of_others_around_the_forward_stay_the_innermost(make: Make) -> None:
-    model, others = model_of(), Others()
-    offloader = make(model)
+    others = Others()
     with others:
-        logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+        _, offloader, logits = begun(make)
         assert innermost_hooks() == (others.pack_hook, others.unpack_hook)
     assert innermost_hooks() is None
     engine_backward(logits.exp().sum(), offloader)
 
 
 def test_hooks_of_others_inside_of_ours_are_never_taken_off(make: Make) -> None:
-    model, others = model_of(), Others()
-    offloader = make(model)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    others, (model, offloader, logits) = Others(), begun(make)
     with others:
         engine_backward(logits.exp().sum(), offloader)
         again = engine_forward(model, torch.randn(4, 16, 32), offloader)
@@ -190,9 +185,7 @@ def test_an_error_in_the_loss_and_a_forward_without_backward(make: Make) -> None
 
 
 def test_a_backward_that_no_engine_calls_leaves_nothing_open_after_the_step(make: Make) -> None:
-    model = model_of()
-    offloader = make(model)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    _, offloader, logits = begun(make)
     checkpoint(lambda one: one.exp().sum(), logits, use_reentrant=True).backward()
     offloader.stop_saving()
     assert innermost_hooks() is None
@@ -200,9 +193,7 @@ def test_a_backward_that_no_engine_calls_leaves_nothing_open_after_the_step(make
 
 def test_a_stop_inside_of_a_backward_does_not_stay_undone(make: Make) -> None:
     """Autograd restores a thread's hooks when a backward is over."""
-    model = model_of()
-    offloader = make(model)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    _, offloader, logits = begun(make)
     logits.register_hook(lambda _: offloader.stop_saving())
     logits.exp().sum().backward()
     offloader.stop_saving()
@@ -236,9 +227,8 @@ def test_two_models_with_offloaders_of_their_own(make: Make) -> None:
 
 
 def test_each_thread_has_its_own(make: Make) -> None:
-    model, problems = model_of(), []
-    offloader = make(model, rematerialize=False)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    problems: list[str] = []
+    model, offloader, logits = begun(make, rematerialize=False)
 
     def work() -> None:
         if innermost_hooks() is not None:
@@ -257,9 +247,7 @@ def test_each_thread_has_its_own(make: Make) -> None:
 
 
 def test_closed_or_collected_with_hooks_open(make: Make) -> None:
-    model = model_of()
-    offloader = make(model)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    model, offloader, logits = begun(make)
     offloader.close()
     with save_on_cpu():
         logits.exp()
@@ -271,9 +259,7 @@ def test_closed_or_collected_with_hooks_open(make: Make) -> None:
 
 
 def test_a_forked_child_has_no_hooks_of_ours(make: Make) -> None:
-    model = model_of()
-    offloader = make(model)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    _, offloader, logits = begun(make)
     child = os.fork()
     if not child:
         os._exit(0 if innermost_hooks() is None else 1)  # and computes nothing: OpenMP's threads are not there
@@ -282,9 +268,9 @@ def test_a_forked_child_has_no_hooks_of_ours(make: Make) -> None:
 
 
 def test_hooks_of_an_offloader_that_another_thread_has_closed_go_with_the_next_forward(make: Make) -> None:
-    one, other = model_of(), model_of()
-    first, second = make(one), make(other)
-    engine_forward(one, torch.randn(4, 16, 32), first)
+    _, first, _ = begun(make)
+    other = model_of()
+    second = make(other)
     closing = threading.Thread(target=first.close)
     closing.start()
     closing.join()
@@ -295,9 +281,7 @@ def test_hooks_of_an_offloader_that_another_thread_has_closed_go_with_the_next_f
 
 
 def test_the_holders_of_a_penalty_on_gradients_are_told_once(make: Make) -> None:
-    model = model_of()
-    offloader = make(model, rematerialize=False)
-    logits = engine_forward(model, torch.randn(4, 16, 32), offloader)
+    _, offloader, logits = begun(make, rematerialize=False)
     out = logits
     for _ in range(20):
         out = out.sin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from support.late_device import LateDevice, LateEvent
 from torch import Tensor
 
@@ -198,10 +199,8 @@ class Graphs(LateDevice):
 
 
 @pytest.fixture(params=[False, True], ids=["in the pool", "while capturing"])
-def device(request: pytest.FixtureRequest) -> Iterator[Graphs]:
-    device = Graphs(capturing=request.param)
-    yield device
-    device.end()
+def device(request: pytest.FixtureRequest, closing: Closing) -> Graphs:
+    return closing(Graphs, LateDevice.end)(capturing=request.param)
 
 
 def test_what_belongs_to_a_graph_is_kept(device: Graphs) -> None:

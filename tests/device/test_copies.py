@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory, StoreFactory
+from conftest import Closing, StoreFactory
 from support.disks import until
 from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, part_of, wait_for_writes
 from support.late_device import LateDevice
@@ -29,11 +29,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def make_device() -> Iterator[Callable[..., LateDevice]]:
+def make_device(closing: Closing) -> Callable[..., LateDevice]:
     """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
-    factory = Factory(LateDevice, LateDevice.end)
-    yield factory
-    factory.close()
+    return closing(LateDevice, LateDevice.end)
 
 
 @pytest.fixture
@@ -43,16 +41,14 @@ def device(make_device: Callable[..., LateDevice]) -> LateDevice:
 
 
 @pytest.fixture(params=["nvme", "nvme from the device", "host"])
-def store(request: pytest.FixtureRequest, device: LateDevice, make_store: StoreFactory) -> Iterator[Store[Any]]:
+def store(request: pytest.FixtureRequest, device: LateDevice, make_store: StoreFactory, closing: Closing) -> Store[Any]:
     made: dict[str, Callable[[], Store[Any]]] = {
         "nvme": lambda: make_store(accelerator=device, staging_bytes=8 * MIB),
         "nvme in parts": lambda: make_store(accelerator=device, staging_bytes=MIB),
         "nvme from the device": lambda: make_store(DeviceBackend(), accelerator=device, staging_bytes=8 * MIB),
-        "host": lambda: HostStore(device, 64 * MIB, ahead_bytes=4 * MIB),
+        "host": lambda: closing(HostStore)(device, 64 * MIB, ahead_bytes=4 * MIB),
     }
-    store = made[request.param]()
-    yield store
-    store.close()
+    return made[request.param]()
 
 
 every_store = pytest.mark.parametrize("store", ["nvme", "nvme in parts", "nvme from the device", "host"], indirect=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from conftest import StoreFactory
+from conftest import Closing, StoreFactory
 from support import hazards
 from support.each_hazard import Scenario, scenarios
 from support.late_device import POISON, LateDevice
+from support.stepping import assert_same_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,10 +48,8 @@ class Answers(LateDevice):
 
 
 @pytest.fixture
-def device() -> Iterator[Answers]:
-    device = Answers()
-    yield device
-    device.end()
+def device(closing: Closing) -> Answers:
+    return closing(Answers, LateDevice.end)()
 
 
 def kept(make_store: StoreFactory, device: LateDevice) -> list[Any]:
@@ -108,11 +107,6 @@ def train(make: Callable[[], nn.Module], cache: TensorCache | None, rows: int = 
     return found
 
 
-def assert_equal(expected: list[list[Tensor]], found: list[list[Tensor]]) -> None:
-    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
-
-
 def three_layers() -> nn.Module:
     return nn.Sequential(Layer(), Layer(), Layer())
 
@@ -121,8 +115,7 @@ def three_layers() -> nn.Module:
 def test_what_is_made_again_trains_to_the_bit(device: Answers, make_store: StoreFactory, make: MakeStores) -> None:
     tiers = make(make_store, device)
     cache = cache_over(device, tiers)
-    expected, found = train(three_layers, None), train(three_layers, cache)
-    assert_equal(expected, found)
+    assert_same_steps(train(three_layers, None), train(three_layers, cache))
     assert cache.stats.rematerialized_bytes > STEPS * 64 * KIB
     assert not tiers or sum(store.stats.offloaded_bytes for store in tiers) > 0
     assert not cache.rematerialization.sites.summary()["refused_sites"].get("made again it differs")
@@ -193,7 +186,6 @@ def test_a_difference_is_seen_however_late_the_answer_comes() -> None:
             return z.sin()
 
     cache = cache_over(device, [])
-    expected, found = train(Changes, None), train(Changes, cache)
-    assert_equal(expected, found)
+    assert_same_steps(train(Changes, None), train(Changes, cache))
     assert cache.rematerialization.sites.summary()["refused_sites"]["made again it differs"] >= 1
     device.end()

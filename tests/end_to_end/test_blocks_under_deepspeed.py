@@ -8,6 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import forked
 import pytest
 import torch
@@ -73,8 +74,6 @@ KINDS = {"routed": Routed, "plain": of_parts("Norm"), "counter": of_parts("Count
 
 
 def trained(config: dict[str, Any], kind: str) -> dict[str, Any]:
-    import deepspeed
-
     parts.reset_states(0)
     model = KINDS[kind]()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=deepcopy(config))

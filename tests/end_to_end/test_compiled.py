@@ -6,6 +6,7 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import forked
 import pytest
 import torch
@@ -56,8 +57,6 @@ class Net(nn.Module):
 
 
 def built(config: dict[str, Any], way: str, backend: str, breaks: bool) -> Any:
-    import deepspeed
-
     torch.manual_seed(0)
     model = Net(breaks)
     if way == "model":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,7 @@ pytestmark = pytest.mark.engine
 
 def demo(directory: Path, *arguments: str) -> tuple[int, str]:
     """Its exit status and what it printed. glibc is to give freed memory back, as under ``make demo``."""
-    done = subprocess.run(
-        [sys.executable, str(DEMO), *arguments],
-        env=runs.environment(MALLOC_MMAP_THRESHOLD_=str(64 << 10)), capture_output=True, text=True, cwd=directory,
-        timeout=900,
-    )  # fmt: skip
+    done = runs.python(DEMO, *arguments, cwd=directory, timeout_s=900, MALLOC_MMAP_THRESHOLD_=str(64 << 10))
     return done.returncode, done.stdout + done.stderr
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +84,7 @@ def is_equal(run: dict[str, Any], plain: dict[str, Any]) -> bool:
 
 def test_transformers_is_missing(tmp_path: Path) -> None:
     without = f"import runpy, sys; sys.modules['transformers'] = None; runpy.run_path({str(EXAMPLE)!r}, run_name='x')"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); {without}"],
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = runs.python("-c", f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); {without}")
     assert done.returncode == 1
     assert "needs transformers and accelerate" in done.stderr and "pip install 'ds_tba[examples]'" in done.stderr
     assert "Traceback" not in done.stderr

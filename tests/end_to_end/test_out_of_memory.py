@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +54,8 @@ def test_a_program_that_goes_on_with_less_ends_where_it_ends_without_us(tmp_path
 )
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_what_fills_the_memory_is_named_and_the_advice_makes_it_run(culprit: str, seed: int) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(runs.ROOT), str(runs.ROOT / "tests")])}
-    done = subprocess.run(
-        [sys.executable, runs.SCRIPTS / "memory_runs.py", "--culprits", culprit, "--seeds", str(seed)],
-        stdout=subprocess.PIPE, text=True, env=environment, timeout=600, check=True,
-    )  # fmt: skip
+    done = runs.python(runs.SCRIPTS / "memory_runs.py", "--culprits", culprit, "--seeds", seed, timeout_s=600)
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ran_without_limit"], found["output"]
     assert found["has_died"]

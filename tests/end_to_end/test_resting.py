@@ -6,13 +6,12 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory
+from conftest import Closing, Factory
 from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 
@@ -49,10 +48,8 @@ class Engine:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Factory]:
-    factory = Factory(lambda **block: Engine(tmp_path, **block), lambda engine: engine.offloader.close())
-    yield factory
-    factory.close()
+def make(tmp_path: Path, closing: Closing) -> Factory:
+    return closing(lambda **block: Engine(tmp_path, **block), lambda engine: engine.offloader.close())
 
 
 def held(directory: Path) -> tuple[int, int]:

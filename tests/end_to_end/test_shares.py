@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import forked
 import pytest
 from support import runs
 from torch import nn
 
 from ds_tba import ranks
+from ds_tba.device.accelerator import available_bytes
 
 pytestmark = pytest.mark.engine
 RANKS = 4
@@ -19,10 +21,6 @@ RANKS = 4
 
 def shares(config: dict[str, Any], where: str) -> dict[str, float]:
     """Make an engine; return what its rank may take of the machine."""
-    import deepspeed
-
-    from ds_tba.device.accelerator import available_bytes
-
     before_bytes = available_bytes()
     model = nn.Linear(4, 4)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

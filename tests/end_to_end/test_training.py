@@ -26,8 +26,7 @@ def aio_built() -> None:
 
 def report_of(directory: Path, rank: int = 0) -> dict[str, Any]:
     path = directory / ("report.json" if rank == 0 else f"report.json.rank{rank}")
-    report: dict[str, Any] = json.loads(path.read_text())
-    return report
+    return json.loads(path.read_text())
 
 
 @needs_aio

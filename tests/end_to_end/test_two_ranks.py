@@ -15,8 +15,9 @@ from curves.throttled import opened
 from planners import PLANNERS
 from support import runs
 from support.modelled_drive import ModelledDrive
+from support.models import Mlp
 from support.offloaders import watching
-from support.planned_training import DEPTH, ROWS, WIDTH, Block, Model
+from support.planned_training import DEPTH, ROWS, WIDTH, Model
 from support.stepping import end_step, forward, note_backward
 from torch.utils.checkpoint import checkpoint
 
@@ -30,18 +31,17 @@ STEPS = 18
 CHANGE = 5  # the step from which on a rank does what the other does not
 
 
-class Checkpointed(Block):
+class Checkpointed(Mlp):
     """On the rank whose block it is, it checkpoints itself: running it again would free nothing."""
 
     def __init__(self, is_checkpointed: bool) -> None:
-        super().__init__()
+        super().__init__(WIDTH, 0.1)
         self.is_checkpointed = is_checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_checkpointed:
             return super().forward(x)
-        result: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
-        return result
+        return checkpoint(super().forward, x, use_reentrant=False)
 
 
 def model_of(rank: int, case: str) -> torch.nn.Module:
@@ -49,7 +49,7 @@ def model_of(rank: int, case: str) -> torch.nn.Module:
     model = Model()
     if case == "checkpointed":
         torch.manual_seed(0)
-        model.blocks = torch.nn.ModuleList(Checkpointed(rank == 1 and at == 2) for at in range(DEPTH))
+        model.layers = torch.nn.ModuleList(Checkpointed(rank == 1 and at == 2) for at in range(DEPTH))
     return model
 
 
@@ -152,7 +152,7 @@ def test_a_block_that_one_rank_leaves_out_is_recomputed_on_none(tmp_path: Path) 
         assert rank["plans"][-1]["recomputed"] == [True, True, False, True]
         assert rank["report"]["recomputed_bytes"] > 0
     (left_out,) = found[1]["report"]["blocks_left_out"]
-    assert left_out["path"] == "blocks.2" and "saves nothing but its inputs" in left_out["reason"]
+    assert left_out["path"] == "layers.2" and "saves nothing but its inputs" in left_out["reason"]
 
 
 def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_path: Path) -> None:

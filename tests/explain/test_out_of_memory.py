@@ -7,15 +7,17 @@ import logging
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory
-from support.stepping import end_step, forward, note_backward, offloader_of
+from conftest import Closing
+from support.models import Stack
+from support.stepping import assert_same_steps, end_step, forward, note_backward, offloader_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,39 +67,37 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.silu(self.up(self.norm(x)))
-        y: torch.Tensor = x + self.down(Exhausts.apply(hidden, self))
-        return y
+        return x + self.down(Exhausts.apply(hidden, self))
 
 
-class Model(nn.Module):
+class Model(Stack):
     def __init__(self, *, tied: bool = False, checkpoints: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        super().__init__(Layer, 4)
         if tied:
             self.layers[2].up = self.layers[0].up
             self.layers[3] = self.layers[1]
         self.checkpoints = checkpoints
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        loss: torch.Tensor = x.square().mean()
-        return loss
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if self.checkpoints else super().call(layer, x)
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    factory = Factory(
-        lambda model, **block: offloader_of(tmp_path, model, **{"min_tensor_bytes": 2048, **block}),
-        ActivationOffloader.close,
-    )
-    yield factory
-    factory.close()
+def make(tmp_path: Path, closing: Closing) -> Make:
+    return closing(partial(offloader_of, tmp_path, min_tensor_bytes=2048))
 
 
 def seeded(**options: bool) -> Model:
     torch.manual_seed(0)
     return Model(**options)
+
+
+def good_steps(model: Model, offloader: ActivationOffloader, count: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(count):
+        forward(model, torch.randn(8, 16, 32), offloader).backward()
+        note_backward(offloader)
+        end_step(optimizer, offloader)
 
 
 def train(
@@ -153,8 +153,7 @@ def test_a_program_that_tries_again_with_less_has_the_same_gradients(
     gc.collect()
     offloader.cache.settle()
     left_bytes, records = offloader.cache.stats.resident.now, offloader.cache.live_records
-    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), step
+    assert_same_steps(expected, found)
     told = [one.getMessage() for one in caplog.records]
     assert len(told) == STEPS, "once for each error"
     assert all(f"in the {phase}" in one for one in told)
@@ -166,9 +165,7 @@ def test_errors_that_the_program_keeps_change_no_gradient(make: Make) -> None:
     model = seeded()
     offloader = make(model, placement="adaptive")
     found = train(model, offloader, "forward", keeps_error=True)
-    assert all(
-        torch.equal(a, b) for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True)
-    )
+    assert_same_steps(expected, found)
 
 
 def test_an_error_that_was_told_of_holds_no_tensor(make: Make) -> None:
@@ -243,11 +240,7 @@ def test_the_module_and_the_line_are_told_in_steps_that_are_looked_at_and_in_oth
 ) -> None:
     model = seeded()
     offloader = make(model, placement="keep")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(step - 1):
-        forward(model, torch.randn(8, 16, 32), offloader).backward()
-        note_backward(offloader)
-        end_step(optimizer, offloader)
+    good_steps(model, offloader, step - 1)
     model.layers[2].fails_in = "forward"
     text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
     assert f"step {step}, in the forward" in text
@@ -287,11 +280,7 @@ def test_a_layer_that_a_checkpoint_runs_again_is_named(make: Make, caplog: pytes
 def test_a_layer_that_we_run_again_is_named(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model = seeded()
     offloader = make(model, **RECOMPUTED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(6):
-        forward(model, torch.randn(8, 16, 32), offloader).backward()
-        note_backward(offloader)
-        end_step(optimizer, offloader)
+    good_steps(model, offloader, 6)
     assert offloader.report().recomputed_bytes > 0
     loss = forward(model, torch.randn(8, 16, 32), offloader)
     for layer in model.layers:
@@ -330,8 +319,7 @@ def test_two_threads_fail_and_go_on(make: Make, caplog: pytest.LogCaptureFixture
         for thread in threads:
             thread.join()
     for number in range(2):
-        for one, other in zip(expected, found[number], strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert_same_steps(expected, found[number])
     assert len(caplog.records) == 2 * STEPS
 
 

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
+from support import stepping
 from support.doubles import wait_for_writes
-from support.stepping import end_step, forward, note_backward, offloader_of
+from support.models import Mlp, Stack
+from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,60 +27,32 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.remat.where import RunningModule
 
 LAYERS = 3
+Made = tuple[Stack, ActivationOffloader]
+Make = Callable[..., Made]
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+@pytest.fixture
+def make(tmp_path: Path, closing: Closing) -> Make:
+    def make(**block: Any) -> Made:
+        torch.manual_seed(0)
+        model = Stack(lambda: Mlp(64), LAYERS)
+        return model, closing(offloader_of)(tmp_path, model, **{"min_tensor_bytes": 4096, **block})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return y
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        loss: torch.Tensor = x.square().mean()
-        return loss
-
-
-def make(directory: Path, **block: Any) -> tuple[Model, ActivationOffloader]:
-    torch.manual_seed(0)
-    model = Model()
-    return model, offloader_of(directory, model, **{"min_tensor_bytes": 4096, **block})
+    return make
 
 
 def train(
-    model: Model, offloader: ActivationOffloader | None, steps: int, between: Callable[[], object] = lambda: None
-) -> list[torch.Tensor]:
-    """Gradients of the last step; ``between`` is called between forward and backward."""
+    model: nn.Module, offloader: ActivationOffloader | None, steps: int, between: Callable[[], object] = lambda: None
+) -> list[list[torch.Tensor]]:
     torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients: list[torch.Tensor] = []
-    for _ in range(steps):
-        loss = forward(model, torch.randn(4, 64, 64), offloader)
-        between()
-        loss.backward()
-        note_backward(offloader)
-        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        end_step(optimizer, offloader)
-    return gradients
+    return stepping.train(model, offloader, (torch.randn(4, 64, 64) for _ in range(steps)), between)
 
 
 @pytest.mark.parametrize("placement", ["nvme", "keep", "adaptive"])
-def test_looking_changes_no_gradient(tmp_path: Path, placement: str) -> None:
-    plain = train(make(tmp_path, placement="keep")[0], None, 5)
-    model, offloader = make(tmp_path, placement=placement, report={"timeline_path": str(tmp_path / "step.json")})
-    found = train(model, offloader, 5)
-    offloader.close()
-    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+def test_looking_changes_no_gradient(make: Make, tmp_path: Path, placement: str) -> None:
+    plain = train(make(placement="keep")[0], None, 5)
+    model, offloader = make(placement=placement, report={"timeline_path": str(tmp_path / "step.json")})
+    stepping.assert_same_steps(plain, train(model, offloader, 5))
 
 
 class Unasked(torch.Tensor):
@@ -176,11 +151,10 @@ def test_odd_tensors_in_the_frames_of_an_error_are_no_second_error() -> None:
 
 
 @pytest.mark.parametrize("placement", ["nvme", "keep"])
-def test_holders_are_what_the_cache_counts(tmp_path: Path, placement: str) -> None:
-    model, offloader = make(tmp_path, placement=placement, rematerialize=False)
+def test_holders_are_what_the_cache_counts(make: Make, placement: str) -> None:
+    model, offloader = make(placement=placement, rematerialize=False)
     train(model, offloader, 4)
     report = offloader.report()
-    offloader.close()
     by_module = {(one["module"], one["op"]): one for one in report.holders}
     # In each layer the input of the second projection: 4 x 64 x 256 numbers.
     projections = by_module["layers.*.down", "Gelu"]
@@ -191,38 +165,35 @@ def test_holders_are_what_the_cache_counts(tmp_path: Path, placement: str) -> No
     assert report.holders_step == 4
 
 
-def test_a_tensor_that_is_made_again_counts_as_that(tmp_path: Path) -> None:
-    model, offloader = make(tmp_path, placement="nvme")
+def test_a_tensor_that_is_made_again_counts_as_that(make: Make) -> None:
+    model, offloader = make(placement="nvme")
     train(model, offloader, 8)
     report = offloader.report()
-    offloader.close()
     assert any(one["again_bytes"] for one in report.holders)
     assert report.rematerialized_bytes > 0
 
 
-def test_steps_that_are_not_sampled_have_the_hooks_of_the_cache(tmp_path: Path) -> None:
-    model, offloader = make(tmp_path, placement="nvme")
+def test_steps_that_are_not_sampled_have_the_hooks_of_the_cache(make: Make) -> None:
+    model, offloader = make(placement="nvme")
     hooks, (observer,) = (offloader.cache.pack, offloader.cache.unpack), offloader.cache._observers
     sampled = []
     for _ in range(9):
         sampled.append(observer.around(hooks) is not hooks)
         train(model, offloader, 1)
-    offloader.close()
     assert [step for step, is_sampled in enumerate(sampled, 1) if is_sampled] == [1, 2, 4, 8]
 
 
-def test_a_sampled_step_holds_no_memory_longer(tmp_path: Path) -> None:
-    model, offloader = make(tmp_path, placement="keep")
+def test_a_sampled_step_holds_no_memory_longer(make: Make) -> None:
+    model, offloader = make(placement="keep")
     loss = forward(model, torch.randn(4, 64, 64), offloader)
     loss.backward()
     assert offloader.cache.stats.resident.now == 0
     del loss
-    offloader.close()
 
 
-def test_the_timeline_is_on_the_clock_of_the_profiler(tmp_path: Path) -> None:
+def test_the_timeline_is_on_the_clock_of_the_profiler(make: Make, tmp_path: Path) -> None:
     path = tmp_path / "step.json"
-    model, offloader = make(tmp_path, placement="nvme", rematerialize=False, report={"timeline_path": str(path)})
+    model, offloader = make(placement="nvme", rematerialize=False, report={"timeline_path": str(path)})
     before = time.time()
     train(model, offloader, 2, lambda: wait_for_writes(offloader._tiers.nvme))  # else backward may be there before them
     after = time.time()
@@ -244,28 +215,25 @@ def test_the_timeline_is_on_the_clock_of_the_profiler(tmp_path: Path) -> None:
     assert written <= report.written_bytes
 
 
-def test_a_profile_of_the_user_shows_our_hooks(tmp_path: Path) -> None:
-    model, offloader = make(tmp_path, placement="nvme")
+def test_a_profile_of_the_user_shows_our_hooks(make: Make) -> None:
+    model, offloader = make(placement="nvme")
     train(model, offloader, 2)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         train(model, offloader, 1)
-    offloader.close()
     assert {"ds_tba::pack", "ds_tba::unpack"} <= {one.key for one in found.key_averages()}
 
 
-def test_explain_tells_who_holds_bytes_and_what_would_help(tmp_path: Path) -> None:
-    model, offloader = make(tmp_path, placement="keep")
+def test_explain_tells_who_holds_bytes_and_what_would_help(make: Make) -> None:
+    model, offloader = make(placement="keep")
     train(model, offloader, 1)
     text = offloader.explain()
-    offloader.close()
     assert "layers.*.down" in text
     assert '"placement": "adaptive"' in text
 
 
-def test_explain_before_the_first_step_does_not_fail(tmp_path: Path) -> None:
-    _, offloader = make(tmp_path, placement="keep")
+def test_explain_before_the_first_step_does_not_fail(make: Make) -> None:
+    _, offloader = make(placement="keep")
     assert "0 B" in offloader.explain()
-    offloader.close()
 
 
 @pytest.mark.parametrize(
@@ -278,23 +246,22 @@ def test_explain_before_the_first_step_does_not_fail(tmp_path: Path) -> None:
     ],
 )
 def test_memory_that_runs_out_is_explained_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException, is_told: bool
+    make: Make, caplog: pytest.LogCaptureFixture, error: BaseException, is_told: bool
 ) -> None:
-    model, offloader = make(tmp_path, placement="keep")
+    model, offloader = make(placement="keep")
     train(model, offloader, 1)
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
         offloader.note_failure(error)
         offloader.note_failure(error)
-    offloader.close()
     told = [one.getMessage() for one in caplog.records if "memory ran out" in one.getMessage()]
     assert len(told) == is_told
     assert all("layers.*.down" in one for one in told)
 
 
 def test_the_error_of_a_backward_of_the_users_own_is_explained_at_exit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, offloader = make(tmp_path, placement="keep")
+    model, offloader = make(placement="keep")
     train(model, offloader, 1)
     monkeypatch.setattr(sys, "last_value", MemoryError(), raising=False)
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
@@ -302,8 +269,8 @@ def test_the_error_of_a_backward_of_the_users_own_is_explained_at_exit(
     assert "memory ran out" in caplog.text
 
 
-def test_in_a_forward_that_fails_the_table_is_of_that_forward(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, offloader = make(tmp_path, placement="keep")
+def test_in_a_forward_that_fails_the_table_is_of_that_forward(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    model, offloader = make(placement="keep")
 
     def fail(_module: nn.Module, _inputs: Any) -> None:
         raise MemoryError
@@ -314,18 +281,16 @@ def test_in_a_forward_that_fails_the_table_is_of_that_forward(tmp_path: Path, ca
             forward(model, torch.randn(4, 64, 64), offloader)
         except MemoryError as error:
             offloader.note_failure(error)
-    offloader.close()
     assert "layers.*.down" in caplog.text
     assert "saved so far in this forward" in caplog.text
 
 
-def test_eight_scalars_are_of_the_last_step_alone(tmp_path: Path) -> None:
-    model, offloader = make(tmp_path, placement="nvme", rematerialize=False)
+def test_eight_scalars_are_of_the_last_step_alone(make: Make) -> None:
+    model, offloader = make(placement="nvme", rematerialize=False)
     train(model, offloader, 1)
     first = dict(offloader.scalars())
     train(model, offloader, 1)
     second = dict(offloader.scalars())
-    offloader.close()
     assert len(first) == 8
     assert first["offloaded_bytes"] == second["offloaded_bytes"] > 0
     assert all(math.isfinite(value) for value in second.values())

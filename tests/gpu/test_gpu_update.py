@@ -47,8 +47,7 @@ def run(kind: str, program: str, config: dict[str, Any], directory: Path, **argu
     )
     runs.remove_shared_memory(port)
     assert done.returncode == 0, done.stdout
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    return json.loads(file.read_text())
 
 
 def check(found: dict[str, Any]) -> None:

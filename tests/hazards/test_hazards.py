@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import StoreFactory
-from support import hazards
+from support import hazards, runs
 from support.doubles import CpuAccelerator, ScriptedBackend, fails, slow
 from support.each_hazard import Scenario, cache_over, mutations, scenarios
 from support.stores import store_is_empty
@@ -115,14 +111,6 @@ def test_memory_is_given_back_after_each_operation_of_backward(make_store: Store
 
 @pytest.mark.long
 def test_the_same_under_python_o() -> None:
-    here = Path(__file__).parents[1]
-    paths = os.pathsep.join([str(here), str(here.parent)])
-    done = subprocess.run(
-        [sys.executable, "-O", str(here / "support" / "hazards.py")],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = runs.python("-O", hazards.__file__)
     assert done.returncode == 0, done.stderr
     assert f"{len(hazards.SCENARIOS)} scenarios" in done.stdout and "debug is False" in done.stdout

@@ -6,7 +6,7 @@ import errno
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Factory, StoreFactory
+from conftest import Closing, StoreFactory
 from planners import PLANNERS
 from support.doubles import ScriptedBackend, new_operation, slow
 from support.late_device import LateDevice
+from support.models import Stack
 from support.offloaders import watching
 from support.planned_training import FIRST_PLAN, SmallDevice, controller_of, model, steps
 from support.stepping import end_step, forward, note_backward
@@ -58,24 +59,11 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-class Model(nn.Module):
-    def __init__(self, depth: int = 8) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing) -> Make:
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
     io = {"staging_bytes": 8 * MIB, "swap_file_bytes": 128 * MIB}
-    factory = Factory(partial(watching, tmp_path, io=io), ActivationOffloader.close)
-    yield factory
-    factory.close()
+    return closing(partial(watching, tmp_path, io=io))
 
 
 def train(
@@ -106,9 +94,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def fresh() -> Model:
+def fresh() -> Stack:
     torch.manual_seed(0)
-    return Model()
+    return Stack(Block, 8)
 
 
 def kept_peak(make: Make, forwards: int) -> int:
@@ -160,7 +148,7 @@ def test_a_loss_that_is_kept_without_backward_fits_the_plan_and_later_plans_go_w
         if plan is not None:
             assert plan["peak_saved_bytes"] <= budget_bytes
             blocks.append(plan["blocks"])
-    assert (blocks[0], blocks[-1]) == (2 * len(ours.blocks), len(ours.blocks))
+    assert (blocks[0], blocks[-1]) == (2 * len(ours.layers), len(ours.layers))
     assert "no plan fits" not in caplog.text and offloader.report().budget_excess_bytes == 0
 
 

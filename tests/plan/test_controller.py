@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory
+from conftest import Closing
 from planners import PLANNERS
 from support import traces
 from support.doubles import CpuAccelerator, EventAccelerator
@@ -30,6 +30,7 @@ from support.planned_training import (
     model,
     steps,
 )
+from support.stepping import assert_same_steps
 from torch import nn
 
 from ds_tba.core.hooks import innermost_hooks
@@ -45,13 +46,10 @@ Make = Callable[..., ActivationOffloader]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing) -> Make:
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
     io = {"staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
-    make = partial(watching, tmp_path, io=io, max_step_overhead=1000.0, recompute=True)
-    factory = Factory(make, ActivationOffloader.close)
-    yield factory
-    factory.close()
+    return closing(partial(watching, tmp_path, io=io, max_step_overhead=1000.0, recompute=True))
 
 
 def check(make: Make, micro_steps: int = 1, rows: Sequence[int] = (), **block: Any) -> ActivationOffloader:
@@ -60,9 +58,7 @@ def check(make: Make, micro_steps: int = 1, rows: Sequence[int] = (), **block: A
     expected = steps(model(), None, rows, micro_steps)
     ours = model()
     offloader = make(ours, **block)
-    found = steps(ours, offloader, rows, micro_steps)
-    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+    assert_same_steps(expected, steps(ours, offloader, rows, micro_steps))
     return offloader
 
 
@@ -77,11 +73,8 @@ def trained(make: Make, count: int, **options: Any) -> tuple[Model, ActivationOf
 class Mapped(Model):
     """Calls its blocks inside of ``vmap``, where tensors have no storage to tell them by."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.func.vmap(block, randomness="different")(x)
-        loss: torch.Tensor = self.head(x).square().mean()
-        return loss
+    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(layer, randomness="different")(x)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -92,7 +85,7 @@ def test_blocks_inside_of_vmap_are_recorded_and_planned(make: Make, recompute: b
         ours = Mapped()
         offloader = make(ours, PLANNERS["recompute" if recompute else "adaptive"]) if offloads else None
         found.append(steps(ours, offloader, [ROWS] * STEPS))
-    assert all(torch.equal(a, b) for one, two in zip(*found, strict=True) for a, b in zip(one, two, strict=True))
+    assert_same_steps(*found)
     assert offloader is not None and offloader.report().plans >= 1
     assert offloader.report().recomputed_bytes == 0
 
@@ -242,7 +235,7 @@ def test_steps_of_the_optimizer_without_a_forward_are_no_steps(make: Make) -> No
 
 def test_other_blocks_than_planned_ask_for_another_trace(make: Make) -> None:
     ours, offloader = trained(make, FIRST_PLAN + 2)
-    ours.blocks = nn.ModuleList([*ours.blocks, *list(ours.blocks)[:2]])  # two of them are called twice from now on
+    ours.layers = nn.ModuleList([*ours.layers, *ours.layers[:2]])  # two of them are called twice from now on
     steps(ours, offloader, [ROWS] * 14)
     report = offloader.report()
     assert report.plans >= 2 and report.plan is not None and report.plan["blocks"] == DEPTH + 2
@@ -458,7 +451,7 @@ def test_under_zero_3_a_block_that_does_not_come_where_the_plan_has_it_ends_the_
     offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 1))
     assert offloader.report().recomputed_bytes > 0
-    ours.blocks = nn.ModuleList(reversed(ours.blocks))
+    ours.layers = nn.ModuleList(reversed(ours.layers))
     if is_sharded:
         with pytest.raises(IncompatibleError, match=r"comes at another place.*\"recompute\": false"):
             steps(ours, offloader, [ROWS])
@@ -472,14 +465,14 @@ def test_under_zero_3_a_block_that_cannot_run_again_any_more_ends_the_run(make: 
     ours.head.weight.ds_id = 0
     offloader = make(ours, planner=PLANNERS["recompute"], agreement=AsOfTwo())
     steps(ours, offloader, [ROWS] * FIRST_PLAN)
-    kind: Any = type(ours.blocks[1])
+    kind: Any = type(ours.layers[1])
 
     class SavedElsewhere(kind):
         def __call__(self, *args: Any) -> Any:
             with torch.autograd.graph.save_on_cpu():
                 return super().__call__(*args)
 
-    ours.blocks[1].__class__ = SavedElsewhere
+    ours.layers[1].__class__ = SavedElsewhere
     with pytest.raises(IncompatibleError, match=r"saved-tensor hooks around it.*\"recompute\": false"):
         steps(ours, offloader, [ROWS])
 
@@ -527,7 +520,7 @@ def test_a_trace_is_written_and_can_be_read(make: Make, tmp_path: Path, placemen
     check(make, placement=placement, report={"trace_path": str(path)})
     assert precious.read_text() == "of somebody else" and not path.is_symlink()
     trace = traces.read(path.read_text())
-    assert [block.module for block in trace.blocks] == [f"blocks.{number}" for number in range(DEPTH)]
+    assert [block.module for block in trace.blocks] == [f"layers.{number}" for number in range(DEPTH)]
     assert trace.end_s > 0 and trace.optimizer_s > 0
     # Where no plan is made, nobody looks whether blocks could be recomputed.
     assert {block.is_recomputable for block in trace.blocks} == {placement == "adaptive"}
@@ -551,7 +544,7 @@ def looks(ours: Model) -> list[list[str]]:
 
     def look(x: torch.Tensor) -> torch.Tensor:
         words = []
-        for block in ours.blocks:
+        for block in ours.layers:
             assert not block._forward_hooks and not block._forward_pre_hooks
             words.append("replaced" if "forward" in block.__dict__ else "")
         found.append(words)

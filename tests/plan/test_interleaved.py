@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Factory
+from conftest import Closing
 from planners import PLANNERS
 from support.offloaders import watching
 from support.planned_training import ROWS, WIDTH, Model, controller_of, model
-from support.stepping import end_step, forward
+from support.stepping import assert_same_steps, end_step, forward
 from torch import nn
 
 from ds_tba.config import Placement
@@ -37,10 +37,8 @@ class InterruptionError(Exception):
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    factory = Factory(partial(watching, tmp_path, max_step_overhead=1000.0), ActivationOffloader.close)
-    yield factory
-    factory.close()
+def make(tmp_path: Path, closing: Closing) -> Make:
+    return closing(partial(watching, tmp_path, max_step_overhead=1000.0))
 
 
 def step(ours: Model, offloader: ActivationOffloader | None, ahead: int, forwards: int, fails: bool) -> None:
@@ -84,9 +82,7 @@ def check(make: Make, ahead: int, planner: Planner = adaptive, **rest: Any) -> A
     expected, ours = train(model(), None, ahead, **schedule), model()
     offloader = make(ours, planner, **rest)
     found = train(ours, offloader, ahead, **schedule)
-    assert len(found) == len(expected)
-    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {number}"
+    assert_same_steps(expected, found)
     return offloader
 
 
@@ -176,7 +172,7 @@ def test_the_data_of_an_output_may_be_replaced_until_its_backward(make: Make, pl
             for _ in range(2):
                 with nullcontext() if offloader is None else offloader.saving():
                     x = torch.randn(ROWS, WIDTH)
-                    for block in ours.blocks:
+                    for block in ours.layers:
                         x = block(x)
                     outputs.append(ours.head(x))
                 data.append(outputs[-1].data.clone())

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
 from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
+from support.stepping import assert_same_steps
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
@@ -29,9 +31,7 @@ Make = Callable[..., tuple[Model, ActivationOffloader]]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    made = []
-
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing) -> Make:
     def make(
         backend: ModelledDrive, *zero_paths: str, staging_bytes: int = 16 << 20
     ) -> tuple[Model, ActivationOffloader]:
@@ -41,15 +41,12 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         # Neither may take the drive's place.
         block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
         config = OffloadConfig.model_validate(block)
-        offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator(), zero_paths=zero_paths)
+        offloader = closing(ActivationOffloader)(config, AioConfig(), CpuAccelerator(), zero_paths=zero_paths)
         ours = model()
         offloader.watch(ours, Alone())
-        made.append(offloader)
         return ours, offloader
 
-    yield make
-    for offloader in made:
-        offloader.close()
+    return make
 
 
 def train(ours: Model, offloader: ActivationOffloader | None, count: int) -> list[Any]:
@@ -118,8 +115,7 @@ def test_where_a_drive_becomes_slower_in_mid_run_results_are_exact(make: Make, p
 
     ours.forward = counted  # type: ignore[method-assign]
     found = train(ours, offloader, count)
-    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
+    assert_same_steps(expected, found)
     assert seen[0] == (ROWS, WIDTH) and len(seen) == count
     report = offloader.report()
     assert report.plans >= 1 and 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without

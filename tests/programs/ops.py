@@ -409,8 +409,7 @@ def hooked(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 
     def unpack(held: Any) -> Tensor:
         calls["unpack"] += 1
-        found: Tensor = held[0]
-        return found
+        return held[0]
 
     made = UNARY[r.choice(list(UNARY))](a)
     with saved_tensors_hooks(pack, unpack):

@@ -39,6 +39,21 @@ def part(forward: Callable[[Tensor], Tensor]) -> type[Part]:
     return type(forward.__name__, (Part,), own)
 
 
+def part_with(**own: Callable[[int], Any]) -> Callable[[Callable[[Any, Tensor], Tensor]], type[Part]]:
+    """A decorator: a part with attributes of its own, each made for the width, from its forward."""
+
+    def of_forward(forward: Callable[[Any, Tensor], Tensor]) -> type[Part]:
+        def __init__(self: Part, width: int) -> None:
+            Part.__init__(self, width)
+            for name, make in own.items():
+                setattr(self, name, make(width))
+
+        made = {"__init__": __init__, "forward": forward, "__doc__": forward.__doc__}
+        return type(forward.__name__, (Part,), made)
+
+    return of_forward
+
+
 def weight(width: int, other: int | None = None) -> nn.Parameter:
     return nn.Parameter(torch.randn(width, other or width) / width**0.5)
 
@@ -71,72 +86,42 @@ class Dropout(Mlp):
         return functional.dropout(super().forward(x), 0.2)
 
 
-class Attention(Part):
+@part_with(qkv=lambda width: nn.Linear(width, 3 * width), out=lambda width: nn.Linear(width, width))
+def Attention(self: Any, x: Tensor) -> Tensor:
     """Two sequences and heads of 16."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(x).view(2, x.shape[0] // 2, 3, self.width // 16, 16).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*heads.unbind(0))
-        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+    heads = self.qkv(x).view(2, x.shape[0] // 2, 3, self.width // 16, 16).permute(2, 0, 3, 1, 4)
+    mixed = functional.scaled_dot_product_attention(*heads.unbind(0))
+    return self.out(mixed.transpose(1, 2).reshape(x.shape))
 
 
-class Norm(Part):
+@part_with(norm=nn.LayerNorm)
+def Norm(self: Any, x: Tensor) -> Tensor:
     """LayerNorm."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+    return self.norm(x)
 
 
-class WrittenNorm(Part):
+@part_with(gain=lambda width: nn.Parameter(torch.ones(width)))
+def WrittenNorm(self: Any, x: Tensor) -> Tensor:
     """RMSNorm written out: many saved tensors, some tiny."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.gain = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.gain
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.gain
 
 
-class Conv(Part):
+@part_with(conv=lambda width: nn.Conv1d(width, width, 3, padding=1))
+def Conv(self: Any, x: Tensor) -> Tensor:
     """A convolution along the rows."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.conv = nn.Conv1d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.t().unsqueeze(0)).squeeze(0).t()
+    return self.conv(x.t().unsqueeze(0)).squeeze(0).t()
 
 
-class BatchNorm(Part):
+@part_with(norm=nn.BatchNorm1d)
+def BatchNorm(self: Any, x: Tensor) -> Tensor:
     """Statistics in buffers, changed in forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.norm = nn.BatchNorm1d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+    return self.norm(x)
 
 
-class Tied(Part):
+@part_with(weight=weight)
+def Tied(self: Any, x: Tensor) -> Tensor:
     """One weight and its transpose."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.weight = weight(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(torch.tanh(functional.linear(x, self.weight)), self.weight.t())
+    return functional.linear(torch.tanh(functional.linear(x, self.weight)), self.weight.t())
 
 
 @part
@@ -163,20 +148,15 @@ def ChangesInput(x: Tensor) -> Tensor:
     return x.mul_(0.9).sin()
 
 
-class Gates(Part):
+@part_with(all=lambda width: nn.Linear(width, 4 * width))
+def Gates(self: Any, x: Tensor) -> Tensor:
     """Chunks that share bytes and count their versions apart, as in PyTorch's own LSTM cells."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.all = nn.Linear(width, 4 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        i, f, g, o = self.all(x).unsafe_chunk(4, 1)
-        i.sigmoid_()
-        f.sigmoid_()
-        g.tanh_()
-        o.sigmoid_()
-        return o * (f * x + i * g).tanh()
+    i, f, g, o = self.all(x).unsafe_chunk(4, 1)
+    i.sigmoid_()
+    f.sigmoid_()
+    g.tanh_()
+    o.sigmoid_()
+    return o * (f * x + i * g).tanh()
 
 
 @part
@@ -186,15 +166,10 @@ def Chunks(x: Tensor) -> Tensor:
     return torch.cat([left * right.sigmoid(), right * left.sigmoid()], 1)
 
 
-class Broadcast(Part):
+@part_with(row=lambda width: nn.Parameter(torch.ones(1, width)))
+def Broadcast(self: Any, x: Tensor) -> Tensor:
     """Strides of 0."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.row = nn.Parameter(torch.ones(1, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.mean(1, keepdim=True).expand_as(x) + x * (self.row * 0.5).expand_as(x)
+    return x * x.mean(1, keepdim=True).expand_as(x) + x * (self.row * 0.5).expand_as(x)
 
 
 @part
@@ -222,15 +197,10 @@ def Complex(x: Tensor) -> Tensor:
     return (z * z.conj()).real.sqrt() * 0.5 + (z * z).imag.tanh()
 
 
-class Bf16(Part):
+@part_with(weight=weight)
+def Bf16(self: Any, x: Tensor) -> Tensor:
     """Half of the bytes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.weight = weight(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.bfloat16() @ self.weight.bfloat16()).tanh().float()
+    return (x.bfloat16() @ self.weight.bfloat16()).tanh().float()
 
 
 @part
@@ -240,32 +210,22 @@ def SliceFirst(x: Tensor) -> Tensor:
     return h[:1] * h[:1] + h.sin()
 
 
-class ForwardAd(Part):
+@part_with(weight=lambda width: nn.Parameter(torch.ones(width)))
+def ForwardAd(self: Any, x: Tensor) -> Tensor:
     """A derivative in forward mode, whose rules save zero tensors, which have no storage."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        ad = torch.autograd.forward_ad
-        with ad.dual_level():
-            h = ad.make_dual(x * 1.0, torch.ones_like(x)) * (x.sigmoid() * self.weight)
-            both = ad.unpack_dual(h.sin())
-            return both.primal + 0.5 * both.tangent * self.weight
+    ad = torch.autograd.forward_ad
+    with ad.dual_level():
+        h = ad.make_dual(x * 1.0, torch.ones_like(x)) * (x.sigmoid() * self.weight)
+        both = ad.unpack_dual(h.sin())
+        return both.primal + 0.5 * both.tangent * self.weight
 
 
-class Nested(Part):
+@part_with(linear=lambda width: nn.Linear(width, width))
+def Nested(self: Any, x: Tensor) -> Tensor:
     """Nested tensors, of the strided layout."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        several = torch.nested.as_nested_tensor([x[: x.shape[0] // 4], x[x.shape[0] // 4 :]])
-        h = self.linear(several).relu()
-        return torch.cat((h * h * 0.5).unbind())
+    several = torch.nested.as_nested_tensor([x[: x.shape[0] // 4], x[x.shape[0] // 4 :]])
+    h = self.linear(several).relu()
+    return torch.cat((h * h * 0.5).unbind())
 
 
 # ---- functions of the user's own ------------------------------------------------------------------------------------
@@ -434,41 +394,26 @@ def LateWriter(x: Tensor) -> Tensor:
 # ---- what is not the same the second time ---------------------------------------------------------------------------
 
 
-class Counter(Part):
+@part_with(count=lambda _: 0)
+def Counter(self: Any, x: Tensor) -> Tensor:
     """A count in a Python attribute."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.count = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return x.sin() * (1 + 0.1 * (self.count % 7))
+    self.count += 1
+    return x.sin() * (1 + 0.1 * (self.count % 7))
 
 
-class RunningMean(Part):
+@part_with(mean=torch.zeros)
+def RunningMean(self: Any, x: Tensor) -> Tensor:
     """A statistic in a plain attribute, replaced by every forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.mean = torch.zeros(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        return (x - self.mean).sin() * (1 + self.mean)
+    self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+    return (x - self.mean).sin() * (1 + self.mean)
 
 
-class Memory(Part):
+@part_with(memory=lambda width: torch.zeros(1, width))
+def Memory(self: Any, x: Tensor) -> Tensor:
     """The last segment, held in an attribute as in Transformer-XL."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.memory = torch.zeros(1, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x.sin() * (1 + 0.3 * self.memory.mean(0))
-        self.memory = x.detach()
-        return h
+    h = x.sin() * (1 + 0.3 * self.memory.mean(0))
+    self.memory = x.detach()
+    return h
 
 
 _tracked: dict[str, Tensor] = {}
@@ -493,17 +438,12 @@ def HooksInput(x: Tensor) -> Tensor:
     return x.sin()
 
 
-class RunsBackward(Part):
+@part_with(bias=lambda width: nn.Parameter(torch.zeros(width)))
+def RunsBackward(self: Any, x: Tensor) -> Tensor:
     """Adds to a gradient in forward."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            self.bias.mean().backward()
-        return x.sin() + self.bias
+    if torch.is_grad_enabled():
+        self.bias.mean().backward()
+    return x.sin() + self.bias
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

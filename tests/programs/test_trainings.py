@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support import runs
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedView
@@ -30,15 +28,8 @@ HANG_S = 300.0  # of a draw, on a machine that has much else to do
 @pytest.mark.parametrize("first", SEEDS)
 def test_random_programs_are_exact_and_bounded(first: int, tmp_path: Path) -> None:
     """In a process of their own, which ends itself with its stacks when it hangs."""
-    paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    alone = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
     draws = ["--seed", str(first), "--draws", str(DRAWS), "--nvme_path", str(tmp_path), "--limit_s", str(HANG_S)]
-    done = subprocess.run(
-        [sys.executable, "-m", "programs", "trainings", *draws],
-        env={**os.environ, **alone},
-        capture_output=True,
-        text=True,
-    )
+    done = runs.python("-m", "programs", "trainings", *draws, timeout_s=(DRAWS + 1) * HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -53,6 +54,35 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x.float().pow(2).mean()
+
+
+class Linear(nn.Module):
+    """Has what blocks of one linear layer share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+def around_each(how: Callable[[nn.Module, Tensor], Tensor]) -> type[Net]:
+    """Return a net that calls its layers in this way."""
+
+    class Around(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = how(layer, x)
+            return x.pow(2).mean()
+
+    return Around
+
+
+def as_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+def reentrantly(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
 
 
 class Bench:
@@ -209,14 +239,7 @@ def test_other_threads_are_not_listened_to() -> None:
 def test_a_backward_inside_tells_of_no_pass() -> None:
     """Of what a checkpoint of the user's runs again, too, though a gradient is wanted there."""
 
-    class Both(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=True)
-            return x.pow(2).mean()
-
-    bench = settled(net=Both)
+    bench = settled(net=around_each(reentrantly))
     bench.listener.wanted = {0, 1, 2, 3}
     with bench.blocks.listening(bench.listener):
         ours = run(bench.model, 7)
@@ -377,30 +400,19 @@ def test_a_module_that_is_given_the_forward_of_a_block_runs_that(taker: str) -> 
 
 
 def test_a_pass_with_other_parameters_is_not_recomputed() -> None:
-    class Functional(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = torch.func.functional_call(layer, {name: 2 * one for name, one in layer.named_parameters()}, (x,))
-            return x.pow(2).mean()
+    def with_others(layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {name: 2 * one for name, one in layer.named_parameters()}, (x,))
 
-    bench = Bench(Layer, net=Functional)
+    bench = Bench(Layer, net=around_each(with_others))
     bench.check()
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 0
     assert all("functional_call" in why for why in bench.blocks.left_out().values())
 
 
-class Mapped(Net):
-    """Calls its layers inside of ``vmap``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.func.vmap(layer)(x)
-        return x.pow(2).mean()
-
-
 def test_a_pass_inside_of_vmap_is_not_recomputed() -> None:
-    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), net=Mapped)
+    mapped = around_each(lambda layer, x: torch.func.vmap(layer)(x))
+    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), net=mapped)
     bench.check()
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 0
@@ -455,37 +467,22 @@ def test_arguments_of_every_kind() -> None:
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 4
     assert [len(given) for given in bench.model.lists] == [2] * 8
-    assert [tensor.shape for tensor in bench.listener.inputs[-1]] == [
-        *[(BATCH, LENGTH, WIDTH)] * 3, (LENGTH, 1)
-    ]  # fmt: skip
+    shapes = [tensor.shape for tensor in bench.listener.inputs[-1]]
+    assert shapes == [*[(BATCH, LENGTH, WIDTH)] * 3, (LENGTH, 1)]
 
 
 def test_a_tensor_that_is_passed_twice_is_one_tensor_again() -> None:
-    class Same(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Same(Linear):
         def forward(self, query: Tensor, *, key: Tensor) -> Tensor:
             return self.linear(query * key) if query is key else query * key
 
-    class SameNet(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x, key=x)
-            return x.sum()
-
-    bench = settled(Same, net=SameNet)
+    bench = settled(Same, net=around_each(lambda layer, x: layer(x, key=x)))
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 4 and len(bench.listener.inputs[-1]) == 1
 
 
 def test_inputs_are_not_held_by_anybody_but_autograd() -> None:
-    class Ends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
+    class Ends(Linear):
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x).relu()
 
@@ -497,22 +494,16 @@ def test_inputs_are_not_held_by_anybody_but_autograd() -> None:
         def __init__(self, tensor: Tensor) -> None:
             self.copy = tensor.detach().clone()
 
-    @contextmanager
-    def elsewhere() -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(Put, lambda put: put.copy):
-            yield
-
     class Weak(Listener):
         def enter(self, path: str, inputs: Sequence[Tensor], obstacle: str) -> int | None:
-            import weakref
-
             held.extend(weakref.ref(one.untyped_storage()) for one in inputs)
             return super().enter(path, [], obstacle)
 
     bench = settled(Ends, depth=3)
-    bench.listener = bench.blocks._room = Weak()
+    bench.listener = bench.blocks._cache = Weak()
     bench.listener.wanted = {0, 1, 2}
-    with elsewhere(), bench.blocks.listening(bench.listener):
+    elsewhere = torch.autograd.graph.saved_tensors_hooks(Put, lambda put: put.copy)
+    with elsewhere, bench.blocks.listening(bench.listener):
         loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
     assert len(held) == 3 and [one() for one in held] == [None] * 3
     loss.backward()
@@ -544,29 +535,8 @@ def test_double_backward() -> None:
     assert bench.listener.count("recompute") >= 4
 
 
-def around_each(how: Callable[[nn.Module, Tensor], Tensor]) -> type[Net]:
-    class Around(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = how(layer, x)
-            return x.pow(2).mean()
-
-    return Around
-
-
-def as_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(layer, x, use_reentrant=False)
-
-
 def test_one_pass_that_the_user_takes_is_enough() -> None:
-    class Twice(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = checkpoint(layer, layer(x), use_reentrant=False)
-            return x.pow(2).mean()
-
-    bench = settled(net=Twice)
+    bench = settled(net=around_each(lambda layer, x: as_checkpoint(layer, layer(x))))
     assert bench.blocks.left_out().keys() == {block.path for block in bench.blocks.all}
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 0
@@ -574,9 +544,8 @@ def test_one_pass_that_the_user_takes_is_enough() -> None:
 
 def test_frozen_blocks() -> None:
     bench = settled()
-    for model in (bench.model, bench.twin):
-        model.layers[0].requires_grad_(False)
-        model.layers[2].requires_grad_(False)
+    for layer in (*bench.model.layers[::2], *bench.twin.layers[::2]):
+        layer.requires_grad_(False)
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 4
 
@@ -609,12 +578,8 @@ def test_one_block_in_many_passes() -> None:
 # ---- what a second run may not meet ---------------------------------------------------------------------------------
 
 
-class Overwrites(nn.Module):
+class Overwrites(Linear):
     """Its own input, by which autograd needs nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.mul_(0.5))
@@ -711,50 +676,42 @@ def test_later_recomputations_are_as_under_any_checkpoint() -> None:
     bench.check(0, 1, 2, 3, backward=backward)
 
 
-class Longer(Layer):
-    """Saves more where backward runs it."""
+def runs_again() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
+
+class Longer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x).tanh()
-        return x if torch._C._current_graph_task_id() == -1 else x.tanh().tanh()
+        return x.tanh().tanh() if runs_again() else x
 
 
 class Shorter(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x).tanh()
-        return x.tanh().tanh() if torch._C._current_graph_task_id() == -1 else x
+        return x if runs_again() else x.tanh().tanh()
 
 
 class Wider(Layer):
     def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.float32 if torch._C._current_graph_task_id() == -1 else torch.float64
+        dtype = torch.float64 if runs_again() else torch.float32
         return super().forward(x).to(dtype).tanh().to(torch.float32)
 
 
 @pytest.mark.parametrize("make", [Longer, Shorter, Wider])
 def test_other_tensors_in_a_recomputation_raise_an_error_of_ours_with_the_repair(make: Callable[[], nn.Module]) -> None:
     bench = settled(make)
-    with pytest.raises(
-        RecomputationError, match=r"'layers\.3' (saved|returned) other .*\"blocks\", or .*\"recompute\""
-    ):
+    told = r"'layers\.3' (saved|returned) other .*\"blocks\", or .*\"recompute\""
+    with pytest.raises(RecomputationError, match=told):
         bench.micro_step(0, 1, 2, 3)
 
 
-class Normed(nn.Module):
-    """Counts its runs, in buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)).relu()
-
-
 def test_buffers_are_what_any_checkpoint_makes_of_them() -> None:
-    bench = settled(Normed)
+    """A batch norm counts its runs in them."""
+    bench = settled(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.ReLU()))
     bench.twin.forward = around_each(as_checkpoint).forward.__get__(bench.twin)
     bench.check(0, 1, 2, 3)
+    assert bench.listener.count("recompute") == 4
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------
@@ -835,20 +792,11 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class Scales(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = Scale(), Scale()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x).tanh()).tanh()
-
-
 def test_parameters_that_come_and_go_with_hooks() -> None:
     """What the recomputation saw of a parameter is not there any more when backward uses it."""
-    bench = settled(Scales)
+    bench = settled(lambda: nn.Sequential(Scale(), nn.Tanh(), Scale(), nn.Tanh()))
     for layer in bench.model.layers:
-        gather(layer.first), gather(layer.last)
+        gather(layer[0]), gather(layer[2])
     bench.check()
     bench.check(0, 1, 2, 3)
     assert bench.listener.count("recompute") == 4
@@ -932,11 +880,8 @@ def test_what_is_given_back_while_a_pass_is_recomputed_is_what_was_saved(make_st
 def test_a_checkpoint_of_the_users_inside_a_block(reentrant: bool) -> None:
     class Checkpointed(Layer):
         def forward(self, x: Tensor) -> Tensor:
-            x = (
-                x
-                + checkpoint(lambda h: self.drop(functional.gelu(self.up(h))), x, use_reentrant=reentrant)[..., :WIDTH]
-            )
-            return super().forward(x)
+            wide = checkpoint(lambda h: self.drop(functional.gelu(self.up(h))), x, use_reentrant=reentrant)
+            return super().forward(x + wide[..., :WIDTH])
 
     bench = settled(Checkpointed)
     bench.check(0, 1, 2, 3)
@@ -945,6 +890,6 @@ def test_a_checkpoint_of_the_users_inside_a_block(reentrant: bool) -> None:
 
 
 def test_a_reentrant_checkpoint_around_a_block_runs_it_plainly() -> None:
-    bench = settled(net=around_each(lambda layer, x: checkpoint(layer, x, use_reentrant=True)))
+    bench = settled(net=around_each(reentrantly))
     bench.check(0, 1, 2, 3)
     assert bench.listener.events == []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from planners import PLANNERS
-from support.stepping import end_step, forward, note_backward, offloader_of
+from support.models import Stack
+from support.planned_training import controller_of
+from support.stepping import assert_same_steps, offloader_of, train
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +22,6 @@ from ds_tba.config import Placement
 from ds_tba.errors import ConfigError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.plan.controller import Controller
 from ds_tba.remat.where import RunningModule
 
 WIDTH, ROWS, DEPTH = 64, 64, 3
@@ -33,8 +35,7 @@ class Attention(nn.Module):
         self.mix, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.mix(x).tanh())
-        return out
+        return self.out(self.mix(x).tanh())
 
 
 class Mlp(nn.Module):
@@ -43,8 +44,7 @@ class Mlp(nn.Module):
         self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.act(self.up(x)))
-        return out
+        return self.down(self.act(self.up(x)))
 
 
 class Layer(nn.Module):
@@ -57,21 +57,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
         x = x * x.sigmoid()
-        out: Tensor = x + self.mlp(self.norm(x))
-        return out
+        return x + self.mlp(self.norm(x))
 
 
-class Model(nn.Module):
+class Model(Stack):
     def __init__(self, checkpoints: bool | None = None) -> None:
-        super().__init__()
+        super().__init__(Layer, DEPTH)
         self.checkpoints = checkpoints  # reentrant ones, or others; None for none
-        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) if self.checkpoints is None else checkpoint(layer, x, use_reentrant=self.checkpoints)
-        loss: Tensor = x.square().mean()
-        return loss
+    def call(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if self.checkpoints is None:
+            return super().call(layer, x)
+        return checkpoint(layer, x, use_reentrant=self.checkpoints)  # type: ignore[no-any-return]
 
 
 def model(**options: Any) -> Model:
@@ -80,34 +77,13 @@ def model(**options: Any) -> Model:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
-    made: list[ActivationOffloader] = []
-
-    def make(model: nn.Module, **block: Any) -> ActivationOffloader:
-        made.append(offloader_of(tmp_path, model, **{"min_tensor_bytes": LEAST_BYTES, **block}))
-        return made[-1]
-
-    yield make
-    for offloader in made:
-        offloader.close()
+def make(tmp_path: Path, closing: Closing) -> Any:
+    return closing(partial(offloader_of, tmp_path, min_tensor_bytes=LEAST_BYTES))
 
 
-def steps(model: nn.Module, offloader: ActivationOffloader | None, count: int) -> list[Tensor]:
-    """The loss and the gradients of each step."""
-    found = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def steps(model: nn.Module, offloader: ActivationOffloader | None, count: int) -> list[list[Tensor]]:
     torch.manual_seed(7)
-    for _ in range(count):
-        loss = forward(model, torch.randn(ROWS, WIDTH, requires_grad=True), offloader)
-        loss.backward()  # type: ignore[no-untyped-call]
-        note_backward(offloader)
-        found += [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
-        end_step(optimizer, offloader)
-    return found
-
-
-def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
-    assert len(one) == len(other) and all(map(torch.equal, one, other))
+    return train(model, offloader, (torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(count)))
 
 
 def saved_bytes(model: Model, inside: str) -> tuple[int, int]:
@@ -137,15 +113,9 @@ def saved_bytes(model: Model, inside: str) -> tuple[int, int]:
 def test_gradients_are_those_without_us(make: Any, placement: str, patterns: Any, rematerialize: bool) -> None:
     expected = steps(model(), None, 6)
     ours = model()
-    offloader = make(
-        ours,
-        placement=placement,
-        rematerialize=rematerialize,
-        host_budget_bytes=1 << 30,
-        max_step_overhead=0.9,
-        **patterns,
-    )
-    assert_equal(steps(ours, offloader, 6), expected)
+    block = {"placement": placement, "rematerialize": rematerialize, "host_budget_bytes": 1 << 30}
+    offloader = make(ours, max_step_overhead=0.9, **block, **patterns)
+    assert_same_steps(steps(ours, offloader, 6), expected)
     kept = offloader.report().kept_bytes_by_reason
     assert any(reason.startswith("excluded by name") for reason in kept), kept
 
@@ -172,16 +142,10 @@ def test_no_budget_moves_what_is_excluded(make: Any, budget_bytes: int, caplog: 
     in_mlps, _ = saved_bytes(model(), "mlp")
     ours = model()
     offloader = make(ours, activation_budget_bytes=budget_bytes, **{"except": ["*.mlp"]})
-    assert_equal(steps(ours, offloader, 6), expected)
+    assert_same_steps(steps(ours, offloader, 6), expected)
     assert offloader.report().kept_bytes_by_reason[BY_EXCEPT] == 6 * in_mlps
     assert offloader.report().peak_saved_bytes >= in_mlps
     assert "excluded by name, or there is no room" in caplog.text
-
-
-def controller_of(offloader: ActivationOffloader) -> Controller:
-    controller = offloader._controller
-    assert controller is not None and controller.in_force is not None
-    return controller
 
 
 def test_plans_obey(make: Any) -> None:
@@ -208,8 +172,7 @@ class Sharing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.exp()
-        loss: Tensor = (self.one(x) + self.other(x)).sum()
-        return loss
+        return (self.one(x) + self.other(x)).sum()
 
 
 @pytest.mark.parametrize("excluded", ["one", "other"])
@@ -218,7 +181,7 @@ def test_what_another_module_saves_too_stays_under_a_plan(make: Any, excluded: s
     ours, plain = Sharing(), Sharing()
     plain.load_state_dict(ours.state_dict())
     offloader = make(ours, max_step_overhead=0.9, only=["*"], **{"except": [excluded]})
-    assert_equal(steps(ours, offloader, 5), steps(plain, None, 5))
+    assert_same_steps(steps(ours, offloader, 5), steps(plain, None, 5))
     in_force = controller_of(offloader).in_force
     assert in_force is not None and in_force.trace.movable_bytes == 0
 
@@ -227,7 +190,7 @@ def test_blocks_of_which_a_part_is_excluded_are_not_recomputed(make: Any) -> Non
     expected = steps(model(), None, 6)
     ours = model()
     offloader = make(ours, recompute=True, planner=PLANNERS["recompute"], **{"except": ["layers.1.mlp"]})
-    assert_equal(steps(ours, offloader, 6), expected)
+    assert_same_steps(steps(ours, offloader, 6), expected)
     left_out = offloader.report().blocks_left_out
     assert [one for one in left_out if '"only" or "except" keeps' in str(one)] == left_out and len(left_out) == 1
     assert "layers.1" in str(left_out) and offloader.report().recomputed_bytes > 0
@@ -249,7 +212,7 @@ def test_a_checkpoint_s_inputs_belong_to_who_calls_it(make: Any, reentrant: bool
     for patterns, are_kept in (({"except": ["layers.*"]}, False), ({"only": ["layers.*"]}, True)):
         ours = model(checkpoints=reentrant)
         offloader = make(ours, placement="nvme", **patterns)
-        assert_equal(steps(ours, offloader, 2), expected)
+        assert_same_steps(steps(ours, offloader, 2), expected)
         inputs_bytes = 2 * DEPTH * LEAST_BYTES
         report = offloader.report()
         assert (report.kept_bytes >= inputs_bytes) == are_kept and (report.offloaded_bytes >= inputs_bytes) != are_kept
@@ -265,9 +228,9 @@ def test_a_forward_that_runs_again_under_our_hooks_saves_in_its_modules(make: An
         with offloader.saving():
             ours(torch.randn(ROWS, WIDTH, requires_grad=True, generator=torch.manual_seed(3))).backward()
         offloader.note_micro_step()
-        found.append([one.grad for one in ours.parameters()])
+        found.append([[one.grad for one in ours.parameters()]])
     assert offloader.report().kept_bytes_by_reason[BY_EXCEPT] == in_mlps
-    assert_equal(*found)
+    assert_same_steps(*found)
 
 
 def test_what_compiled_code_saves_belongs_to_the_module_that_was_compiled(make: Any) -> None:
@@ -277,7 +240,7 @@ def test_what_compiled_code_saves_belongs_to_the_module_that_was_compiled(make: 
         for one in (ours, plain):
             one.layers[0].compile(backend="aot_eager")
         offloader = make(ours, placement="nvme", **{"except": [pattern]})
-        assert_equal(steps(ours, offloader, 2), steps(plain, None, 2))
+        assert_same_steps(steps(ours, offloader, 2), steps(plain, None, 2))
         assert (
             offloader.report().kept_bytes_by_reason.get(f'excluded by name: "except" has {pattern}', 0) > 0
         ) == is_kept

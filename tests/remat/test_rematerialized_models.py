@@ -54,51 +54,19 @@ class Model:
     is_gated: bool = True
 
 
+def decoder(name: str, query_heads: int, intermediate_size: int, **more: int) -> Model:
+    """A decoder with so many query heads for each head of keys and values."""
+    settings = {**DECODER, "num_key_value_heads": HEADS // query_heads, "intermediate_size": intermediate_size, **more}
+    return Model(f"{name}ForCausalLM", f"{name}Config", settings, ("attention_dropout",))
+
+
 MODELS = {
-    "Llama-3-8B": Model(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        {**DECODER, "num_key_value_heads": HEADS // 4, "intermediate_size": 7 * WIDTH // 2},
-        ("attention_dropout",),
-    ),
-    "Qwen3-8B": Model(
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        {
-            **DECODER,
-            "num_key_value_heads": HEADS // 4,
-            "intermediate_size": 3 * WIDTH,
-            "head_dim": WIDTH // HEADS,
-        },
-        ("attention_dropout",),
-    ),
+    "Llama-3-8B": decoder("Llama", 4, 7 * WIDTH // 2),
+    "Qwen3-8B": decoder("Qwen3", 4, 3 * WIDTH, head_dim=WIDTH // HEADS),
     # 8 of 128 experts: what is saved does not depend on how many others there are.
-    "Qwen3-30B-A3B": Model(
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        {
-            **DECODER,
-            "num_key_value_heads": HEADS // 8,
-            "intermediate_size": 3 * WIDTH,
-            "head_dim": 2 * WIDTH // HEADS,
-            "num_experts": 16,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 3 * WIDTH // 8,
-        },
-        ("attention_dropout",),
-    ),
-    "Mixtral-8x7B": Model(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {
-            **DECODER,
-            "num_key_value_heads": HEADS // 4,
-            "intermediate_size": 7 * WIDTH // 2,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        ("attention_dropout",),
-    ),
+    "Qwen3-30B-A3B": decoder("Qwen3Moe", 8, 3 * WIDTH, head_dim=2 * WIDTH // HEADS, num_experts=16,
+                             num_experts_per_tok=8, moe_intermediate_size=3 * WIDTH // 8),
+    "Mixtral-8x7B": decoder("Mixtral", 4, 7 * WIDTH // 2, num_local_experts=8, num_experts_per_tok=2),
     "T5 v1.1 (gated)": Model(
         "T5ForConditionalGeneration",
         "T5Config",

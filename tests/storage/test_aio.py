@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from contracts.backend import MIB, BackendContract
+from support import runs
 from support.machines import run_python
 
 from ds_tba.config import AioConfig
@@ -110,8 +108,7 @@ def test_the_first_writes_of_two_lanes_do_not_deadlock(tmp_path: Path) -> None:
     if not aio.is_built():
         pytest.skip("DeepSpeed's aio op is not built: make aio")
     code = f"""
-import logging, sys, threading, time
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import logging, threading, time
 from pathlib import Path
 import torch
 from deepspeed.utils import logger
@@ -133,11 +130,5 @@ for thread in threads:
     thread.join()
 print("good")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = runs.python("-c", code, timeout_s=60)
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
-from conftest import StoreFactory
+from conftest import Closing, StoreFactory
 from contracts.store import MIB, StoreContract
 from support import runs
 from support.doubles import CpuAccelerator
@@ -23,20 +22,16 @@ PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
 
 class TestSpareHostStore(StoreContract):
     @pytest.fixture
-    def store(self) -> Iterator[Store[Any]]:
+    def store(self, closing: Closing) -> Store[Any]:
         spare = SpareMemory(CpuAccelerator(), 1)
         spare.most_bytes = 16 * MIB
-        store = HostStore(CpuAccelerator(), spare)
-        yield store
-        store.close()
+        return closing(HostStore)(CpuAccelerator(), spare)
 
 
 class TestHostStore(StoreContract):
     @pytest.fixture
-    def store(self) -> Iterator[Store[Any]]:
-        store = HostStore(CpuAccelerator(), 16 * MIB)
-        yield store
-        store.close()
+    def store(self, closing: Closing) -> Store[Any]:
+        return closing(HostStore)(CpuAccelerator(), 16 * MIB)
 
 
 class TestNvmeStore(StoreContract):
@@ -56,10 +51,8 @@ class TestStoreOfThePage(StoreContract):
     """As it stands there: whoever copies it has a store that passes."""
 
     @pytest.fixture
-    def store(self) -> Iterator[Store[Any]]:
+    def store(self, closing: Closing) -> Store[Any]:
         (code, _) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
         room: dict[str, Any] = {"__name__": "dict_store"}
         exec(compile(code, str(PAGE), "exec"), room)
-        store = room["DictStore"](16 * MIB)
-        yield store
-        store.close()
+        return closing(room["DictStore"])(16 * MIB)

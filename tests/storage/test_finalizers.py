@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import os
 import queue
 import re
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Alarm, AlarmError
+from support import runs
 from support.disks import until
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -32,18 +32,10 @@ from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.path import LaneGroup
 
-HERE = Path(__file__).parents[1]
 
-
-def script(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+def signals(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a script that ends itself when it hangs."""
-    return subprocess.run(
-        [sys.executable, str(HERE / "scripts" / name), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    return runs.python(runs.SCRIPTS / "signals.py", *arguments, timeout_s=600)
 
 
 def test_a_finalizer_that_asks_for_the_end_starts_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +113,15 @@ def test_an_interrupted_start_leaves_no_lane(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.long
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     """At random moments, most of them in the middle of our own code, which may hold any lock."""
-    runs = 10
-    done = script("signals.py", "closes", tmp_path, runs)
+    times = 10
+    done = signals("closes", tmp_path, times)
     assert done.returncode == 0, done.stderr
     ends = re.findall(r"^END \d+ (.*)$", done.stdout, re.MULTILINE)
     # A handler that raises may leave a lock taken: then closing gives up in time, and the process ends all the same.
-    assert len(ends) == runs and set(ends) <= {"0 finished", "0 running"}, done.stdout + done.stderr
-    assert ends.count("0 finished") > runs / 2, done.stdout + done.stderr
+    assert len(ends) == times and set(ends) <= {"0 finished", "0 running"}, done.stdout + done.stderr
+    assert ends.count("0 finished") > times / 2, done.stdout + done.stderr
     assert "RUN return" in done.stdout
-    assert len(re.findall(r"^RUN \w+ \S+ inside", done.stdout, re.MULTILINE)) > runs / 2, done.stdout
+    assert len(re.findall(r"^RUN \w+ \S+ inside", done.stdout, re.MULTILINE)) > times / 2, done.stdout
 
 
 class Watched:
@@ -178,7 +170,7 @@ def test_no_class_has_a_finalizer_in_python() -> None:
 
     Nor may a graph that is garbage wait for a lock wherever the collector runs, such as in a lane that has it.
     """
-    package = HERE.parent / "ds_tba"
+    package = runs.ROOT / "ds_tba"
     found = [
         f"{path.relative_to(package)}:{node.lineno}"
         for path in package.rglob("*.py")
@@ -193,7 +185,7 @@ def test_no_class_has_a_finalizer_in_python() -> None:
 @pytest.mark.parametrize("placement", ["nvme", "adaptive"])
 def test_a_handler_that_saves_a_checkpoint_and_exits_ends_the_training(tmp_path: Path, placement: str) -> None:
     """A scheduler sends one signal, and SIGKILL after that: what the handler raises must not be lost."""
-    done = script("signals.py", "exits", tmp_path, 30, placement)
+    done = signals("exits", tmp_path, 30, placement)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "LOST 0 OTHERS 0", done.stdout + done.stderr
 
@@ -204,7 +196,7 @@ def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(
     tmp_path: Path, placement: str, every: int
 ) -> None:
     """A gradient is never wrong: neither is a step that waits for ever."""
-    done = script("signals.py", "anywhere", tmp_path, 1, every, placement)
+    done = signals("anywhere", tmp_path, 1, every, placement)
     assert done.returncode == 0, done.stdout + done.stderr
     exact, refused, others = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1]))
     assert others == 0 and exact > 5 and refused > 5, done.stdout + done.stderr

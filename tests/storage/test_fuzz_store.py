@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import time
 from itertools import product
@@ -16,10 +13,10 @@ from typing import Any, get_args
 import pytest
 import torch
 from conftest import StoreFactory
+from support import runs
 from support.disks import until
 from support.doubles import CpuAccelerator, DeviceBackend, ScriptedBackend, wait_for_writes
 from support.late_device import LateDevice
-from support.runs import ROOT
 
 from ds_tba.config import Compression
 from ds_tba.errors import DsTbaError, StateError, TransferError
@@ -254,16 +251,8 @@ def struck(
     directory: Path, lanes: str, first: int, stride: int, limit_s: int, times: int, *codec: str
 ) -> tuple[int, int, int]:
     """Strike lines of lanes; returns how many lines were struck, and how many storages came back and were lost."""
-    program = ROOT / "tests" / "scripts" / "memory_in_lanes.py"
-    told = map(str, (program, directory, lanes, first, stride, limit_s, times, *codec))
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    done = subprocess.run(
-        [sys.executable, *told],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=limit_s + 120,
-    )
+    told = (directory, lanes, first, stride, limit_s, times, *codec)
+    done = runs.python(runs.SCRIPTS / "memory_in_lanes.py", *told, timeout_s=limit_s + 120)
     found = re.search(r"LINES (\d+) of \d+\nEXACT (\d+)\nLOST (\d+)\n", done.stdout)
     assert done.returncode == 0 and found and "WRONG" not in done.stdout, done.stdout + done.stderr
     number, exact, lost = map(int, found.groups())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import Factory, StoreFactory
+from conftest import Closing, StoreFactory
 from support import hazards
 from support.disks import until
 from support.doubles import Gate, ScriptedBackend, fails, slow, wait_for_writes
@@ -42,11 +42,9 @@ DeviceFactory = Callable[..., LateDevice]
 
 
 @pytest.fixture
-def make_device() -> Iterator[DeviceFactory]:
+def make_device(closing: Closing) -> DeviceFactory:
     """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
-    factory = Factory(LateDevice, LateDevice.end)
-    yield factory
-    factory.close()
+    return closing(LateDevice, LateDevice.end)
 
 
 stores = pytest.mark.parametrize(

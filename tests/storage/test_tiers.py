@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.stepping import end_step, forward, note_backward, offloader_of
+from support import stepping
+from support.models import Stack
+from support.stepping import offloader_of
 from torch import nn
 
 from ds_tba.offloader import ActivationOffloader
@@ -22,19 +24,18 @@ def train(
     directory: Path, block: dict[str, Any] | None, before: Callable[[int], None] = lambda _: None, steps: int = 6
 ) -> tuple[list[bytes], ActivationOffloader | None]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(LAYERS)])
-    optimizer, chance = torch.optim.SGD(model.parameters(), 0.1), torch.Generator().manual_seed(1)
-    found, offloader = [], None
+    model = Stack(lambda: nn.Sequential(nn.Linear(256, 256), nn.Tanh()), LAYERS)
+    chance, offloader = torch.Generator().manual_seed(1), None
     if block is not None:
         offloader = offloader_of(directory, model, **{"min_tensor_bytes": 4096, "rematerialize": False, **block})
-    for step in range(steps):
-        before(step)
-        loss = forward(model, torch.randn(1024, 256, generator=chance), offloader).square().mean()
-        loss.backward()
-        note_backward(offloader)
-        end_step(optimizer, offloader)
-        found.append(loss.detach().numpy().tobytes())
-    return [*found, *(one.detach().numpy().tobytes() for one in model.parameters())], offloader
+
+    def batches() -> Iterator[torch.Tensor]:
+        for step in range(steps):
+            before(step)
+            yield torch.randn(1024, 256, generator=chance)
+
+    found = stepping.train(model, offloader, batches())
+    return [one.numpy().tobytes() for step in found for one in step], offloader
 
 
 @pytest.mark.parametrize("placement", ["host", "adaptive", "nvme"])

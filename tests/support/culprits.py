@@ -57,8 +57,7 @@ class Residual(nn.Module):
         self.norm, self.inner = nn.LayerNorm(width), inner
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.inner(self.norm(x))
-        return y
+        return x + self.inner(self.norm(x))
 
 
 class Mlp(nn.Module):
@@ -67,8 +66,7 @@ class Mlp(nn.Module):
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(functional.gelu(self.up(x)))
-        return y
+        return self.down(functional.gelu(self.up(x)))
 
 
 class Stack(nn.Module):
@@ -82,8 +80,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpoints else layer(x)
-        loss: Tensor = x.float().square().mean()
-        return loss
+        return x.float().square().mean()
 
 
 # ---- the culprits ---------------------------------------------------------------------------------------------------
@@ -138,8 +135,7 @@ class Attention(nn.Module):
             mixed = weights @ v
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v)
-        y: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return y
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 def attention(sizes: random.Random) -> Program:
@@ -174,8 +170,7 @@ class Features(nn.Module):
         x = self.down(self.norm(self.table(rows)).relu())
         for layer in self.layers:
             x = layer(x)
-        loss: Tensor = x.square().mean()
-        return loss
+        return x.square().mean()
 
 
 def embedding(sizes: random.Random) -> Program:
@@ -252,8 +247,7 @@ class SavesCopies(torch.autograd.Function):
 
 class OwnActivation(Mlp):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(SavesCopies.apply(self.up(x)))
-        return y
+        return self.down(SavesCopies.apply(self.up(x)))
 
 
 def function(sizes: random.Random) -> Program:

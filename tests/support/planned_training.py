@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from ds_tba.device.accelerator import MemoryLevels
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.controller import Controller
 from support.doubles import CpuAccelerator
+from support.models import Mlp, Stack
 from support.stepping import end_step, forward, note_backward
 
 WIDTH, ROWS, DEPTH = 64, 64, 4
@@ -21,30 +21,9 @@ FIRST_PLAN = 3
 STEPS = FIRST_PLAN + 3
 
 
-class Block(nn.Module):
-    """Residual MLP with dropout; saves eight storages of a width and two of four."""
-
+class Model(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = functional.gelu(self.up(self.norm(x)))
-        return x + functional.dropout(self.down(inside), 0.1)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: torch.Tensor = self.head(x).square().mean()
-        return loss
+        super().__init__(lambda: Mlp(WIDTH, 0.1), DEPTH, nn.Linear(WIDTH, 1))
 
 
 def controller_of(offloader: ActivationOffloader) -> Controller:

@@ -11,11 +11,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from conftest import Closing
 from planners import PLANNERS
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_tba.offloader import ActivationOffloader
+from support.models import Mlp, Stack
 from support.offloaders import watching
 from support.stepping import end_step, forward, note_backward
 
@@ -23,16 +25,11 @@ WIDTH, ROWS, DEPTH, STEPS = 16, 32, 3, 20
 Make = Callable[[], nn.Module]
 
 
-class Plain(nn.Module):
+class Plain(Mlp):
     """Has no state that a forward changes."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(functional.gelu(self.up(self.norm(x)))))
+        super().__init__(WIDTH, 0.1)
 
 
 class Attends(Plain):
@@ -70,36 +67,22 @@ class Tracker:
 TRACKER = Tracker()
 
 
-class Net(nn.Module):
+class Net(Stack):
     def __init__(self, make: Make) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        loss: Tensor = self.head(x).square().mean()
-        return loss
+        super().__init__(make, DEPTH, nn.Linear(WIDTH, 1))
 
     def between(self) -> None:
         """Do what the script does between forward and backward."""
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., ActivationOffloader]]:
-    made = []
-
+def make(tmp_path: Path, closing: Closing) -> Callable[..., ActivationOffloader]:
     def make(model: nn.Module, **block: Any) -> ActivationOffloader:
         # The plan recomputes all that may be.
         planner = PLANNERS["recompute"] if block.get("recompute") else PLANNERS["adaptive"]
-        usual = {"min_tensor_bytes": 1024, "max_step_overhead": 1000.0}
-        made.append(watching(tmp_path, model, planner, **{**usual, **block}))
-        return made[-1]
+        return watching(tmp_path, model, planner, **{"min_tensor_bytes": 1024, "max_step_overhead": 1000.0, **block})
 
-    yield make
-    for offloader in made:
-        offloader.close()
+    return closing(make)
 
 
 def begin() -> None:

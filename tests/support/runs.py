@@ -24,10 +24,19 @@ EXIT_ABORT = "terminate called without an active exception"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
+def python(
+    *arguments: object, timeout_s: float = 300.0, cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python on the CPU, in one thread, with this repository and its tests on the path."""
+    command = [sys.executable, *map(str, arguments)]
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = environment(**{"PYTHONPATH": os.pathsep.join(paths), **variables})
+    return subprocess.run(command, env=own, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+
+
 def benchmark(name: str, *arguments: object) -> str:
     """Run a program of ``benchmarks/``, and return its output."""
-    command = [sys.executable, str(ROOT / "benchmarks" / name), *map(str, arguments)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=1800)
+    done = python(ROOT / "benchmarks" / name, *arguments, timeout_s=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

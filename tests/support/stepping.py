@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,31 @@ def offloader_of(
 def forward(model: nn.Module, x: Tensor, offloader: ActivationOffloader | None) -> Tensor:
     """Return what the model returns; the offloader saves what autograd saves."""
     with nullcontext() if offloader is None else offloader.saving():
-        result: Tensor = model(x)
-        return result
+        return model(x)
+
+
+def train(
+    model: nn.Module,
+    offloader: ActivationOffloader | None,
+    batches: Iterable[Tensor],
+    between: Callable[[], object] = lambda: None,
+) -> list[list[Tensor]]:
+    """Train a step for each batch; its loss and its gradients. ``between`` comes between forward and backward."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for batch in batches:
+        loss = forward(model, batch, offloader)
+        between()
+        loss.backward()
+        note_backward(offloader)
+        found.append([loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
+        end_step(optimizer, offloader)
+    return found
+
+
+def assert_same_steps(expected: Iterable[Iterable[Tensor]], found: Iterable[Iterable[Tensor]]) -> None:
+    """Check that every tensor of every step is the same."""
+    for step, (one, other) in enumerate(zip(expected, found, strict=True)):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), f"step {step}"
 
 
 def note_backward(offloader: ActivationOffloader | None) -> None:

@@ -171,8 +171,7 @@ class Victim:
         except TimeoutError:
             line = ""
         assert line, f"the victim died or hangs:\n{self._stderr.read_text()[-4000:]}"
-        told: dict[str, Any] = json.loads(line)
-        return told
+        return json.loads(line)
 
 
 class Victims:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from support.late_device import LateDevice
 
 from ds_tba.device.accelerator import CpuAccelerator
@@ -27,16 +28,11 @@ Tensors = list[torch.Tensor]
 
 
 @pytest.fixture
-def make_device() -> Iterator[Callable[..., LateDevice]]:
-    devices: list[LateDevice] = []
-
+def make_device(closing: Closing) -> Callable[..., LateDevice]:
     def make(kind: type[LateDevice] = LateDevice, **options: Any) -> LateDevice:
-        devices.append(kind(late_compute=True, **{"longest_pause_s": 0.0004, "watch_freed": True} | options))
-        return devices[-1]
+        return kind(late_compute=True, **{"longest_pause_s": 0.0004, "watch_freed": True} | options)
 
-    yield make
-    for device in devices:
-        device.end()
+    return closing(make, LateDevice.end)
 
 
 def update(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pinning_programs as programs
 import pytest
 import torch
 from pinning_programs import Pins
+from support import runs
 from update_programs import CHUNKS, ds_config
 
 from ds_tba.device.memory import PAGE_BYTES
@@ -29,13 +29,9 @@ PINNED_MEBIBYTE = MEBIBYTE - PAGE_BYTES  # of memory that begins and ends within
 @pytest.fixture(scope="module")
 def of_children() -> dict[str, Any]:
     program = "import json, pinning_programs; print(json.dumps(pinning_programs.forks()))"
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False, timeout=240
-    )
+    done = runs.python("-c", program, PYTHONPATH=os.pathsep.join(sys.path))
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def in_page(nbytes: int, offset: int = 64) -> torch.Tensor:

@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from support.late_device import LateDevice
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from update_programs import BLOCK, build, digest, state_of, steps
 
 from ds_tba.errors import UpdateInterruptedError
 from ds_tba.update import updater
+from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import HostAdam
+from ds_tba.update.interleaved import InterleavedUpdate
 from ds_tba.update.zero3 import Zero3Update, _changed_methods
 
 
@@ -118,8 +123,6 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
 
 def hooked(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
     """The methods of DeepSpeed's engine that are hooked with no block, with that of activations, and with both."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
     found = {}
     activations = {"activation_nvme_offload": {"placement": "keep"}}
     for name, blocks in {"none": {}, "activations": activations, "both": {**activations, BLOCK: block}}.items():
@@ -141,9 +144,6 @@ class _MemoryLater(LateDevice):
 
 def late_memory(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
     """A device that has memory from the third update on."""
-    from ds_tba.update.config import UpdateConfig
-    from ds_tba.update.interleaved import InterleavedUpdate
-
     engine = build(config)
     update = InterleavedUpdate(UpdateConfig.model_validate(block), _MemoryLater(), engine.optimizer)
     engine.interleaved_optimizer_update = update
@@ -186,9 +186,6 @@ def surroundings(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, 
 
 def replaced(owner: str, name: str) -> dict[str, Any]:
     """What is said of a class before one of its methods is wrapped by somebody else, and then."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
     kind = {"zero": DeepSpeedZeroOptimizer_Stage3, "adam": DeepSpeedCPUAdam}[owner]
     zero = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
     vars(zero)["optimizer"] = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 from support.late_device import LateDevice
 from torch import nn
 from torch.utils.data import DataLoader
@@ -70,8 +78,6 @@ def digest(tensor: torch.Tensor) -> str:
 
 def state_of(engine: Any) -> dict[str, Any]:
     """Everything that a step leaves, as digests."""
-    from deepspeed.utils import safe_get_full_grad
-
     zero = engine.optimizer
     found: dict[str, Any] = {
         "norm": repr(engine.get_global_grad_norm()),
@@ -94,9 +100,6 @@ def state_of(engine: Any) -> dict[str, Any]:
 
 def states_of_parameters(engine: Any) -> dict[str, Any]:
     """As :func:`state_of`, without padding."""
-    import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-
     found: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
@@ -113,8 +116,6 @@ def build(
     config: dict[str, Any], groups: str = "one", late: dict[str, Any] | None = None, seed: int = 0, width: int = 193
 ) -> Any:
     """An engine; with ``late``, its updates run on the double of a device, under that block."""
-    import deepspeed
-
     torch.manual_seed(seed)
     model = Model(width)
     engine = deepspeed.initialize(model=model, model_parameters=groups_of(model, groups), config=config)[0]
@@ -205,14 +206,6 @@ def resume(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> d
 
 def states(config: dict[str, Any], *, block: dict[str, Any] | None) -> dict[str, Any]:
     """What DeepSpeed's functions for one parameter show and set, after backward and after the step."""
-    from deepspeed.utils import (
-        safe_get_full_fp32_param,
-        safe_get_full_grad,
-        safe_get_full_optimizer_state,
-        safe_set_full_fp32_param,
-        safe_set_full_optimizer_state,
-    )
-
     engine = build({**config, **({BLOCK: block} if block is not None else {})}, "decay")
     generator, found = torch.Generator().manual_seed(3), []
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
