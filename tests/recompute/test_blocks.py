@@ -194,7 +194,7 @@ def test_the_cache_sees_the_inputs_of_a_recomputed_pass_and_nothing_inside(
             seen[self.entered[-1]] = (len(packed), packed == self.own)
             super().leave(obstacle)
 
-    bench.listener = bench.blocks._room = Between()
+    bench.listener = bench.blocks._cache = Between()
     for step in range(3):
         before = store.stats.offloaded_bytes
         bench.check(*(wanted if step else ()), around=cache.saving)
