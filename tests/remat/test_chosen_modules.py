@@ -179,7 +179,7 @@ def test_no_budget_moves_what_is_excluded(make: Any, budget_bytes: int, caplog: 
 
 
 def controller_of(offloader: ActivationOffloader) -> Controller:
-    controller = offloader._controller
+    controller = offloader._rooms.controller
     assert controller is not None and controller.in_force is not None
     return controller
 

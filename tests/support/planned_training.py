@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def controller_of(offloader: ActivationOffloader) -> Controller:
-    controller = offloader._controller
+    controller = offloader._rooms.controller
     assert controller is not None
     return controller
 
