@@ -75,7 +75,7 @@ def planned(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
     for sequence in options.lengths:
         run = dry_run(recipe, 1, sequence, training, device, (PathRates(*RATES),))
         setup = Setup(run, training, device, 1, 600.0, "/local_nvme")
-        for row in fixed_rows(setup, training, "", {}):
+        for row in fixed_rows(setup):
             staging_bytes = io["staging_bytes"] if row.cost.written_bytes else 0
             moving_bytes = (row.need_bytes - row.held.nbytes - staging_bytes) / (1 + FRAGMENTATION)
             found[row.name].append(staging_bytes + int(moving_bytes))

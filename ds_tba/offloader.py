@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes,
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 from ds_tba.report import OffloadReport, Writer
-from ds_tba.reporting import Reporter, ReportFiles, start_line
+from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
 from ds_tba.resting import PROCESS, Resting
 from ds_tba.stats import StoreStats
 from ds_tba.storage.finalizers import Closer
@@ -50,12 +50,186 @@ CLOSE_LIMIT_S = 90.0
 _EXPLAINED = "_ds_tba_explained"  # of an error
 
 
+class Undo(Protocol):
+    """Takes back what was done to a model, as the ``remove`` of a hook's handle does."""
+
+    def __call__(self) -> object: ...
+
+
 def _host_bytes() -> int:
     """Return available host memory; 0 where the system does not tell, or no file descriptor is left to ask with."""
     try:
         return available_bytes()
     except OSError:
         return 0
+
+
+def _open_cache(config: OffloadConfig, tiers: Tiers, accelerator: Accelerator) -> TensorCache:
+    return TensorCache(
+        list(tiers.by_placement.values()),
+        accelerator.device(),
+        config.min_tensor_bytes,
+        wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
+        accelerator=None if accelerator.is_synchronized_device() else accelerator,
+        released_bytes=config.io.ring_bytes,
+    )
+
+
+class Rooms:
+    """The rooms that keys ask for, each of them loaded where the first such key is seen.
+
+    Args:
+        core: what is there without them.
+        reporter: of an offloader; rooms add their fields to its report.
+        ranks_on_node: ranks that share this machine's memory.
+
+    Attributes:
+        sites: of rematerialization; None without it.
+        samples: of who holds saved bytes; None before anybody asks.
+        controller: plans and recordings; None where forwards follow a rule.
+    """
+
+    def __init__(self, core: Core, reporter: Reporter, ranks_on_node: int) -> None:
+        self._core = core
+        self._reporter = reporter
+        self._ranks_on_node = ranks_on_node
+        self._chosen: ChosenModules | None = None
+        self.samples: StepSamples | None = None
+        self.controller: Controller | None = None
+        self.sites = self._open_sites() if core.config.rematerialize_enabled else None
+        if core.config.report.timeline_path:
+            self.sampling()
+
+    @cached_property
+    def running(self) -> RunningModule:
+        """The name of the module that runs."""
+        from ds_tba.remat.where import RunningModule
+
+        return RunningModule()
+
+    @property
+    def saver(self) -> Controller | TensorCache:
+        """The controller, which opens forwards by plans; else the cache, which does by a rule."""
+        return self.controller or self._core.cache
+
+    def watch(
+        self, model: nn.Module, agreement: Agreement | None, planner: Planner | None, everyone: Agreement | None
+    ) -> None:
+        """Look at the modules of a model; see :meth:`ActivationOffloader.watch`."""
+        config = self._core.config
+        self.running.watch(model)
+        if config.patterns:
+            self._choose_by_name(model, everyone or agreement)
+        self.sampling()
+        if self.controller is None and config.is_planned:
+            from ds_tba.plan.agreement import Alone
+
+            agreement = agreement or Alone()
+            self.controller = self._open_controller(model, agreement, everyone or agreement, planner)
+            self._reporter.add(self.controller)
+
+    def sampling(self) -> StepSamples:
+        """Return what samples steps."""
+        if self.samples is None:
+            from ds_tba.explain.sample import Counters, StepSamples
+
+            core = self._core
+            file = core.files.timeline if core.config.report.timeline_path else None
+            store = StoreStats() if core.tiers.nvme is None else core.tiers.nvme.stats
+            counters = Counters(core.cache.stats, store, [path.meter for path in core.tiers.paths])
+            self.samples = StepSamples(counters, self.running, file, core.writer.steps + 1)
+            core.cache.observe(self.samples)
+            self._reporter.add(self.samples)
+        return self.samples
+
+    def saving(self, inputs: object) -> AbstractContextManager[None]:
+        """Return the context of a forward with gradients."""
+        if self.sites is not None:
+            mark_inputs(inputs)
+        saving = self.saver.saving()
+        return saving if self.samples is None else self.samples.forward(saving)
+
+    def end_micro_step(self) -> None:
+        """Note that backward is over."""
+        self.saver.end_micro_step()
+        if self.samples is not None:
+            self.samples.end_backward()
+
+    def end_step(self) -> None:
+        """Note that an optimizer step is over."""
+        for room in (self.sites, self._core.tiers.host, self.controller, self.samples):
+            if room is not None:
+                room.end_step()
+        self._reporter.end_step(0 if self.controller is None else self.controller.plans)
+
+    def _choose_by_name(self, model: nn.Module, everyone: Agreement | None) -> None:
+        """Keep what ``only`` and ``except`` exclude from now on; refuse patterns that match no module of any rank."""
+        from ds_tba.remat.where import ChosenModules
+
+        self._chosen = ChosenModules(self.running, self._core.config.patterns)
+        unmatched = self._chosen.watch(model)
+        of_ranks = [unmatched] if everyone is None else everyone.all_gather(unmatched)
+        problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
+        if problems:
+            raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
+        self._core.cache.gate.exclude(self._chosen)
+
+    def _open_sites(self) -> Sites | None:
+        from ds_tba.remat.sites import open_sites
+        from ds_tba.remat.store import RematStore
+
+        core = self._core
+        sites = open_sites(core.config, core.cache, core.accelerator, self.running)
+        if sites is not None:
+            core.cache.rematerialize(RematStore(core.cache, sites))
+            self._reporter.add(sites)
+        return sites
+
+    def _open_controller(
+        self, model: nn.Module, agreement: Agreement, everyone: Agreement, planner: Planner | None
+    ) -> Controller:
+        from ds_tba.plan.agreement import Planning
+        from ds_tba.plan.controller import Controller, Watched
+        from ds_tba.plan.search import adaptive
+        from ds_tba.recompute.blocks import Blocks, find_blocks
+
+        config, plans = self._core.config, self._core.config.placement == "adaptive"
+        machine = self._open_machine(everyone)
+        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
+        chosen = self._chosen
+        excluded = frozenset(one.path for one in found if chosen is not None and chosen.excludes_part_of(one.module))
+        layers = found if config.recompute else []
+        blocks = Blocks(layers, self._core.cache, may_recompute=plans and config.recompute, excluded=excluded)
+        watched = Watched(model, self.running, blocks)
+        planning = Planning((planner or adaptive) if plans else None, agreement)
+        return Controller(self._core.cache, machine, planning, watched, self._core.files.trace)
+
+    def _open_machine(self, everyone: Agreement) -> Machine:
+        from ds_tba.plan.rates import Machine, Rates
+        from ds_tba.storage.probe import DriveProbe
+
+        config, tiers, accelerator = self._core.config, self._core.tiers, self._core.accelerator
+        # Under a rule the user's word counts, and with min_life_days the drive's life.
+        may_drop_codec = config.placement == "adaptive" and config.ssd.min_life_days is None
+        drives = (
+            None if tiers.nvme is None else DriveProbe(tiers.nvme.space, tiers.nvme.io, may_drop_codec=may_drop_codec)
+        )
+        rates = Rates(drives, accelerator, config.slots_bytes)
+        _measure_together(rates, everyone)
+        advice = "" if drives is None else drives.advice()
+        if advice and self._core.writer.rank == 0:
+            logger.warning("%s", advice)
+        self._reporter.note_measured()
+        cache = self._core.cache
+
+        def resident_bytes() -> int:
+            return cache.stats.resident.now  # without what is gone by now
+
+        memory = MemoryMeter(accelerator.memory, resident_bytes)
+        # The memory of a CPU is shared by all ranks of the machine.
+        sharers = self._ranks_on_node if accelerator.is_synchronized_device() else 1
+        is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
+        return Machine(config, tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
 
 class ActivationOffloader:
@@ -94,136 +268,28 @@ class ActivationOffloader:
         is_host = accelerator.is_synchronized_device()
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
-        self._accelerator = accelerator
-        self._ranks_on_node, self._pid = ranks_on_node, os.getpid()
+        self._pid = os.getpid()
         self._has_trained = False
-        self._undo: list[Callable[[], object]] = []
-        self._writer = Writer(rank, PROCESS.claims)
-        self._files = ReportFiles(config.report, self._writer)
+        self._meter: ModelMeter | None = None
+        self._undo: list[Undo] = []
+        files = ReportFiles(config.report, Writer(rank, PROCESS.claims))
         started_s = time.monotonic()
-        self._tiers = Tiers(
+        self._tiers = tiers = Tiers(
             config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
         )
         waking_s = time.monotonic() - started_s
         try:
-            self._open_rooms(rank, waking_s)
+            self.cache = _open_cache(config, tiers, accelerator)
+            self._core = Core(config, tiers, self.cache, accelerator, files)
+            self._reporter = Reporter(self._core)
+            self._rooms = Rooms(self._core, self._reporter, ranks_on_node)
+            self._closer = Closer(self._close, accelerator)
+            self._resting = Resting(tiers, self.cache, rank, waking_s)  # last: the process knows it from here on
         except BaseException:  # its lanes would never end, nor its swap file
-            self._tiers.close()
+            tiers.close()
             raise
         # Most programs never close an engine: without this nobody would write the last report.
         atexit.register(self.close)
-
-    # ---- rooms --------------------------------------------------------------------------------------------------
-
-    def _open_rooms(self, rank: int, waking_s: float) -> None:
-        config, accelerator = self.config, self._accelerator
-        self.cache = self._open_cache()
-        self._reporter = Reporter(config, self._tiers, self.cache, accelerator, self._files.report)
-        self._running: RunningModule | None = None
-        self._chosen: ChosenModules | None = None
-        self._sites = self._open_sites()
-        self._samples: StepSamples | None = None
-        self._meter: ModelMeter | None = None
-        if config.report.timeline_path:
-            self._sampling()
-        self._controller: Controller | None = None
-        self._closer = Closer(self._close, accelerator)
-        self._resting = Resting(self._tiers, self.cache, rank, waking_s)  # last: the process knows it from here on
-
-    def _open_cache(self) -> TensorCache:
-        accelerator, config = self._accelerator, self.config
-        return TensorCache(
-            list(self._tiers.by_placement.values()),
-            accelerator.device(),
-            config.min_tensor_bytes,
-            wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
-            accelerator=None if accelerator.is_synchronized_device() else accelerator,
-            released_bytes=config.io.ring_bytes,
-        )
-
-    def _where_it_runs(self) -> RunningModule:
-        """Return what names the module that runs, for whoever asks first."""
-        if self._running is None:
-            from ds_tba.remat.where import RunningModule
-
-            self._running = RunningModule()
-        return self._running
-
-    def _choose_by_name(self, model: nn.Module, everyone: Agreement | None) -> None:
-        """Keep what ``only`` and ``except`` exclude from now on; refuse patterns that match no module of any rank."""
-        from ds_tba.remat.where import ChosenModules
-
-        self._chosen = ChosenModules(self._where_it_runs(), self.config.patterns)
-        unmatched = self._chosen.watch(model)
-        of_ranks = [unmatched] if everyone is None else everyone.all_gather(unmatched)
-        problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
-        if problems:
-            raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
-        self.cache.gate.exclude(self._chosen)
-
-    def _open_sites(self) -> Sites | None:
-        if not self.config.rematerialize_enabled:
-            return None
-        from ds_tba.remat.sites import open_sites
-        from ds_tba.remat.store import RematStore
-
-        sites = open_sites(self.config, self.cache, self._accelerator, self._where_it_runs())
-        if sites is not None:
-            self.cache.rematerialize(RematStore(self.cache, sites))
-            self._reporter.add(sites)
-        return sites
-
-    def _sampling(self) -> StepSamples:
-        """Return what samples steps, which is loaded where somebody asks for it first."""
-        if self._samples is None:
-            from ds_tba.explain.sample import Counters, StepSamples
-
-            file = self._files.timeline if self.config.report.timeline_path else None
-            store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
-            counters = Counters(self.cache.stats, store, [path.meter for path in self._tiers.paths])
-            self._samples = StepSamples(counters, self._where_it_runs(), file, self._writer.steps + 1)
-            self.cache.observe(self._samples)
-            self._reporter.add(self._samples)
-        return self._samples
-
-    def _open_controller(
-        self, model: nn.Module, agreement: Agreement, everyone: Agreement, planner: Planner | None
-    ) -> Controller:
-        from ds_tba.plan.agreement import Planning
-        from ds_tba.plan.controller import Controller, Watched
-        from ds_tba.plan.search import adaptive
-        from ds_tba.recompute.blocks import Blocks, find_blocks
-
-        config, plans = self.config, self.config.placement == "adaptive"
-        machine = self._open_machine(everyone)
-        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
-        chosen = self._chosen
-        excluded = frozenset(one.path for one in found if chosen is not None and chosen.excludes_part_of(one.module))
-        layers = found if config.recompute else []
-        blocks = Blocks(layers, self.cache, may_recompute=plans and config.recompute, excluded=excluded)
-        watched = Watched(model, self._where_it_runs(), blocks)
-        planning = Planning((planner or adaptive) if plans else None, agreement)
-        return Controller(self.cache, machine, planning, watched, self._files.trace)
-
-    def _open_machine(self, everyone: Agreement) -> Machine:
-        from ds_tba.plan.rates import Machine, Rates
-        from ds_tba.storage.probe import DriveProbe
-
-        accelerator, nvme = self._accelerator, self._tiers.nvme
-        # Under a rule the user's word counts, and with min_life_days the drive's life.
-        may_drop_codec = self.config.placement == "adaptive" and self.config.ssd.min_life_days is None
-        drives = None if nvme is None else DriveProbe(nvme.space, nvme.io, may_drop_codec=may_drop_codec)
-        rates = Rates(drives, accelerator, self.config.slots_bytes)
-        _measure_together(rates, everyone)
-        advice = "" if drives is None else drives.advice()
-        if advice and self._writer.rank == 0:
-            logger.warning("%s", advice)
-        self._reporter.note_measured()
-        memory = MemoryMeter(accelerator.memory, lambda: self.cache.stats.resident.now)
-        # The memory of a CPU is shared by all ranks of the machine.
-        sharers = self._ranks_on_node if accelerator.is_synchronized_device() else 1
-        is_shared = any(everyone.all_gather(self._tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
-        return Machine(self.config, self._tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
     def watch(
         self,
@@ -247,29 +313,15 @@ class ActivationOffloader:
             ConfigError: ``blocks``, ``only`` or ``except`` names a module that the model lacks, or a rank cannot
                 measure its drives.
         """
+        self._meter = meter
         with self._resting.using():
-            self._where_it_runs().watch(model)
-            if self.config.patterns:
-                self._choose_by_name(model, everyone or agreement)
-            self._sampling()
-            self._meter = meter
-            if self._controller is None and self.config.is_planned:
-                from ds_tba.plan.agreement import Alone
+            self._rooms.watch(model, agreement, planner, everyone)
 
-                agreement = agreement or Alone()
-                self._controller = self._open_controller(model, agreement, everyone or agreement, planner)
-                self._reporter.add(self._controller)
-
-    def on_close(self, undo: Callable[[], object]) -> None:
+    def on_close(self, undo: Undo) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
         self._undo.append(undo)
 
     # ---- called in training -------------------------------------------------------------------------------------
-
-    @property
-    def _saver(self) -> Controller | TensorCache:
-        """The controller, which opens forwards by plans; else the cache, which does by a rule."""
-        return self._controller or self.cache
 
     def saving(self, inputs: object = ()) -> AbstractContextManager[None]:
         """Return the context of a forward whose saved tensors are offloaded.
@@ -282,7 +334,7 @@ class ActivationOffloader:
             StateError: an exception came in the middle of our bookkeeping.
         """
         self.cache.refuse_broken()
-        if self._accelerator.is_capturing():
+        if self._core.accelerator.is_capturing():
             raise IncompatibleError(
                 "forward is being captured into a graph (torch.cuda.graph), whose replays would neither write nor read "
                 f'activations: capture without "{BLOCK}", or run forward outside of the capture.'
@@ -290,13 +342,10 @@ class ActivationOffloader:
         if self._is_forked():
             return nullcontext()
         if not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
-            return self._saver.saving()
+            return self._rooms.saver.saving()
         self._has_trained = True
         self._reporter.refresh()
-        if self._sites is not None:
-            mark_inputs(inputs)
-        saving = self._saver.saving()
-        return self._forward(saving if self._samples is None else self._samples.forward(saving))
+        return self._forward(self._rooms.saving(inputs))
 
     @contextmanager
     def _forward(self, saving: AbstractContextManager[None]) -> Iterator[None]:
@@ -318,7 +367,7 @@ class ActivationOffloader:
         is_wanted = self.config.until_backward and torch.is_grad_enabled() and not self.is_closed
         if not is_wanted or self._is_forked() or not KEPT.may_open():
             return
-        hooks = self._saver.after_forward()
+        hooks = self._rooms.saver.after_forward()
         if hooks is not None:
             KEPT.open(hooks, self)
 
@@ -336,7 +385,7 @@ class ActivationOffloader:
         if self._is_forked():
             return nullcontext()
         self._has_trained = True
-        return self._forward(self._saver.interleaving())
+        return self._forward(self._rooms.saver.interleaving())
 
     def note_micro_step(self) -> None:
         """Record that backward is over.
@@ -345,31 +394,17 @@ class ActivationOffloader:
             StateError: an exception came in the middle of our bookkeeping: its gradients may be wrong.
         """
         self.cache.refuse_broken()
-        if self._is_forked():
-            return
-        self._saver.end_micro_step()
-        if self._samples is not None:
-            self._samples.end_backward()
+        if not self._is_forked():
+            self._rooms.end_micro_step()
 
     def note_step(self) -> None:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
         if self._is_forked():
             return
         with self._resting.using():
-            self._end_step()
+            self._core.writer.steps += 1
+            self._rooms.end_step()
         PROCESS.rest(but=self._resting)
-
-    def _end_step(self) -> None:
-        self._writer.steps += 1
-        if self._sites is not None:
-            self._sites.end_step()
-        if self._tiers.host is not None:
-            self._tiers.host.end_step()
-        if self._controller is not None:
-            self._controller.end_step()
-        if self._samples is not None:
-            self._samples.end_step()
-        self._reporter.end_step(0 if self._controller is None else self._controller.plans)
 
     def rest(self, *, now: bool = False) -> None:
         """Give lanes, staging and disk space back where nothing is in their care; see ``resting.py``.
@@ -412,9 +447,10 @@ class ActivationOffloader:
         from ds_tba.explain.explainer import explained
         from ds_tba.explain.out_of_memory import ModelMemory
 
-        where, samples = f"rank {self._writer.rank}, step {self._writer.steps + 1}", self._sampling()
+        core, samples = self._core, self._rooms.sampling()
+        where = f"rank {core.writer.rank}, step {core.writer.steps + 1}"
         model = ModelMemory() if self._meter is None else self._meter.memory()
-        return explained(where, self.config, self.cache, self._accelerator, samples, model, error)
+        return explained(where, self.config, self.cache, core.accelerator, samples, model, error)
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
@@ -441,7 +477,7 @@ class ActivationOffloader:
             return
         self._closer.ask()
         if not self._closer.wait(CLOSE_LIMIT_S):
-            rank = self._writer.rank
+            rank = self._core.writer.rank
             logger.error("rank %d: not closed after %.0f s; the rest is left to process exit", rank, CLOSE_LIMIT_S)
             self._reporter.refresh(now=True)
 
@@ -453,14 +489,14 @@ class ActivationOffloader:
     def _close(self) -> None:  # in the closer's thread
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
             last.callback(atexit.unregister, self.close)
-            last.callback(self._files.give_up)
+            last.callback(self._core.files.give_up)
             last.callback(self._reporter.end, has_trained=self._has_trained)
             last.callback(self._note_last_failure)
             last.callback(self._follow_graphs)
             last.callback(self._resting.end)
             last.callback(self.cache.settle)
-            if self._controller is not None:
-                last.callback(self._controller.close)
+            if self._rooms.controller is not None:
+                last.callback(self._rooms.controller.close)
             while self._undo:
                 last.callback(self._undo.pop())
 
@@ -470,9 +506,13 @@ class ActivationOffloader:
 
     def _follow_graphs(self) -> None:
         """Free what graphs that outlive this hold: their host memory goes with them, and no hook runs any more."""
-        if self.cache.live_records:
-            follow = partial(self.cache.finalizers.follow, lambda: self.cache.live_records > 0)
-            new_thread(self._accelerator, follow, "ds_tba-graphs").start()
+
+        def is_held() -> bool:
+            return self.cache.live_records > 0
+
+        if is_held():
+            follow = partial(self.cache.finalizers.follow, is_held)
+            new_thread(self._core.accelerator, follow, "ds_tba-graphs").start()
 
 
 def _measure_together(rates: Rates, agreement: Agreement) -> None:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ds_tba.config import OffloadConfig, ReportConfig
@@ -57,6 +57,22 @@ class ReportFiles:
             file.give_up()
 
 
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The parts of an offloader that are there whatever its keys ask for."""
+
+    config: OffloadConfig
+    tiers: Tiers
+    cache: TensorCache
+    accelerator: Accelerator
+    files: ReportFiles
+
+    @property
+    def writer(self) -> Writer:
+        """The engine as a writer of reports; it counts the steps."""
+        return self.files.report.writer
+
+
 class _Planned(NamedTuple):
     """The state of the run as its first plan came: from then on wear has a rate to project."""
 
@@ -66,30 +82,15 @@ class _Planned(NamedTuple):
 
 
 class Reporter:
-    """Makes the report of an offloader.
+    """Makes the report of an offloader."""
 
-    Args:
-        config: the block.
-        tiers: the stores, and what is behind them.
-        cache: its counters.
-        accelerator: the device, for its memory.
-        file: of ``report.path``; its writer counts the steps.
-    """
-
-    def __init__(
-        self, config: OffloadConfig, tiers: Tiers, cache: TensorCache, accelerator: Accelerator, file: ReportFile
-    ) -> None:
-        self._config = config
-        self._tiers = tiers
-        self._cache = cache
-        self._memory = None if accelerator.is_synchronized_device() else accelerator.memory
-        self._file = file
-        self._writer = file.writer
-        self._rooms: list[Summarized] = []
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._memory = None if core.accelerator.is_synchronized_device() else core.accelerator.memory
+        self._rooms: list[Summarized] = [core.tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf
         self._compilations_before = compilations()
-        self._little = LittleMoved(config)
-        self._step_peak_bytes = 0
+        self._little = LittleMoved(core.config)
         self._planned: _Planned | None = None
         self._bandwidth_at_start: list[dict[str, object]] = []
         self._told: OffloadReport | None = None  # to the monitors
@@ -100,7 +101,7 @@ class Reporter:
 
     def note_measured(self) -> None:
         """Take the drives' rates of now as those of the start."""
-        self._bandwidth_at_start = self._tiers.bandwidth()
+        self._bandwidth_at_start = self._core.tiers.bandwidth()
 
     def end_step(self, plans: int) -> None:
         """Note that an optimizer step is over, and say what there is to say.
@@ -108,20 +109,20 @@ class Reporter:
         Args:
             plans: number of plans so far.
         """
-        stats, steps = self._cache.stats, self._writer.steps
-        self._step_peak_bytes = self._little.peak_bytes = stats.resident.lap()
-        if steps == 1 and moves_in_vain(stats, self._tiers.offloaded_bytes, self._compilations_before):
+        core, stats, steps, rank = self._core, self._core.cache.stats, self._core.writer.steps, self._core.writer.rank
+        self._little.peak_bytes = stats.resident.lap()
+        if steps == 1 and moves_in_vain(stats, core.tiers.offloaded_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         # The steps before move everything: days that are projected from them would be far too few.
         if plans and self._planned is None:
-            self._planned = _Planned(steps, time.monotonic(), self._tiers.written_bytes())
+            self._planned = _Planned(steps, time.monotonic(), core.tiers.written_bytes())
         little = self._little.end_step(stats.kept_bytes, self._done_bytes(), steps, plans)
-        if little and self._writer.rank == 0:
+        if little and rank == 0:
             logger.info("%s", little)
-        every = self._config.report.every_steps
+        every = core.config.report.every_steps
         is_due = every > 0 and steps % every == 0
         if is_due:
-            logger.info("rank %d: %s", self._writer.rank, self.report().summary())
+            logger.info("rank %d: %s", rank, self.report().summary())
         self.refresh(now=is_due)
 
     def end(self, *, has_trained: bool) -> None:
@@ -132,26 +133,26 @@ class Reporter:
         """
         self._ended_at = time.monotonic()
         if has_trained:
-            little = self._little.judge(self._cache.stats.kept_bytes, self._done_bytes())
+            little = self._little.judge(self._core.cache.stats.kept_bytes, self._done_bytes())
             text = "; ".join(filter(None, [self.report().summary(), little]))
-            logger.info("rank %d: %s", self._writer.rank, text)
+            logger.info("rank %d: %s", self._core.writer.rank, text)
             self.refresh(now=True)
 
     def refresh(self, *, now: bool = False) -> None:
         """Write the JSON at ``report.path`` again where it is old, or ``now``."""
-        self._file.refresh(self._as_json, now=now)
+        self._core.files.report.refresh(self._as_json, now=now)
 
     def report(self) -> OffloadReport:
         """Return the counters of all parts as they are now."""
-        cache, config = self._cache.stats, self._config
+        cache, config, writer = self._core.cache.stats, self._core.config, self._core.writer
         budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
         kept = Counter(cache.kept_bytes)
         fields: dict[str, Any] = {
             "state": "running" if self._ended_at == math.inf else "finished",
-            "rank": self._writer.rank,
+            "rank": writer.rank,
             "placement": config.placement,
             "integrity": config.io.integrity,
-            "steps": self._writer.steps,
+            "steps": writer.steps,
             "micro_steps": cache.micro_steps,
             "packed_tensors": cache.packed_tensors,
             "passed_through_tensors": cache.passed_through_tensors,
@@ -162,13 +163,13 @@ class Reporter:
             "rematerialized_bytes": cache.rematerialized_bytes,
             "peak_saved_bytes": cache.resident.peak,
             "peak_saved_bytes_without": cache.saved.peak,
-            "step_peak_saved_bytes": self._step_peak_bytes,
+            "step_peak_saved_bytes": self._little.peak_bytes,
             "budget_excess_bytes": 0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
             "bandwidth_at_start": self._bandwidth_at_start,
             "wear": self._wear(),
             "device_memory": {} if self._memory is None else self._memory.levels()._asdict(),
         }
-        for room in (self._tiers, *self._rooms):
+        for room in self._rooms:
             fields |= room.summary()
         # The stores count failed writes; the cache counts storages that no store took.
         fallbacks = Counter(cache.fallbacks) + Counter(fields.get("fallbacks_by_reason", {}))
@@ -192,23 +193,23 @@ class Reporter:
 
     def _wear(self) -> list[dict[str, object]]:
         since_s, before, planned = self._started_at, list[int](), self._planned
-        if planned is not None and self._writer.steps >= planned.steps + RATED_STEPS:
+        if planned is not None and self._core.writer.steps >= planned.steps + RATED_STEPS:
             since_s, before = planned.at_s, planned.written_bytes
-        return [asdict(one) for one in self._tiers.wear(min(self._ended_at, time.monotonic()) - since_s, before)]
+        return [asdict(one) for one in self._core.tiers.wear(min(self._ended_at, time.monotonic()) - since_s, before)]
 
     def _done_bytes(self) -> int:
         """Return the bytes that were offloaded, rematerialized or recomputed so far."""
-        stats = self._cache.stats
-        return self._tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
+        stats = self._core.cache.stats
+        return self._core.tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
 
     def _advise_to_compile_layers(self) -> None:
-        if self._writer.rank == 0:
+        if self._core.writer.rank == 0:
             logger.warning(
                 "moving activations does not lower their peak: probably the model is compiled as one graph, which "
                 "saves all of them at the end of forward and takes all back before backward begins. %s. Compile each "
                 "layer, for example: for layer in engine.module.layers: layer.compile(). Hugging Face's torch_compile "
                 "does so with ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment",
-                "Plans keep them" if self._config.placement == "adaptive" else "They are moved, as placement says",
+                "Plans keep them" if self._core.config.placement == "adaptive" else "They are moved, as placement says",
             )
 
 

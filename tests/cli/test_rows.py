@@ -547,7 +547,7 @@ def test_the_inputs_of_checkpointed_blocks_go_to_nvme_also_where_nothing_else_sa
 
 def test_verdicts_have_margins() -> None:
     trace = stack(4)
-    need = setup_of(trace, 1).row("", fixed(trace), training_with({}), {}).need_bytes
+    need = setup_of(trace, 1).row("", fixed(trace), {}).need_bytes
     assert need == 16 * 1000 + int(1.05 * (5 * SIZE + 32))  # parameters, gradients and states; 5 % are lost
 
     def verdict(memory_bytes: float) -> str:
@@ -557,7 +557,7 @@ def test_verdicts_have_margins() -> None:
     assert verdict(need - 1) == "does not fit"
     # The optimizer's step, with fp32 gradients, needs more than a small micro-step.
     small = setup_of(Trace((), (), resources(), 1.0), 1)
-    assert small.row("", fixed(small.run.trace), training_with({}), {}).need_bytes == 16 * 1000 + 4 * 1000
+    assert small.row("", fixed(small.run.trace), {}).need_bytes == 16 * 1000 + 4 * 1000
 
 
 def test_the_first_of_the_fastest_that_fit_is_recommended() -> None:
@@ -605,7 +605,7 @@ def test_staging_counts_where_it_is_memory_of_the_device(
         grown_bytes = sizes[1] - sizes[0] if one.cost.written_bytes else 0
         assert other.need_bytes - one.need_bytes == (grown_bytes if on_device else 0)
         assert other.host_bytes - one.host_bytes == (0 if on_device else grown_bytes)
-    room = [one.limits(one.training).activation_budget_bytes or 0 for one in (less, more)]
+    room = [one.limits.activation_budget_bytes or 0 for one in (less, more)]
     assert room[0] - room[1] == pytest.approx((sizes[1] - sizes[0]) / 1.05 if on_device else 0, abs=1)
 
 
@@ -701,21 +701,21 @@ def test_the_block_of_checkpointing_is_the_one_of_the_guide() -> None:
 
 def test_wear_is_told_by_day() -> None:
     trace = stack(8, staging_bytes=2 * SIZE)
-    row = setup_of(trace).row("", fixed(trace, Placement.NVME), training_with({}), {})
+    row = setup_of(trace).row("", fixed(trace, Placement.NVME), {})
     assert row.written_bytes_per_day == pytest.approx(row.cost.written_bytes * 86400 / row.cost.step_s)
     assert row.life_days == pytest.approx(600e12 / row.written_bytes_per_day)
-    assert setup_of(trace).row("", fixed(trace), training_with({}), {}).life_days is None
+    assert setup_of(trace).row("", fixed(trace), {}).life_days is None
 
 
 def test_compression_counts_in_wear_and_in_its_limit() -> None:
     trace = stack(8, staging_bytes=2 * SIZE)
     plain, packed = setup_of(trace), replace(setup_of(trace), stored_share=0.5)
-    rows = [one.row("", fixed(trace, Placement.NVME), training_with({}), {}) for one in (plain, packed)]
+    rows = [one.row("", fixed(trace, Placement.NVME), {}) for one in (plain, packed)]
     assert rows[1].written_bytes_per_day == rows[0].written_bytes_per_day / 2
     assert rows[0].life_days is not None and rows[1].life_days == pytest.approx(2 * rows[0].life_days)
     ssd = {"rated_endurance_tbw": 600, "min_life_days": 365}
     training = replace(training_with({}), offload=OffloadConfig.model_validate({"nvme_path": "/x", "ssd": ssd}))
-    limits = [one.limits(training).write_limit_bytes_per_step for one in (plain, packed)]
+    limits = [replace(one, training=training).limits.write_limit_bytes_per_step for one in (plain, packed)]
     assert limits[1] == pytest.approx(2 * limits[0])
 
 

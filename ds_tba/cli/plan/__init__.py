@@ -11,94 +11,64 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size
-from ds_tba.config import BLOCK, parse_block, with_staging
+import torch
+
+from ds_tba.cli.format import Result
+from ds_tba.cli.plan.dry_run import dry_run
+from ds_tba.cli.plan.model import recipe_of
+from ds_tba.cli.plan.rows import (
+    ADAPTIVE,
+    FRAGMENTATION,
+    SAME_STEP,
+    SHORT_LIFE_DAYS,
+    TIGHT,
+    UNIT,
+    Longest,
+    Row,
+    Setup,
+    Setups,
+    groups_of,
+    holders,
+    longest_of,
+    made_again,
+    recommended,
+    remedy,
+    rows_of,
+    scale,
+)
+from ds_tba.cli.plan.training import (
+    CONTEXT_BYTES,
+    HOST_BYTES_PER_S,
+    Training,
+    device_of,
+    read_config,
+    read_training,
+)
+from ds_tba.config import ASSUMED_RATIO, BLOCK, DsConfig, parse_block, with_staging
 from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.plan.plan import Plan
+from ds_tba.plan.trace import PathRates
 from ds_tba.report import write_file
 from ds_tba.stats import aligned, expanded, readable
+from ds_tba.storage.tiers import probe
 from ds_tba.wear import Drive, Rating, examine
 
-if TYPE_CHECKING:
-    from ds_tba.cli.plan.rows import Longest, Row, Setup, Setups
-    from ds_tba.cli.plan.training import Training
-    from ds_tba.plan.plan import Plan
-    from ds_tba.plan.trace import PathRates
-
-_DESCRIPTION = """\
-Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
-recorder of a real run. Prints for each setting whether it fits the GPU, the time of a step and the wear of the drives;
-recommends one, and prints what to paste into ds_config.json. If nothing fits: what fills the GPU, and exit status 3.
-With --longest: the longest sequence that each setting trains on the GPU.
-"""
-_EPILOG = """\
-MODEL is the config.json, folder or name of a Hugging Face model on this machine (inputs are made up), or
-FILE.py:function: called with the keyword arguments batch and sequence, it returns (model, inputs); inputs are a tuple
-or a dict of arguments of the model. The model returns the loss, an object or dict with "loss", or tensors of which the
-first is summed. Tensors made in the function are on the meta device.
-
-example:
-    ds_tba plan Llama-3.1-8B/config.json --gpu 24GB --seq 32k --lora 16 --write ds_config.json
-    ds_tba plan Llama-3.1-8B/config.json --gpu 80GB --longest --fused-loss --config ds_config.json
-"""
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
-COMPRESSION_RATIO = 0.65  # assumed, as of activations in BF16
 FIRST_LENGTH = 4096  # of --longest without --seq
 _SHOWN_GROUPS, _SHOWN_OPS = 20, 6
 
-
-def add_parsers(commands: Commands) -> None:
-    """Add the subcommand, and its old name, which no help lists."""
-    listed: dict[str, dict[str, Any]] = {"plan": {"help": "say what fits the GPU, and what to set"}, "estimate": {}}
-    for name, shown in listed.items():
-        parser = commands.add_parser(
-            name,
-            **shown,
-            description=_DESCRIPTION,
-            epilog=_EPILOG,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        add = parser.add_argument
-        add("model", metavar="MODEL", help="see below")
-        add("--seq", type=size, help="tokens of a sequence, such as 32k; needed without --longest")
-        add("--longest", action="store_true", help="say the longest sequence of each setting on --gpu")
-        add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
-        add("--gpu", help='its memory or name: 24GB, "RTX 4090"')
-        add("--ranks", type=size, help="ranks that ZeRO divides among (default: all GPUs)")
-        add("--nodes", type=size, default=1, help="of the job: what ZeRO moves between them is told, too (default: 1)")
-        add("--gpus-per-node", type=size, default=1, help="GPUs that share the drives of a node (default: 1)")
-        add("--lora", type=size, metavar="RANK", help="train adapters of this rank on all linear layers, not the model")
-        add("--fused-loss", action="store_true", help="the loss never makes all logits (Liger's, TRL's, DeepSpeed's)")
-        add("--tiled-mlp", action="store_true", help="MLPs run on pieces of the sequence (DeepSpeed's TiledMLP)")
-        add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
-        add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
-        add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")
-        ratio = (
-            f"bytes that io.compression leaves of one (default: {COMPRESSION_RATIO}, assumed, where the config has it)"
-        )
-        add("--compression-ratio", metavar="RATIO", type=in_units_of(1), help=ratio)
-        add("--write", type=Path, metavar="FILE", help="merge what is recommended into FILE; a backup is kept")
-        add("--details", action="store_true", default=name == "estimate", help="also what is saved where, and more")
-        add("--device", choices=("cuda", "cpu"), default="cuda", help="training device (default: cuda)")
-        default = "default: measured, or of the data sheet"
-        add("--tflops", type=in_units_of(1e12), help=f"TFLOP/s of matrix products ({default})")
-        add("--network-gbps", type=in_units_of(1e9), default=50e9, help="GB/s into a node, and out of it (default: 50)")
-        for option, of in (("memory", "device memory"), ("copy", "copies between device and host"),
-                           ("write", "writes to all drives of a node"), ("read", "reads of them")):  # fmt: skip
-            add(f"--{option}-gbps", type=in_units_of(1e9), help=f"GB/s of {of} ({default})")
-        add_json(parser)
-        parser.set_defaults(run=partial(show, name, _plan))
+Found: TypeAlias = dict[str, Any]  # what ``--json`` prints
 
 
-def _plan(options: argparse.Namespace) -> Result:
-    from ds_tba.cli.plan.rows import ADAPTIVE, recommended, rows_of, scale
-
+def planned(options: argparse.Namespace) -> Result:
+    """Return what each setting needs and costs, and the one to take; with ``--longest`` its longest sequence."""
     if options.longest:
         return _plan_longest(options)
     if options.seq is None:
@@ -125,16 +95,12 @@ def _plan(options: argparse.Namespace) -> Result:
     return _result(3 if is_known and chosen is None else 0, title, options.batch, lines, found, notes)
 
 
-def _result(
-    status: int, title: str, batch: int, lines: Sequence[str], found: dict[str, Any], notes: Sequence[str]
-) -> Result:
+def _result(status: int, title: str, batch: int, lines: Sequence[str], found: Found, notes: Sequence[str]) -> Result:
     shown = [f"model       {title}", *lines, "", "assumed", *(f"  {note}" for note in notes)]
     return Result(status, shown, {"title": title, "batch": batch, **found, "notes": notes})
 
 
 def _plan_longest(options: argparse.Namespace) -> Result:
-    from ds_tba.cli.plan.rows import longest_of
-
     if options.gpu is None:
         raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
     if options.write is not None:
@@ -146,7 +112,7 @@ def _plan_longest(options: argparse.Namespace) -> Result:
     notes += _notes_of_run(setup)
     title = f"{options.model}, batch {options.batch}, {title}"
     lines = [*_head(setup, found[0].row), "", *_table_of_longest(setup, found)]
-    rows = [{"sequence": one.sequence, "is_most": one.is_most, **_row_to_dict(one.row)} for one in found]
+    rows = [{"sequence": one.sequence, "is_most": one.is_most, **asdict(one.row)} for one in found]
     told = {"gpu_bytes": setup.device.memory_bytes, "longest": rows}
     return _result(0 if any(one.sequence for one in found) else 3, title, options.batch, lines, told, notes)
 
@@ -156,11 +122,6 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
 
     Options and config are looked at first: what is wrong with them is told before transformers is imported.
     """
-    import torch
-
-    from ds_tba.cli.plan.rows import FRAGMENTATION, TIGHT, Setup
-    from ds_tba.cli.plan.training import CONTEXT_BYTES, HOST_BYTES_PER_S, device_of, read_training
-
     training = read_training(options.config)
     options.batch = options.batch or training.micro_batch or 1
     offload = with_staging(training.offload, math.inf, is_host=options.device == "cpu")
@@ -176,10 +137,6 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
     where = offload.nvme_path or "/local_nvme"
     chosen = {"--fused-loss": options.fused_loss, "--tiled-mlp": options.tiled_mlp}
     aids = frozenset(name for name, is_chosen in chosen.items() if is_chosen)
-
-    from ds_tba.cli.plan.dry_run import dry_run
-    from ds_tba.cli.plan.model import recipe_of
-
     recipe = recipe_of(options.model)
 
     @cache
@@ -229,9 +186,6 @@ def _drives(
 
     An aio op that is not built is not built for this.
     """
-    from ds_tba.plan.trace import PathRates
-    from ds_tba.storage.tiers import probe
-
     config, source = training.offload, "of the data sheet of one PCIe 4.0 drive"
     if write and read:
         source = "write and read as given"
@@ -258,7 +212,7 @@ def _compression(given: float | None, configured: str | None) -> tuple[float, li
         return 1.0, []
     assumed = "assumed, as in BF16; FP16 and FP32 shrink less: the report of a run has yours"
     source = assumed if given is None else "as given"
-    ratio = COMPRESSION_RATIO if given is None else given
+    ratio = ASSUMED_RATIO if given is None else given
     return ratio, [f"compression leaves {ratio:g} of the bytes that are written a day ({source})"]
 
 
@@ -310,11 +264,10 @@ def _table(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _table_of_longest(setup: Setup, found: Sequence[Longest]) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import UNIT
-
     cells: list[tuple[str, ...]] = [("setting", "longest sequence", "GPU peak", "s a step", "tokens a s", *_COSTS)]
-    for sequence, row, is_most in found:
-        length = f"{'more than ' if is_most else ''}{sequence:,}" if sequence else f"not {UNIT}"
+    for one in found:
+        sequence, row = one
+        length = f"{'more than ' if one.is_most else ''}{sequence:,}" if sequence else f"not {UNIT}"
         speed = setup.batch * sequence / row.cost.step_s * setup.training.micro_steps if row.cost.step_s else 0.0
         times = (f"{row.cost.step_s:.3g}", f"{speed:,.0f}", *_costs(row)) if sequence else ("-",) * (2 + len(_COSTS))
         cells.append((row.name, length, readable(row.need_bytes), *times))
@@ -347,8 +300,6 @@ def _life(days: float | None) -> str:
 
 
 def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import SAME_STEP, holders, remedy
-
     if setup.device.memory_bytes is None:
         yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
         return
@@ -379,8 +330,6 @@ def _instructions(row: Row, how: str = "") -> Iterator[str]:
 
 
 def _wear(setup: Setup, row: Row) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import SHORT_LIFE_DAYS
-
     if row.spares_drives or row.life_days is None:
         return
     each_tbw = setup.tbw * setup.sharers / setup.drives
@@ -389,7 +338,7 @@ def _wear(setup: Setup, row: Row) -> Iterator[str]:
     yield f"            IT WEARS the drives out in {_life(row.life_days)}{less}"
 
 
-def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
+def _at_scale(setup: Setup, row: Row, found: Found) -> Iterator[str]:
     moved = "on average over a step" if row.cost.written_bytes else "nothing is written"
     yield f"at scale    {found['nodes']} x {setup.sharers} GPUs, {row.name!r}, {moved}"
     cells = [("", "written a step", "write GB/s", "read GB/s", "TB a day", "drives last")]
@@ -407,9 +356,7 @@ def _at_scale(setup: Setup, row: Row, found: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _details(setup: Setup, plan: Plan, found: dict[str, Any]) -> Iterator[str]:
-    from ds_tba.cli.plan.rows import made_again
-
+def _details(setup: Setup, plan: Plan, found: Found) -> Iterator[str]:
     run = setup.run
     cells = [("saved for backward", "passes", "saved", "may be moved")]
     for group in found["groups"][:_SHOWN_GROUPS]:
@@ -434,9 +381,7 @@ def _details(setup: Setup, plan: Plan, found: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) -> dict[str, Any]:
-    from ds_tba.cli.plan.rows import groups_of, made_again
-
+def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) -> Found:
     run, resources, shares = setup.run, setup.run.trace.resources, Counter[str]()
     for storage, placement in zip(run.trace.storages, plan.placements, strict=True):
         shares[placement.word] += storage.nbytes if storage.blocks else 0
@@ -450,7 +395,7 @@ def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) 
         "gpu_bytes": setup.device.memory_bytes,
         "write_bytes_per_s": resources.write_bytes_per_s,
         "read_bytes_per_s": resources.read_bytes_per_s,
-        "rows": [_row_to_dict(row) for row in rows],
+        "rows": [asdict(row) for row in rows],
         "recommended": None if chosen is None else chosen.name,
         "plan_bytes": +shares,
         "groups": groups_of(run.trace),
@@ -458,11 +403,7 @@ def _to_dict(setup: Setup, rows: Sequence[Row], plan: Plan, chosen: Row | None) 
     }
 
 
-def _row_to_dict(row: Row) -> dict[str, Any]:
-    return {**asdict(row), "held": row.held._asdict()}
-
-
-def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None) -> str:
+def write_merged(path: Path, new: DsConfig, merged: DsConfig | None) -> str:
     """Merge into a ``ds_config.json``, of which a backup is kept; return a line that says so, or why it was left alone.
 
     Args:
@@ -472,8 +413,6 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None)
     Raises:
         ConfigError: the file cannot be read or written, or the result is none that a run would take.
     """
-    from ds_tba.cli.plan.training import read_config
-
     if merged is None:
         return f"not written {path}: nothing is recommended"
     if not merged and path.exists():
@@ -495,8 +434,7 @@ def write_merged(path: Path, new: dict[str, Any], merged: dict[str, Any] | None)
     return f"written to  {path}{kept}"
 
 
-def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def _merged(old: DsConfig, new: DsConfig) -> DsConfig:
     """Merge ``new`` into ``old``, object by object."""
-    found = {**old, **new}
     objects = [key for key, value in new.items() if isinstance(value, dict) and isinstance(old.get(key), dict)]
-    return found | {key: _merged(old[key], new[key]) for key in objects}
+    return {**old, **new, **{key: _merged(old[key], new[key]) for key in objects}}

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_tba.cli.plan.training import Device, DryRun, Held, Training, beside, held_of
-from ds_tba.config import BLOCK, Placement, zero_block
+from ds_tba.cli.plan.training import Beside, Device, DryRun, Held, Training, beside, held_of
+from ds_tba.config import BLOCK, DsConfig, Placement, zero_block
 from ds_tba.holders import merged as merged_path
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.replay import peak_beside, replay
@@ -77,7 +77,7 @@ class Row:
     verdict: str
     written_bytes_per_day: float
     life_days: float | None
-    merged: dict[str, Any]
+    merged: DsConfig
     advice: str = ""
     host_bytes: int = 0
     swap_bytes: int = 0
@@ -88,18 +88,20 @@ class Row:
         return self.life_days is None or self.life_days >= SHORT_LIFE_DAYS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Setup:
-    """The training, the device and the drives of all rows.
+    """The training, the device and the drives of some rows.
 
     Attributes:
-        batch: sequences of a micro-step.
-        aids: of ``--fused-loss`` and ``--tiled-mlp`` those that the run has.
         tbw: terabytes that this rank's part of the drives is rated for, of which ``used_tbw`` are written already.
         nvme_path: to paste.
         sharers: GPUs that share the drives.
         drives: of a node.
+        batch: sequences of a micro-step.
+        aids: of ``--fused-loss`` and ``--tiled-mlp`` those that the run has.
         stored_share: bytes that the drives are written for a byte of saved tensors.
+        ending: of the rows' names.
+        merged: what makes the config that of ``training``.
     """
 
     run: DryRun
@@ -107,56 +109,88 @@ class Setup:
     device: Device
     ranks: int
     tbw: float
-    nvme_path: Any
+    nvme_path: str | list[str]
     sharers: int = 1
     drives: int = 1
     used_tbw: float = 0.0
     batch: int = 1
     aids: frozenset[str] = frozenset()
     stored_share: float = 1.0
+    ending: str = ""
+    merged: DsConfig = field(default_factory=dict)
 
-    def trace(self, training: Training) -> Trace:
-        """Return the trace with the optimizer's time."""
-        update_s = training.update_s(self.run.trained, self.ranks, self.device.memory_bytes_per_s)
-        zero, drive = beside(training, self.run, self.ranks), self.run.trace.resources.drives
-        if training.offloads("optimizer") == "nvme" and self.run.trace.resources.paths:
-            read_bytes = zero.read_bytes - zero.parameter_read_bytes
-            swap_s = read_bytes / drive.read_bytes_per_s + zero.written_bytes / drive.write_bytes_per_s
+    @cached_property
+    def held(self) -> Held:
+        """The bytes that the device holds all the time, and in forward and backward."""
+        return held_of(self.training, self.run, self.ranks, self.device.kind)
+
+    @cached_property
+    def zero(self) -> Beside:
+        """The bytes that ZeRO's own offloads hold and move."""
+        return beside(self.training, self.run, self.ranks)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The trace with the optimizer's time."""
+        update_s, resources = (
+            self.training.update_s(self.run.trained, self.ranks, self.device),
+            self.run.trace.resources,
+        )
+        if self.training.offloads("optimizer") == "nvme" and resources.paths:
+            drive, zero = resources.drives, self.zero
+            swap_s = zero.state_read_bytes / drive.read_bytes_per_s + zero.written_bytes / drive.write_bytes_per_s
             update_s = max(update_s, swap_s)
         return replace(self.run.trace, optimizer_s=update_s)
 
-    def paced(self, cost: Prediction, training: Training) -> Prediction:
+    @cached_property
+    def staging_on_device(self) -> int:
+        """Bytes of staging that are memory of the training device: on a CPU, and with GPUDirect Storage."""
+        offload = self.training.offload
+        return offload.io.ring_bytes if self.trace.resources.is_synchronous or offload.io.backend == "gds" else 0
+
+    @cached_property
+    def limits(self) -> Limits:
+        """The config's limits; the room that the device has for activations is the budget where it is known."""
+        offload, device = self.training.offload, self.device
+        left_tbw = self.tbw - self.used_tbw
+        write_limit = write_limit_bytes_per_step(left_tbw, offload.ssd.min_life_days, self.trace.step_s)
+        limits = Limits.of(offload, write_limit / self.stored_share)
+        if device.memory_bytes is None:
+            return limits
+        room = TIGHT * device.memory_bytes - self.held.nbytes - self.staging_on_device
+        budget_bytes = max(0, int(room / (1 + FRAGMENTATION) - self.run.temporary_bytes))
+        return replace(limits, activation_budget_bytes=budget_bytes)
+
+    def block(self, placement: str, **more: object) -> DsConfig:
+        """Return a block with the drive to merge into ``ds_config.json``."""
+        return {BLOCK: {"enabled": True, "nvme_path": self.nvme_path, "placement": placement, **more}}
+
+    def paced(self, cost: Prediction) -> Prediction:
         """Return the cost with a step that is no shorter than what is moved; see [Note: Traffic]."""
-        zero, device = beside(training, self.run, self.ranks), self.device
-        resources, back_bytes = self.run.trace.resources, cost.read_bytes + cost.forwarded_bytes
-        moving_s = max(zero.in_bytes + back_bytes, zero.out_bytes + back_bytes) / device.copy_bytes_per_s
+        zero, resources = self.zero, self.trace.resources
+        back_bytes = cost.read_bytes + cost.forwarded_bytes
+        moving_s = (max(zero.in_bytes, zero.out_bytes) + back_bytes) / self.device.copy_bytes_per_s
         if zero.parameter_read_bytes and resources.paths:
             read_bytes = zero.parameter_read_bytes + cost.read_bytes
             moving_s = max(moving_s, read_bytes / resources.drives.read_bytes_per_s)
-        return replace(cost, step_s=max(cost.step_s, moving_s + self.trace(training).optimizer_s))
+        return replace(cost, step_s=max(cost.step_s, moving_s + self.trace.optimizer_s))
 
     def row(
-        self,
-        name: str,
-        cost: Prediction,
-        training: Training,
-        merged: dict[str, Any],
-        advice: str = "",
-        moving_bytes: int | None = None,
+        self, name: str, cost: Prediction, merged: DsConfig, advice: str = "", moving_bytes: int | None = None
     ) -> Row:
         """Return a row with its need, its verdict and its wear.
 
         Args:
             moving_bytes: the peak of saved and temporary tensors together, where that is known.
         """
-        held, memory_bytes = held_of(training, self.run, self.ranks, self.device.kind), self.device.memory_bytes
-        zero, cost = beside(training, self.run, self.ranks), self.paced(cost, training)
+        training, held, zero, memory_bytes = self.training, self.held, self.zero, self.device.memory_bytes
+        cost = self.paced(cost)
         if moving_bytes is None:
             moving_bytes = cost.peak_saved_bytes + self.run.temporary_bytes
         # Both peaks together may never come: with everything kept their sum was measured, and no setting holds more.
         moving = min(self.run.kept_bytes, moving_bytes)
         staging_bytes = training.offload.io.ring_bytes if cost.written_bytes else 0
-        staged_on_device = staging_bytes if self.stages_on_device(training) else 0
+        staged_on_device = min(staging_bytes, self.staging_on_device)
         stepping = sum(held.always.values()) + held.stepping_bytes
         need = staged_on_device + max(stepping, held.nbytes + int(moving * (1 + FRAGMENTATION)))
         verdict = ""
@@ -166,97 +200,63 @@ class Setup:
         per_day = written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
         host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
         swap_bytes = zero.swap_bytes + cost.written_bytes // training.micro_steps
-        life = life_days(self.tbw - self.used_tbw, per_day)
+        life, merged = life_days(self.tbw - self.used_tbw, per_day), {**merged, **self.merged}
+        name = f"{name}{self.ending}"
         return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
-    def fixed_row(
-        self,
-        name: str,
-        training: Training,
-        placement: Placement,
-        merged: dict[str, Any],
-        *,
-        recompute: bool = False,
-    ) -> Row:
+    def fixed_row(self, name: str, placement: Placement, merged: DsConfig, *, recompute: bool = False) -> Row:
         """Return the row of a setting that makes no plan; see :func:`assign`."""
-        assigned = assign(self.trace(training), placement, recompute=recompute)
+        assigned = assign(self.trace, placement, recompute=recompute)
         moving_bytes = None if self.run.temporary is None else peak_beside(*assigned, self.run.temporary)
-        advice = CHECKPOINTING if recompute else ""
-        return self.row(name, replay(*assigned).cost, training, merged, advice, moving_bytes)
-
-    @property
-    def nvme_block(self) -> dict[str, Any]:
-        """The block that offloads everything, to paste."""
-        return {BLOCK: {"enabled": True, "nvme_path": self.nvme_path, "placement": "nvme"}}
-
-    def stages_on_device(self, training: Training) -> bool:
-        """Return whether staging is memory of the training device: it is on a CPU, and with GPUDirect Storage."""
-        return self.run.trace.resources.is_synchronous or training.offload.io.backend == "gds"
-
-    def limits(self, training: Training) -> Limits:
-        """Return the config's limits; the room that the device has for activations is the budget where it is known."""
-        offload, memory_bytes = training.offload, self.device.memory_bytes
-        life, step_s = offload.ssd.min_life_days, self.trace(training).step_s
-        write_limit = write_limit_bytes_per_step(self.tbw - self.used_tbw, life, step_s) / self.stored_share
-        limits = Limits.of(offload, write_limit)
-        if memory_bytes is None:
-            return limits
-        held = held_of(training, self.run, self.ranks, self.device.kind)
-        staging_bytes = offload.io.ring_bytes if self.stages_on_device(training) else 0
-        room = (TIGHT * memory_bytes - held.nbytes - staging_bytes) / (1 + FRAGMENTATION) - self.run.temporary_bytes
-        return replace(limits, activation_budget_bytes=max(0, int(room)))
+        return self.row(name, replay(*assigned).cost, merged, CHECKPOINTING if recompute else "", moving_bytes)
 
 
 def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
     """Return the rows, each also with an offloaded optimizer, and the plan of the adaptive one."""
-    found: list[Row] = []
-    plans = []
-    for ending, training, merged in trainings(setup.training):
-        row, plan = _adaptive(setup, training, f"{ADAPTIVE}{ending}", merged)
-        found += [*fixed_rows(setup, training, ending, merged), row]
+    found, plans = list[Row](), list[Plan]()
+    for one in setups_of(setup):
+        row, plan = _adaptive(one)
+        found += [*fixed_rows(one), row]
         plans.append(plan)
     return found, plans[0]
 
 
-def trainings(training: Training) -> Iterator[tuple[str, Training, dict[str, Any]]]:
-    """Yield the training as configured, and with the optimizer in host memory: ending of names, and what to merge."""
-    yield "", training, {}
+def setups_of(setup: Setup) -> Iterator[Setup]:
+    """Yield the setup as configured, and with the optimizer in host memory."""
+    yield setup
+    training = setup.training
     if not training.offloads("optimizer"):
         zero = {"stage": max(2, training.stage), "offload_optimizer": {"device": "cpu"}}
         config = {**training.config, "zero_optimization": {**zero_block(training.config), **zero}}
-        yield OFFLOADED, replace(training, config=config), {"zero_optimization": zero}
+        merged = {"zero_optimization": zero}
+        yield replace(setup, training=replace(training, config=config), ending=OFFLOADED, merged=merged)
 
 
-def fixed_rows(setup: Setup, training: Training, ending: str, merged: dict[str, Any]) -> Iterator[Row]:
+def fixed_rows(setup: Setup) -> Iterator[Row]:
     """Yield settings that make no plan."""
-    offloads = {**setup.nvme_block, **merged}
-    yield setup.fixed_row(f"as it is{ending}", training, Placement.KEEP, merged)
-    if training.offload.rematerialize_enabled:
-        block = {BLOCK: {"enabled": True, "placement": "keep"}, **merged}
-        yield setup.fixed_row(f"+ rematerialize{ending}", training, Placement.REMATERIALIZE, block)
-    if setup.run.trace.blocks:
-        name = f"+ checkpointing{ending}"
-        yield setup.fixed_row(name, training, Placement.KEEP, merged, recompute=True)
-        name = f"+ checkpointing and NVMe{ending}"
-        yield setup.fixed_row(name, training, Placement.NVME, offloads, recompute=True)
-    yield setup.fixed_row(f"offload all{ending}", training, Placement.NVME, offloads)
+    yield setup.fixed_row("as it is", Placement.KEEP, {})
+    if setup.training.offload.rematerialize_enabled:
+        block = {BLOCK: {"enabled": True, "placement": "keep"}}
+        yield setup.fixed_row("+ rematerialize", Placement.REMATERIALIZE, block)
+    if setup.trace.blocks:
+        yield setup.fixed_row("+ checkpointing", Placement.KEEP, {}, recompute=True)
+        yield setup.fixed_row("+ checkpointing and NVMe", Placement.NVME, setup.block("nvme"), recompute=True)
+    yield setup.fixed_row("offload all", Placement.NVME, setup.block("nvme"))
 
 
-def _adaptive(setup: Setup, training: Training, name: str, merged: dict[str, Any]) -> tuple[Row, Plan]:
+def _adaptive(setup: Setup) -> tuple[Row, Plan]:
     """Plan the default block in the budget; with recomputation where only that fits, or is faster."""
-    trace, limits = setup.trace(training), setup.limits(training)
-    plan, budget = adaptive(trace, limits), limits.activation_budget_bytes
+    limits = setup.limits
+    plan, budget = adaptive(setup.trace, limits), limits.activation_budget_bytes
     if budget is not None and not limits.recompute:
-        again = adaptive(trace, replace(limits, recompute=True))
+        again = adaptive(setup.trace, replace(limits, recompute=True))
         costs = plan.prediction, again.prediction
         held, held_again = (max(cost.peak_saved_bytes, budget) for cost in costs)
         if held_again < held or (held_again == held and costs[1].step_s * SAME_STEP < costs[0].step_s):
             plan, limits = again, replace(limits, recompute=True)
-    block: dict[str, Any] = {"enabled": True, "nvme_path": setup.nvme_path, "placement": "adaptive"}
-    block["recompute"] = limits.recompute
-    if budget is not None:
-        block["activation_budget_bytes"] = budget
-    return setup.row(name, plan.prediction, training, {BLOCK: block, **merged}), plan
+    budgeted = {} if budget is None else {"activation_budget_bytes": budget}
+    block = setup.block("adaptive", recompute=limits.recompute, **budgeted)
+    return setup.row(ADAPTIVE, plan.prediction, block), plan
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
@@ -290,11 +290,10 @@ def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dic
     its own part already.
     """
     run, training, cost = setup.run, setup.training, row.cost
-    gradients = run.trained_bytes
     stage = row.merged.get("zero_optimization", {}).get("stage", training.stage)  # of what the row turns on
     times = training.micro_steps if stage >= 2 else 1
-    gathered = 2 * times * run.parameter_bytes if stage == 3 else gradients
-    network_bytes = (gathered + times * gradients) * (nodes - 1) / nodes
+    gathered_bytes = 2 * times * run.parameter_bytes if stage == 3 else run.trained_bytes
+    network_bytes = (gathered_bytes + times * run.trained_bytes) * (nodes - 1) / nodes
     step_s = cost.step_s or 1.0
     return {
         "nodes": nodes,
@@ -354,14 +353,15 @@ def remedy(holder: str, setup: Setup) -> str:
 
 
 class Longest(NamedTuple):
-    """The longest sequence of a setting, and the row there; where not even ``UNIT`` tokens fit, 0 and the row of those.
-
-    ``is_most``: it is ``MOST``, and longer ones were not tried.
-    """
+    """The longest sequence of a setting and its row; where not even ``UNIT`` tokens fit, 0 and the row of those."""
 
     sequence: int
     row: Row
-    is_most: bool
+
+    @property
+    def is_most(self) -> bool:
+        """True where longer ones were not tried."""
+        return self.sequence == MOST
 
 
 class Setups(Protocol):
@@ -380,10 +380,7 @@ def longest_of(setup_of: Setups, first: int) -> list[Longest]:
 
     @cache
     def rows(sequence: int) -> dict[str, Row]:
-        setup, found = setup_of(sequence), list[Row]()
-        for ending, training, merged in trainings(setup.training):
-            found += fixed_rows(setup, training, ending, merged)
-        return {row.name: row for row in found}
+        return {row.name: row for one in setups_of(setup_of(sequence)) for row in fixed_rows(one)}
 
     def longest(name: str) -> Longest:
         """See [Note: Longest]."""
@@ -396,7 +393,7 @@ def longest_of(setup_of: Setups, first: int) -> list[Longest]:
             if fails - fits <= UNIT or (fits and crossing - fits <= NEAR * fits):
                 break
             guess = crossing
-        return Longest(fits, rows(fits or UNIT)[name], fits == MOST)
+        return Longest(fits, rows(fits or UNIT)[name])
 
     first = min(MOST, max(UNIT, first // UNIT * UNIT))
     limit_bytes = int(TIGHT * (setup_of(first).device.memory_bytes or 0))
@@ -420,7 +417,7 @@ def _crossing(needs: dict[int, int], limit_bytes: int) -> int:
 # ---- in detail ------------------------------------------------------------------------------------------------------
 
 
-def groups_of(trace: Trace) -> list[dict[str, Any]]:
+def groups_of(trace: Trace) -> list[dict[str, str | int]]:
     """Return what blocks, and modules outside of blocks, save, the largest first; layers of a list are one group.
 
     ``count`` is the number of passes, 0 outside; bytes are of all passes together. A storage that several blocks save

@@ -212,12 +212,12 @@ class Training:
         moments = 4 if any(name in optimizer for name in ONE_MOMENT) else 8
         return moments + (MASTER_BYTES if self.dtype is not None else 0)
 
-    def update_s(self, trained: int, ranks: int, memory_bytes_per_s: float) -> float:
+    def update_s(self, trained: int, ranks: int, device: Device) -> float:
         """Return the seconds of the optimizer's update of so many parameters, where its states are."""
         trained = self.part(trained, ranks)
         if self.offloads("optimizer"):
             return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
-        return trained * 2 * (self.state_bytes + MASTER_BYTES) / memory_bytes_per_s
+        return trained * 2 * (self.state_bytes + MASTER_BYTES) / device.memory_bytes_per_s
 
 
 def read_training(path: Path | None) -> Training:
@@ -283,7 +283,8 @@ def _number(config: Mapping[str, Any], key: str) -> int | None:
 # ---- what is held ---------------------------------------------------------------------------------------------------
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Held:
     """Device bytes of one rank, by holder, beside what comes and goes in a micro-step.
 
     ``passing`` is there in forward and backward only, ``stepping_bytes`` in the optimizer's step only.
@@ -340,17 +341,18 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
 class Beside(NamedTuple):
     """Bytes that ZeRO keeps off the device of one rank, and moves in a step.
 
-    ``host_bytes`` and ``swap_bytes`` are held; ``in_bytes`` go to the device and ``out_bytes`` from it; ``read_bytes``
-    and ``written_bytes`` are of the drive, of which ``parameter_read_bytes`` in forward and backward.
+    ``host_bytes`` and ``swap_bytes`` are held; ``in_bytes`` go to the device and ``out_bytes`` from it. Of the drive
+    ``parameter_read_bytes`` are read in forward and backward, ``state_read_bytes`` in the optimizer's step, in which
+    ``written_bytes`` are written.
     """
 
-    host_bytes: int = 0
-    swap_bytes: int = 0
-    in_bytes: int = 0
-    out_bytes: int = 0
-    parameter_read_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
+    host_bytes: int
+    swap_bytes: int
+    in_bytes: int
+    out_bytes: int
+    parameter_read_bytes: int
+    state_read_bytes: int
+    written_bytes: int
 
 
 def beside(training: Training, run: DryRun, ranks: int) -> Beside:
@@ -365,14 +367,13 @@ def beside(training: Training, run: DryRun, ranks: int) -> Beside:
     trained = training.part(run.trained, ranks) if optimizer else 0
     states = trained * (training.state_bytes + MASTER_BYTES)
     updated = training.part(run.trained_bytes, ranks) if param == "nvme" else 0
-    fetched = 2 * times * parameters
     swapped = states if optimizer == "nvme" else 0
     return Beside(
-        (parameters if param == "cpu" else 0) + (states if optimizer == "cpu" else 0),
-        (parameters if param == "nvme" else 0) + swapped,
-        fetched,
-        times * training.part(run.trained_bytes, ranks, 2) if optimizer else 0,
-        fetched if param == "nvme" else 0,
-        (fetched if param == "nvme" else 0) + swapped,
-        swapped + updated,
+        host_bytes=(parameters if param == "cpu" else 0) + (states if optimizer == "cpu" else 0),
+        swap_bytes=(parameters if param == "nvme" else 0) + swapped,
+        in_bytes=2 * times * parameters,
+        out_bytes=times * training.part(run.trained_bytes, ranks, 2) if optimizer else 0,
+        parameter_read_bytes=2 * times * parameters if param == "nvme" else 0,
+        state_read_bytes=swapped,
+        written_bytes=swapped + updated,
     )
