@@ -150,7 +150,7 @@ class Arrival:
             consumer = self._accelerator.current_stream()
             consumer.wait_event(self.event)  # or its kernels would read bytes that have not come yet
             # Else the allocator would give the memory away while the consumer still reads it.
-            if consumer not in (self._owner, *self.consumers):  # not "!=": no stream of torch is unequal to None
+            if consumer not in (self._owner, *self.consumers):
                 self._accelerator.share(self._data, consumer)
                 self.consumers.append(consumer)
         return self._data

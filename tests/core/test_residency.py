@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from support.late_device import LateDevice
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.storage.base import Always
+from ds_tba.storage.base import Always, Choice
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
@@ -117,6 +118,32 @@ def test_what_another_stream_writes_and_the_caller_waits_for_is_there_in_backwar
     seen: list[bool] = []
     tensor = cache.unpack(cache.forward.micro_step, held)
     device.launch(lambda found: seen.append(bool((found == 7).all())), tensor)
+    device.synchronize()
+    assert seen == [True]
+
+
+def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(device: LateDevice) -> None:
+    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
+    keeping = SimpleNamespace(choose=lambda key, nbytes: Choice((), False, "plan"))
+    cache.room.limit(MIB + 1024, "the budget")
+    maker, other, gate = device.new_stream(), device.new_stream(), threading.Event()
+    with cache.saving(keeping):
+        with device.on(maker):
+            made = device.allocate(MIB, CPU)
+            device.launch(lambda to: (gate.wait(30), to.fill_(7)), made)
+            held = cache.pack(made)
+            new_operation()
+            cache.pack(device.allocate(512, CPU))  # ends the operation before; it is too small to be in use itself
+        del made
+        with device.on(other):
+            new_operation()
+            threading.Timer(0.2, gate.set).start()
+            cache.pack(device.allocate(MIB, CPU))  # there is room for one
+    assert held.is_offloaded
+    seen: list[bool] = []
+    with device.on(other):
+        tensor = cache.unpack(cache.forward.micro_step, held)
+        device.launch(lambda found: seen.append(bool((found == 7).all())), tensor)
     device.synchronize()
     assert seen == [True]
 

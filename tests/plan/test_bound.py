@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import Closing, StoreFactory
 from planners import PLANNERS
-from support.doubles import ScriptedBackend, new_operation, slow
+from support.doubles import ScriptedBackend, slow
 from support.late_device import LateDevice
 from support.models import Stack
 from support.offloaders import watching
@@ -300,36 +300,6 @@ def test_reading_ahead_onto_a_device_is_within_the_bound(make_store: StoreFactor
     cache.settle()
     assert cache.stats.resident.peak <= 5 * 64 * KIB
     assert cache.stats.resident.now == 0
-    device.end()
-
-
-def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(make_store: StoreFactory) -> None:
-    device = LateDevice(late_compute=True)
-    cache = TensorCache([make_store(accelerator=device)], "cpu", KIB, accelerator=device)
-    cache._default_policy = cache.forward.policy = Keeping()
-    cache.room.limit(2 * 64 * KIB)
-    streams, exact = [device.new_stream() for _ in range(3)], []
-    streams[0].longest_pause_s = 0.05  # else it may be done before another stream's tensor comes
-    for _ in range(5):
-        saved = []
-        with cache.saving():
-            for number in range(9):
-                wanted = torch.randint(0, 256, (64 * KIB,), dtype=torch.uint8)
-                with device.on(streams[number % 3]):
-                    data = device.allocate(64 * KIB, torch.device("cpu"))
-                    device.launch(lambda to, source=wanted: to.copy_(source), data)
-                    saved.append((cache.pack(data), wanted))
-                del data
-                new_operation()
-        while saved:
-            held, wanted = saved.pop()
-            with device.on(streams[len(saved) % 2]):
-                tensor = held.restore()
-                if held.is_offloaded:  # of what stays where it is, the user has to take care
-                    device.launch(lambda found, wanted=wanted: exact.append(torch.equal(found, wanted)), tensor)
-            del tensor, held
-    device.synchronize()
-    assert len(exact) > 20 and all(exact), f"{exact.count(False)} of {len(exact)} kernels saw wrong bytes"
     device.end()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -204,6 +205,20 @@ def test_random_steps_on_the_cpu(seed: int) -> None:
     training = Training(random.Random(seed), CpuAccelerator(), 1 + seed % 3)
     for _ in range(3):
         training.step()
+
+
+def test_the_host_s_part_of_a_chunk_is_held_until_it_is_written_back(make_device: Callable[..., LateDevice]) -> None:
+    """A device has the addresses of host memory, and nothing else holds the gradient by then."""
+    device = make_device()
+    pipeline = DevicePipeline(device, CPU, 64, 1 << 20)
+    pipeline.begin()
+    tensors = [torch.randn(64) for _ in range(4)]
+    held = [weakref.ref(tensor) for tensor in tensors]
+    pipeline.submit(Job(*tensors, None, 1.0, partial(update, 0.1)))
+    tensors.clear()
+    assert None not in [one() for one in held]
+    pipeline.drain()
+    assert [one() for one in held] == [None] * 4
 
 
 # ---- One wait each
