@@ -506,7 +506,7 @@ class TensorCache(Keeper):
                 with self.finalizers, self.finalizers.lock:
                     if record.loaded is not None:
                         return record.loaded
-                    loading = record.loading or self.room.begin_load(record)
+                    loading = record.loading or self.room.begin_load(record)  # never twice: it would be counted twice
                 if loading.thread == threading.get_ident():
                     return self._fetch(record, loading)
                 with loading.done:  # another thread loads it

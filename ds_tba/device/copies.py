@@ -35,11 +35,11 @@ class PendingCopy:
     def __init__(self, event: Event, source: torch.Tensor) -> None:
         self.event = event
         self.nbytes = source.numel()
-        self._source: torch.Tensor | None = source
+        self._source: torch.Tensor | None = source  # held, or the allocator would give it away under the copy
 
     def is_done(self) -> bool:
         """Return whether the copy is done, and free the memory if so. Never blocks."""
-        if self._source is not None and self.event.query():
+        if self._source is not None and self.event.query():  # else it would go while it is still copied
             self._source = None
         return self._source is None
 
@@ -215,7 +215,7 @@ class Copies:
         """
         accelerator = self._accelerator
         try:
-            data = accelerator.allocate(nbytes, device)
+            data = accelerator.allocate(nbytes, device)  # in the caller's pool: one of copies would grow beside it
         except (RuntimeError, MemoryError):
             self.is_full = True  # the allocator has given back all that it kept, which is not to come each time
             raise

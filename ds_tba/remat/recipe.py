@@ -67,7 +67,7 @@ class Site:
     @property
     def is_due(self) -> bool:
         """True if this visit is to be compared; see [Note: Proof, again]."""
-        return not self.is_proven or self.visits >= self.next_visit
+        return not self.is_proven or self.visits >= self.next_visit  # a change in mid-run would go unseen for ever
 
     @property
     def seconds(self) -> float | None:

@@ -263,7 +263,7 @@ class Sites:
         """Return an operand, for the current stream; another may have allocated it."""
         operand = held.restore()
         if not self._is_synchronous and operand.device == self.accelerator.device():
-            self.accelerator.share(operand, self.accelerator.current_stream())
+            self.accelerator.share(operand, self.accelerator.current_stream())  # or it is reused under the op
         return operand
 
     # ---- for the report -----------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ class RematStore(TensorStore[RecipeTicket]):
         device = self._accelerator
         if device.is_synchronized_device():
             return Arrival.done(data)
-        return Arrival(device, data, moment(device), device.current_stream())
+        return Arrival(device, data, moment(device), device.current_stream())  # other consumers wait for the op
 
     # ---- answers of the device ----------------------------------------------------------------------------------
 

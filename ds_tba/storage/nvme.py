@@ -656,7 +656,7 @@ class NvmeStore(Store[SwapTicket]):
             self.space.closed = True
             self.space.changed.notify_all()
             deadline_s = time.monotonic() + COPYING_LIMIT_S
-            while self.space.copying and time.monotonic() < deadline_s:
+            while self.space.copying and time.monotonic() < deadline_s:  # else staging would go under a put
                 self.space.changed.wait(COPY_POLL_S)
         if not self._stop_lanes():
             logger.error(

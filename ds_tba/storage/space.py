@@ -496,7 +496,7 @@ class SwapSpace:
         # Else the next tensor's copy or read would overwrite bytes that the device has still to take.
         events = [copy.event for copy in part.copies] + part.uses
         part.copies, part.uses = [], []
-        self.ring.slots.free_after(events, slot)
+        self.ring.slots.free_after(events, slot)  # not at once, or the next tenant's bytes would be copied
         self.changed.notify_all()
 
     def settle_copies(self) -> None:

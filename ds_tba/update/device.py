@@ -71,7 +71,7 @@ class _Slot:
 
     def take(self, job: Job) -> list[torch.Tensor]:
         """Hold a job, and return as much of each array as it needs."""
-        self.job, self._is_queued, self._written_back = job, False, None
+        self.job, self._is_queued, self._written_back = job, False, None  # nobody else holds the gradient
         return [array[: job.master.numel()] for array in self.arrays]
 
     def queued(self, written_back: Event | None) -> None:
@@ -141,7 +141,7 @@ class DevicePipeline:
                 break
         so_far = moment(self._accelerator)  # after the allocation: kernels may use that memory until now
         for stream in (self._up, self._compute, self._down):
-            stream.wait_event(so_far)
+            stream.wait_event(so_far)  # or it writes into what kernels before still read
         self._has_begun = True
         return bool(self._free)
 
@@ -231,7 +231,7 @@ class DevicePipeline:
                 self._upload_bytes(on_host, on_device)
             uploaded = moment(accelerator)
         with accelerator.on(self._compute):
-            self._compute.wait_event(uploaded)
+            self._compute.wait_event(uploaded)  # else the update reads the chunk before it is there
             if job.factor != 1.0:
                 accelerator.launch(partial(scale, job.factor), gradient)
             accelerator.launch(job.update, master, exp_avg, exp_avg_sq, gradient, scratch)
@@ -239,7 +239,7 @@ class DevicePipeline:
                 accelerator.launch(cast, master, job.target)
             updated = moment(accelerator)
         with accelerator.on(self._down):
-            self._down.wait_event(updated)
+            self._down.wait_event(updated)  # else the old values are written back
             for on_host, on_device in state + ([(job.gradient, gradient)] if job.factor != 1.0 else []):
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
                 self.written_back_bytes += on_host.nbytes

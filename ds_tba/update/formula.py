@@ -87,9 +87,9 @@ class Powers:
     def scalars(self, step: int, hyper: Hyper) -> Scalars:
         """Return the numbers with which CPUAdam computes this call; ``step`` counts from 1, this step included."""
         betas = (np.float32(hyper.beta1), np.float32(hyper.beta2))
-        if betas == self._betas and step == self._step + 1:
+        if betas == self._betas and step == self._step + 1:  # running products, as CPUAdam's: pow() differs
             self._powers = (self._powers[0] * betas[0], self._powers[1] * betas[1])
-        elif betas != self._betas or step != self._step:
+        elif betas != self._betas or step != self._step:  # the second group of a step has the same powers
             self._powers = (_power(betas[0], step), _power(betas[1], step))
         self._betas, self._step = betas, step
         return _scalars(betas, self._powers, hyper)
@@ -107,7 +107,7 @@ def _scalars(betas: tuple[np.float32, np.float32], powers: tuple[np.float32, np.
     with np.errstate(all="ignore"):  # a beta that fp32 rounds to 1 divides by zero, in C++ too
         if hyper.bias_correction:
             correction1 = one - powers[0]
-            root_scale = one / np.sqrt(one - powers[1])
+            root_scale = one / np.sqrt(one - powers[1])  # in FP32, as CPUAdam computes it
         step_size = -lr / correction1
     decay = None
     if weight_decay > 0:
@@ -153,7 +153,7 @@ def update_(
     eps = torch.tensor(scalars.eps, dtype=torch.float32, device="cpu")
     for start in range(0, elements, piece_elements):
         master, exp_avg, exp_avg_sq, gradient, scratch = (one[start : start + piece_elements] for one in whole)
-        if scalars.decay is not None and not scalars.adamw:
+        if scalars.decay is not None and not scalars.adamw:  # Adam's goes into the moments
             gradient = torch.add(gradient, master, alpha=scalars.decay, out=scratch)
         exp_avg.mul_(scalars.beta1).add_(gradient, alpha=scalars.one_minus_beta1)
         torch.mul(gradient, gradient, out=scratch)
@@ -161,7 +161,7 @@ def update_(
         _square_root(exp_avg_sq, scratch)
         torch.add(eps, scratch, alpha=scalars.root_scale, out=scratch)
         torch.div(exp_avg, scratch, out=scratch)
-        if scalars.decay is not None and scalars.adamw:
+        if scalars.decay is not None and scalars.adamw:  # AdamW decays the weight, and not the gradient
             master.add_(master, alpha=scalars.decay)
         master.add_(scratch, alpha=scalars.step_size)
 
