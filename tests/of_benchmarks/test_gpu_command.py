@@ -44,6 +44,8 @@ def rehearsal(out: Path, *arguments: str, path: Path | None = None) -> subproces
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Tests started in the background of a shell inherit an ignored SIGINT, and so would the command.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
