@@ -11,6 +11,9 @@ one forward only, and once the bytes have left, with a view that is saved later 
 (``fingerprint.py``): bytes that change without a version (a buffer that numpy or a collective refills) are saved again.
 A device answers late; until then the later view keeps its bytes.
 
+[Note: Saves] A save holds the cache's lock while a store takes the bytes, also while that waits for staging or for a
+swap file to grow. So another thread that saves or loads waits, too.
+
 [Note: Loads] No lock is held while a store loads bytes, or makes them from others, which are loaded in turn: the
 record is LOADING, and another thread that wants it waits for that. What is loaded for what a store makes, and wanted by
 backward later or not at all, stays for that, as long as there are few.

@@ -222,7 +222,7 @@ class SavedTensors:
 
 
 def keep_originals() -> SavedTensors:
-    """Return the descriptor, put in its place at the first call."""
+    """Replace what reads ``ctx.saved_tensors`` in this process, once, and what saves for Functions and checkpoints."""
     present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
     if not isinstance(present, SavedTensors):  # once for all engines, or ours would be wrapped in ours
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))

@@ -43,7 +43,8 @@ class Residency(Room):
     """The saved storages in device memory, within the budget.
 
     It changes only under the cache's lock: ``limit``, ``wait_for``, ``give_way``, ``scratch`` and ``copied`` take it,
-    and all other methods are called under it.
+    and all other methods that change anything are called under it. ``may_wait``, ``is_exceeded_by``, ``loading_bytes``
+    and ``memory_of`` only read, and are called without it, too.
 
     Args:
         stats: its gauge has their bytes, and it the host's seconds in stores.
@@ -353,7 +354,7 @@ class Residency(Room):
         return True
 
     def end_prefetch(self, record: SavedStorage) -> None:
-        """Count a record as asked for ahead no longer, if it was; its store reads on."""
+        """Count a record as asked for ahead no longer, if it was; its store reads on, unless the read was cancelled."""
         if record.state is RecordState.AHEAD:
             record.move(RecordState.AWAY)
             if self._accelerator is not None:
@@ -387,7 +388,7 @@ class Residency(Room):
     # ---- out of device memory -----------------------------------------------------------------------------------
 
     def evict(self, record: SavedStorage) -> None:
-        """Hold the bytes of a record no longer, if a store has them or takes them, or a recipe makes them again."""
+        """Hold the bytes of a record no longer, if a store has them or takes them; cancel a read ahead."""
         # First: add_early() evicts until few are left, and another thread may have evicted and prefetched this one.
         self._early.pop(record, None)
         if record.state is RecordState.AHEAD:

@@ -152,7 +152,7 @@ class RecordState(Enum):
 
     KEPT = "kept in device memory"
     LEAVING = "kept until the operation that saves them is over"
-    AWAY = "left to a store, which has the bytes, still copies them, or makes them again"
+    AWAY = "left to a store, which has the bytes, still copies them, or makes them again"  # its ticket alone knows
     AHEAD = "left to a store, and asked for ahead of backward"
     LOADING = "on their way into device memory"
     LOADED = "in device memory again"
@@ -316,7 +316,7 @@ class SavedStorage(StateMachine):
         return self.loaded is not None and self.loaded.stored
 
     def take_fingerprint(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
-        """Take the fingerprint of the bytes, which are about to leave.
+        """Take the fingerprint of the bytes, which a store has just taken.
 
         What was changed in place may be a buffer that ``index_put_``, say, fills part by part.
         """

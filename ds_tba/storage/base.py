@@ -120,7 +120,8 @@ class Store(ABC, Generic[OwnTicket]):
 
         Args:
             data: the whole storage (uint8, 1-D, on the device).
-            wait: wait for room in staging while writes are draining, instead of refusing.
+            wait: wait for room in staging while writes are draining, instead of refusing. Room in the swap file is
+                waited for in any case.
             item_bytes: length of an element, for a store that compresses.
         """
 

@@ -18,7 +18,8 @@ Lanes do not die]), with what it knows in a :class:`_Work`. A transfer is made a
 places. What ends it under the lock can be done twice, up to the change of the part's state; a slot that is to be
 freed after that may stay with its part, until that is used again or given up. Spans are taken from parts before
 they are freed: an exception between the two loses room until the end, where a second try could give it to two
-tickets. After ``MOST_TRIES`` the bytes of a write stay where they are, and those of a read are lost by name.
+tickets. After ``MOST_TRIES`` the bytes of a write stay where they are, and those of a read are lost by
+name; after ``MOST_END_TRIES`` both are.
 
 Cannot see which storages are worth moving, nor in which order backward wants them.
 """
@@ -63,9 +64,9 @@ CLOSE_TIMEOUT_S = 60.0
 RESTING_LIMIT_S = 1.0  # for writes and reads under way whose bytes nobody wants any more
 COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
 PART_FRACTION_OF_STAGING = 0.25
-_GIVEN_UP = "bytes were asked for after they were given up; this is a bug in ds_tba"
+_ASKED_TOO_LATE = "bytes were asked for after they were given up; this is a bug in ds_tba"
 MOST_TRIES = 3  # of a transfer by a lane in which something fails that is not the drive
-LAST_TRY = 50  # of what ends it
+MOST_END_TRIES = 50  # of what ends a transfer under the lock; then the part is lost, by a bug
 _S = PartState
 
 
@@ -123,7 +124,7 @@ class Transfers:
         """Write a queued part, unless its write was cancelled; keep its bytes in memory if they cannot be written."""
         part, space = work.part, self._space
         work.tries += 1
-        if work.tries > LAST_TRY:
+        if work.tries > MOST_END_TRIES:
             self._give_up_work(work)
             return
         with space.deferred, space.lock:
@@ -229,7 +230,7 @@ class Transfers:
     # ---- reads --------------------------------------------------------------------------------------------------
 
     def _read(self, work: _Work, handle: IoHandle) -> None:
-        """Read a part into its slot, unless its read was cancelled or done by an urgent request."""
+        """Read a part into its slot, or beside staging, unless that was cancelled or done by an urgent request."""
         part, space = work.part, self._space
         work.tries += 1
         with space.deferred, space.lock:
@@ -240,7 +241,7 @@ class Transfers:
                 return  # another task reads it, or has: two would read into one slot, of which the first ends the use
             if work.transfer is None and not work.is_done:
                 work.transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
-        if work.tries > LAST_TRY:
+        if work.tries > MOST_END_TRIES:
             self._give_up_work(work)
             return
         if not work.is_done and work.tries <= MOST_TRIES:
@@ -487,7 +488,7 @@ class NvmeStore(Store[SwapTicket]):
             while ticket.is_loading:  # by another thread: each would free the slots of the parts that it hands over
                 space.changed.wait(LANE_CHECK_S)
             if ticket.is_given_up:
-                raise StateError(_GIVEN_UP)
+                raise StateError(_ASKED_TOO_LATE)
             ticket.is_loading = True
             try:
                 loaded = self._load(ticket, device, beside)
@@ -526,7 +527,7 @@ class NvmeStore(Store[SwapTicket]):
         return Loaded(arrival, stored=all(part.state is not _S.RELEASED for part in ticket.parts))
 
     def _hand_over(self, part: Part) -> None:
-        """Change what the hand-over of a part that is at hand changes about it."""
+        """Free what a part held that is handed over: cancel a write that has not begun, free the slot of a read."""
         space, state = self.space, part.state
         if state in BEFORE_WRITTEN:
             self.stats.forwarded_bytes += part.nbytes
@@ -557,7 +558,7 @@ class NvmeStore(Store[SwapTicket]):
             space.changed.wait(LANE_CHECK_S)
             space.slow_waits.note("backward", [part.path], started)
         if part.state in GIVEN_UP:
-            raise StateError(_GIVEN_UP)
+            raise StateError(_ASKED_TOO_LATE)
         has_nothing = part.host is None and part.arrival is None and part.error is None
         if part.state not in AT_HAND or (space.closed and has_nothing):
             raise StateError(CLOSED)

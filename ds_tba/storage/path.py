@@ -26,7 +26,7 @@ from ds_tba.storage.swap_file import SwapFile, repair_of
 
 logger = logging.getLogger(__name__)
 
-LANE_CHECK_S = 1.0  # whoever waits for a lane looks as often how long that takes
+LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, and may warn of a slow drive then
 AGAIN_S = 0.01  # between two tries of a lane, in which memory may come back
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # The work of a lane with its handle; called again after an exception, until it returns: see [Note: Lanes do not die].
@@ -158,7 +158,8 @@ class SwapPath:
     """The file, extents, queues and rates of one directory.
 
     Changed only under the store's lock, except the queues, which have their own, and the file, which nobody touches
-    under the store's: a drive may hang in any call.
+    under the store's: a drive may hang in any call. :meth:`grow` may mark the path as full without it, and nobody else
+    uses a path that rests or wakes.
 
     Args:
         file: its swap file, grown to its first size; closed by the store.

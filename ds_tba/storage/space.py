@@ -55,7 +55,7 @@ class PartState(Enum):
 
 _S = PartState
 BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
-AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})
+AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})  # LOST: nothing more will come, and the hand-over raises
 GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
 
 
@@ -344,7 +344,7 @@ class SwapSpace:
 
     def _grow(self, path: SwapPath, nbytes: int, _handle: IoHandle) -> None:
         """Have a path's file grow, in a lane."""
-        path.grow(nbytes)  # without the lock, or every hook of the process would wait for a drive that hangs
+        path.grow(nbytes)  # without the lock, or lanes and backward would wait for a drive that hangs
         with self.deferred, self.lock:
             path.extents.grow(path.file.size_bytes)
             path.is_growing = False
@@ -432,7 +432,7 @@ class SwapSpace:
         slot = None
         while slot is None and not (self.closed or self.resting):
             # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
-            # Without ``wait`` a slow drive keeps nobody from training: what finds no room stays on the device.
+            # Without ``wait`` nobody waits for writes: what finds no room stays on the device.
             if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
             elif not (wait and self._give_up_read_ahead()):
