@@ -119,6 +119,7 @@ class Feedback:
         """
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
         self.kept_s, self.growth = max(step_s / 2, step_s - moving_s), 0.0
+        self._shown_s = 0.0  # of the steps before, or shorter ones than those would pass for the end of a slow time
 
     def corrected(self, trace: Trace) -> Trace:
         """Return a trace as long as a kept step takes, and with storages as large as steps under the plan had."""

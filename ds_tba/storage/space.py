@@ -329,8 +329,10 @@ class SwapSpace:
     def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
         """Take an extent, and have the file grow if need be; None where there is no room."""
         nbytes, started = path.extents.padded(nbytes), time.perf_counter()
-        extent = path.extents.allocate(nbytes)
-        while extent is None and not (self.closed or self.resting):
+        while not (self.closed or self.resting):  # asked after each wait, or a put would copy into staging that is gone
+            extent = path.extents.allocate(nbytes)
+            if extent is not None:
+                return extent
             if not path.is_growing:  # else a second growth would take room that the first one brings
                 if not path.may_grow(nbytes):
                     break
@@ -339,8 +341,7 @@ class SwapSpace:
             self.changed.wait(LANE_CHECK_S)
             self.slow_waits.note("forward", [path], started)  # or a drive that hangs would look like a slow model
             self.deferred.act()
-            extent = path.extents.allocate(nbytes)
-        return extent
+        return None
 
     def _grow(self, path: SwapPath, nbytes: int, _handle: IoHandle) -> None:
         """Have a path's file grow, in a lane."""

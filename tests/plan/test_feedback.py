@@ -202,6 +202,20 @@ def test_after_a_slow_time_moving_takes_what_is_allowed_of_the_fast_steps(hidden
     assert world.in_force.moved_share >= (0.8 * min(1.0, OVERHEAD / hidden_s) if hidden_s else 1.0)
 
 
+def test_shorter_steps_that_are_recorded_anew_are_no_end_of_a_slow_time() -> None:
+    """Their kept step is a new one: fewer micro-steps, or a shorter sequence, would have everything stay otherwise."""
+    world = World(kept_s=2 * KEPT_S)
+    world.run(600)
+    assert world.feedback.kept_s == pytest.approx(2 * KEPT_S) and world.in_force.moved_share == 1.0
+    world.kept_s = KEPT_S
+    world.feedback.recorded(KEPT_S, 0.0)
+    world.feedback.change(Action.RECORD, world.step)
+    world._follow()
+    actions = [*world.actions]
+    world.run(400)
+    assert world.actions == actions and world.in_force.moved_share == 1.0
+
+
 @pytest.mark.parametrize("known_s", [0.0, 0.1, 9.0])
 def test_what_the_recording_itself_took_longer_for_moving_is_taken_off(known_s: float) -> None:
     world = World(known_s=known_s)

@@ -594,6 +594,44 @@ def test_a_drive_that_hangs_while_a_file_grows_is_told_of_and_keeps_no_other_hoo
     assert not waiting.is_alive() and (got[0] is Refusal.NO_SPACE) is (call == "statvfs")
 
 
+def test_a_store_that_is_closed_while_a_file_grows_takes_nothing_on_another_path(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing frees staging, and ends the lanes: a put that found room afterwards would copy into freed memory."""
+    monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
+    store = make_store(lanes=Lanes(1, 1), paths=2)
+    growing, roomy = store.paths
+    monkeypatch.setattr("ds_tba.storage.path.SwapPath.busy_s", lambda path, _: float(path is roomy))
+    with store.space.lock:
+        while growing.extents.allocate(MIB) is not None:
+            pass
+        roomy.file.grow(MIB)
+        roomy.extents.grow(roomy.file.size_bytes)
+        used_bytes = roomy.extents.used_bytes
+    hangs, answers, real = threading.Event(), threading.Event(), swap_file.fallocate
+
+    def hung(fd: int, offset: int, nbytes: int) -> bool:
+        hangs.set()
+        assert answers.wait(30)
+        return real(fd, offset, nbytes)
+
+    monkeypatch.setattr(swap_file, "fallocate", hung)
+    got: list[object] = []
+    threads = [threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))]
+    threads[0].start()
+    try:
+        assert hangs.wait(30)
+        threads.append(threading.Thread(target=store.close))
+        threads[1].start()
+        threads[0].join(30)  # before the drive answers: closing wakes it
+        assert got == [Refusal.CLOSED]
+        assert roomy.extents.used_bytes == used_bytes
+    finally:
+        answers.set()
+        for thread in threads:
+            thread.join(30)
+
+
 @pytest.mark.parametrize("end", ["rest", "close"])
 def test_a_drive_that_hangs_as_it_takes_its_space_back_is_not_waited_for_under_the_lock(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, end: str
