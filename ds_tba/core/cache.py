@@ -471,7 +471,7 @@ class TensorCache(Keeper):
             if is_read_by_an_extension():
                 tensor = self._functions.own(held, tensor)
         if reading is not None:
-            reading.tensors.append(Unpacked(tensor, tensor is held.held))
+            reading.tensors.append(Unpacked(tensor, tensor is held.held, held.attributes))
         if micro_step.phase is Phase.WAITING:
             with self.finalizers, self.finalizers.lock:
                 micro_step.read_ahead(self.room.prefetch)

@@ -9,7 +9,8 @@ things go wrong then. A backward that returns a saved leaf as a gradient returns
 that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
 original wherever unpack returned the original; and likewise what a checkpoint hands to the function that it runs again,
-which PyTorch 2.13 no longer saves in a Function.
+which PyTorch 2.13 no longer saves in a Function. A tensor with a graph comes back as a new object, and gets the
+attributes that it had when it was saved.
 
 [Note: Memory of gradients] ``AccumulateGrad`` takes the memory of a gradient that nobody else refers to. Without hooks
 autograd itself refers to what a Function has saved, so that a backward that returns it has a copy made. With hooks the
@@ -29,7 +30,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -54,10 +55,12 @@ class Unpacked(NamedTuple):
 
     Attributes:
         is_held: it was held since it was saved, and not made for this unpack.
+        attributes: see :func:`~ds_tba.core.tensors.attributes_of`.
     """
 
     tensor: torch.Tensor
     is_held: bool
+    attributes: Mapping[str, object] | None = None
 
 
 OwnMemory = dict[object, Arrival]
@@ -156,7 +159,7 @@ class SavedTensors:
             found = unpack()
         finally:
             state.reading = outer
-        if ctx is None and not any(one.is_held for one in reading.tensors):
+        if ctx is None and not any(one.is_held or one.attributes for one in reading.tensors):
             return found
         with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
             originals = with_originals(found, reading.tensors)
@@ -290,10 +293,12 @@ def with_originals(found: Sequence[Any], unpacked: Sequence[Unpacked]) -> tuple[
         is_tensor = isinstance(one, torch.Tensor)
         place = next((n for n, other in enumerate(waiting) if is_tensor and _is_around(one, other.tensor)), None)
         if place is not None:
-            tensor, is_held = waiting[place]
+            tensor, is_held, attributes = waiting[place]
             del waiting[: place + 1]
             # A tensor with a graph of its own must keep the edge that autograd gave it.
             one = tensor if is_held and one.grad_fn is None and one.requires_grad == tensor.requires_grad else one
+            if attributes:
+                vars(one).update({**attributes, **vars(one)})  # a wrapper has parts of its own
         originals.append(one)
     return tuple(originals)
 

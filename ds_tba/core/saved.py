@@ -39,6 +39,7 @@ from ds_tba.core.tensors import (
     Stamp,
     VersionWitness,
     ViewSpec,
+    attributes_of,
     form_of,
     kept,
     lineage_of,
@@ -346,11 +347,12 @@ class SavedStorage(StateMachine):
 
 
 class _Kept:
-    """A tensor that stays where it is."""
+    """A tensor that stays where it is, and its :func:`~ds_tba.core.tensors.attributes_of`."""
 
-    __slots__ = ("_version", "held")
+    __slots__ = ("_version", "attributes", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        self.attributes = attributes_of(tensor)
         self._version = -1 if tensor.is_inference() else tensor._version  # asking one of inference mode raises
         self.held = kept(tensor)
 
@@ -426,15 +428,17 @@ class SavedView:
     Attributes:
         held: the tensor, or an alias of it, while its bytes stay in memory; else None. Set to None under the cache's
             lock, and read without it.
+        attributes: see :func:`~ds_tba.core.tensors.attributes_of`.
         eps: see :class:`SavedCounted`.
         state: what its end tells.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "eps", "held", "record", "state")
+    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "attributes", "eps", "held", "record", "state")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[float | None] | None = None
+        self.attributes = attributes_of(tensor)
         self._cache = cache
         self.record = record
         self.state = ViewGone(record, offloaded, False)

@@ -10,7 +10,7 @@ storage, so an attribute on it lives and dies with the bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter, is_
 from typing import NamedTuple
 
@@ -299,6 +299,13 @@ def has_graph(tensor: torch.Tensor) -> bool:
         return tensor.grad_fn is not None
     except RuntimeError:
         return True
+
+
+def attributes_of(tensor: torch.Tensor) -> Mapping[str, object] | None:
+    """Return the Python attributes of a tensor with a graph, as they are now; None where there are none."""
+    attributes = vars(tensor)
+    # A copy, or an attribute that is set later could refer to the node that saves the tensor, and close a cycle.
+    return dict(attributes) if attributes and has_graph(tensor) else None
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:

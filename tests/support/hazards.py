@@ -419,6 +419,23 @@ def full_backward_hooks_and_a_graph_of_gradients(saving: Saving) -> list[Tensor]
     return found + seen
 
 
+def attributes_of_an_activation_that_a_function_saves(saving: Saving) -> list[Tensor]:
+    def gradients(grad: Tensor, read: Read) -> Tensor:
+        (x,) = read()
+        return grad * x.scale
+
+    scaled = function(lambda x: (x * x.scale, (x,)), gradients)
+    x, narrow = leaf(), leaf(4, 4)
+    with saving():
+        loss = torch.zeros(())
+        for scale, one in ((2.0, x), (3.0, narrow)):  # one that leaves, one too small for that
+            hidden = one.exp()
+            hidden.scale = scale
+            loss = loss + scaled(hidden).sum()
+    del hidden
+    return grads_after(loss, x, narrow)
+
+
 def twice_through_an_instance_norm_and_a_relu_in_place(saving: Saving) -> list[Tensor]:
     net, x = nn.Sequential(nn.InstanceNorm2d(3), nn.ReLU(True)), leaf(2, 3, 32, 32)
     with saving():
