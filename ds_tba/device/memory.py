@@ -81,7 +81,10 @@ def can_lock(nbytes: int) -> bool:
     """Try whether this process may lock so much memory (``RLIMIT_MEMLOCK``, ``CAP_IPC_LOCK``); return the answer."""
     libc = ctypes.CDLL(None)
     libc.mlock.argtypes = libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:  # more than the machine has
+        return False
     address = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
     locked: bool = libc.mlock(address, nbytes) == 0
     if locked:

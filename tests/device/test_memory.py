@@ -13,6 +13,7 @@ from support.doubles import EventAccelerator
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import TEMPORARY_FRACTION, DeviceMemoryUse, HostMemoryUse, MemoryLevels, available_bytes
+from ds_tba.device.memory import can_lock
 from ds_tba.offloader import ActivationOffloader
 
 MIB = 1 << 20
@@ -191,3 +192,7 @@ def test_the_report_has_the_levels_of_a_device() -> None:
         assert offloader.report().to_dict()["device_memory"] == MemoryLevels(300, 390, 400, 2)._asdict()
     finally:
         offloader.close()
+
+
+def test_more_than_there_is_cannot_be_locked() -> None:
+    assert not can_lock(1 << 50)
