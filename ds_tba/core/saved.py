@@ -36,6 +36,7 @@ import torch
 from ds_tba.core.fingerprint import Fingerprint
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
+    OWN_ATTRIBUTES,
     Stamp,
     VersionWitness,
     ViewSpec,
@@ -352,7 +353,7 @@ class _Kept:
     __slots__ = ("_version", "attributes", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.attributes = attributes_of(tensor)
+        self.attributes = None if vars(tensor).keys() <= OWN_ATTRIBUTES else attributes_of(tensor)
         self._version = -1 if tensor.is_inference() else tensor._version  # asking one of inference mode raises
         self.held = kept(tensor)
 
@@ -438,7 +439,7 @@ class SavedView:
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[float | None] | None = None
-        self.attributes = attributes_of(tensor)
+        self.attributes = None if vars(tensor).keys() <= OWN_ATTRIBUTES else attributes_of(tensor)
         self._cache = cache
         self.record = record
         self.state = ViewGone(record, offloaded, False)

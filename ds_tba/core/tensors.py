@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 _STAMP = "_ds_tba_stamp"  # of storages and tensors
+OWN_ATTRIBUTES = frozenset({_STAMP})  # on tensors
 OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 _FUNCTION_SAVES = "_ds_tba_function_saves"
@@ -304,7 +305,7 @@ def has_graph(tensor: torch.Tensor) -> bool:
 def attributes_of(tensor: torch.Tensor) -> Mapping[str, object] | None:
     """Return the Python attributes of a tensor with a graph, as they are now; None where the user has set none."""
     attributes = vars(tensor)
-    if len(attributes) <= (_STAMP in attributes) or not has_graph(tensor):
+    if attributes.keys() <= OWN_ATTRIBUTES or not has_graph(tensor):
         return None
     # A copy, or an attribute that is set later could refer to the node that saves the tensor, and close a cycle. Our
     # stamp is left out: a tensor with a version counter of its own would pass for a view of this one.
