@@ -1,4 +1,4 @@
-"""What a Function of the user's, or of a C++ extension, reads: memory that it may write into without a version.
+"""Memory for what a Function of the user's, or of a C++ extension, reads: it may write there without a version.
 
 Knows what autograd holds, and where room is; cannot see how bytes come back, nor what is rematerialized.
 """

@@ -353,6 +353,7 @@ class _Kept:
     __slots__ = ("_version", "attributes", "held")
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        # Asked here, too: a call for each kept tensor would be one more of a few dozen.
         self.attributes = None if vars(tensor).keys() <= OWN_ATTRIBUTES else attributes_of(tensor)
         self._version = -1 if tensor.is_inference() else tensor._version  # asking one of inference mode raises
         self.held = kept(tensor)

@@ -305,11 +305,11 @@ def has_graph(tensor: torch.Tensor) -> bool:
 def attributes_of(tensor: torch.Tensor) -> Mapping[str, object] | None:
     """Return the Python attributes of a tensor with a graph, as they are now; None where the user has set none."""
     attributes = vars(tensor)
-    if attributes.keys() <= OWN_ATTRIBUTES or not has_graph(tensor):
+    if not has_graph(tensor):
         return None
     # A copy, or an attribute that is set later could refer to the node that saves the tensor, and close a cycle. Our
     # stamp is left out: a tensor with a version counter of its own would pass for a view of this one.
-    return {name: value for name, value in attributes.items() if name != _STAMP}
+    return {name: value for name, value in attributes.items() if name not in OWN_ATTRIBUTES} or None
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:

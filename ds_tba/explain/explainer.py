@@ -112,7 +112,7 @@ def failure_of(error: BaseException, running: RunningModule, device: torch.devic
     line, local, local_bytes = "", "", 0
     running_now = set(frames_from(sys._getframe(1)))  # not ours, which would hold itself, and the error
     for frame, number in frames:
-        # What a running frame is asked for its locals it keeps: with them the error, and all that its frames hold.
+        # A running frame keeps the locals that it was asked for: with them the error, and all that its frames hold.
         if is_library(frame) or frame in running_now:
             continue
         file = frame.f_code.co_filename

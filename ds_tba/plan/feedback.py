@@ -201,7 +201,7 @@ class Feedback:
 
     def _judged(self, plan: PlanInForce, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
-        # As many as were waited for, and three of four: steps that alternate would be reviewed for ever.
+        # Three of four steps decide, of as many as were waited for, or alternating steps would be reviewed for ever.
         needed = min(self._backoff.wait, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one

@@ -261,7 +261,7 @@ class ByPlan:
         while self._part < len(self._plan.expected):  # what later passes would have saved is missed, too
             self._end_part()
         growth = self._saved_bytes / max(1, self._planned_bytes) - 1
-        # Of micro-steps the one that grew most: a smaller one after it must not hide it.
+        # The micro-step that grew most counts: a smaller one after it must not hide it.
         self.mismatch.growth = max(self.mismatch.growth, growth)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:

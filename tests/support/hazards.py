@@ -1131,7 +1131,7 @@ class CopiesResults(TorchDispatchMode):
 
 
 def a_mode_around_a_part_of_forward(saving: Saving) -> list[Tensor]:
-    """What was saved before it leaves while it is on."""
+    """The mode is on while tensors leave that were saved before."""
     x, y = leaf(), leaf()
     with saving():
         made = x.sin()
