@@ -70,7 +70,7 @@ def _open_cache(config: OffloadConfig, tiers: Tiers, accelerator: Accelerator) -
         accelerator.device(),
         config.min_tensor_bytes,
         wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
-        accelerator=None if accelerator.is_synchronized_device() else accelerator,
+        accelerator=None if accelerator.is_synchronous else accelerator,
         released_bytes=config.io.ring_bytes,
     )
 
@@ -227,7 +227,7 @@ class Rooms:
 
         memory = MemoryMeter(accelerator.memory, resident_bytes)
         # The memory of a CPU is shared by all ranks of the machine.
-        sharers = self._ranks_on_node if accelerator.is_synchronized_device() else 1
+        sharers = self._ranks_on_node if accelerator.is_synchronous else 1
         is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
         return Machine(config, tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
@@ -265,7 +265,7 @@ class ActivationOffloader:
             )
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         PROCESS.rest(now=True)
-        is_host = accelerator.is_synchronized_device()
+        is_host = accelerator.is_synchronous
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._pid = os.getpid()

@@ -60,7 +60,7 @@ class SpareMemory:
         self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
         self.most_bytes = (free_bytes - self._left_bytes) // ranks
         self._meter = (
-            MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronized_device() else None
+            MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronous else None
         )
         self.sample()  # peaks count from here on
 
@@ -139,7 +139,7 @@ class HostStore(Store[HostTicket]):
         self._is_last = is_last
         self._may_grow = True
         self._offered_bytes = self._known_bytes = 0  # in this step, and at most in one before
-        self._is_synchronous = accelerator.is_synchronized_device()
+        self._is_synchronous = accelerator.is_synchronous
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
@@ -315,8 +315,7 @@ class HostStore(Store[HostTicket]):
         after = [ticket.copy] if ticket.copy is not None else []
         arrival = self._copies.into(ticket.view(), self._copies.room(ticket.nbytes, device), after)
         ticket.uses = [event for event in ticket.uses if not event.query()]
-        if arrival.event is not None:
-            ticket.uses.append(arrival.event)
+        ticket.uses.append(arrival.event)
         return arrival
 
     def _take_arrival(self, ticket: HostTicket) -> Arrival | None:
@@ -342,7 +341,7 @@ class HostStore(Store[HostTicket]):
 
 def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
     """Return memory for copies to and from the device: pinned where that is another."""
-    if accelerator.is_synchronized_device():
+    if accelerator.is_synchronous:
         return huge_page_memory(nbytes)
     return accelerator.pinned(nbytes)
 

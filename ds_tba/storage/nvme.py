@@ -423,9 +423,7 @@ class NvmeStore(Store[SwapTicket]):
                 space.writes.add(part)
                 space.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-            copy = self.ring.copies.out(data, self.ring.view(slot))
-            if copy is not None:
-                part.copies.append(copy)
+            part.copies.append(self.ring.copies.out(data, self.ring.view(slot)))
             with space.deferred, space.lock:
                 path.writes.put(self._transfers.write(ticket, part))
                 space.copying.discard(part)

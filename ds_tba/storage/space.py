@@ -105,7 +105,7 @@ class Part(StateMachine):
         self.state = PartState.QUEUED
         self.blocks: tuple[Block, ...] = ()
         self.copies: list[PendingCopy] = []
-        self.uses: list[Event | None] = []
+        self.uses: list[Event] = []
         self.reader: object = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None

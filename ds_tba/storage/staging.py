@@ -56,7 +56,7 @@ class StagingRing:
         self.accelerator = accelerator
         self._backend = backend
         self._on_device = backend.stages_on_device
-        self.is_synchronous = accelerator.is_synchronized_device()
+        self.is_synchronous = accelerator.is_synchronous
         self._is_pinned = not (self.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes)
@@ -103,7 +103,7 @@ class StagingRing:
         A lane's thread starts with the default stream, where its kernels would stand behind all that the training
         thread has queued.
         """
-        if not self._on_device or self.is_synchronous:
+        if not self._on_device:
             return nullcontext()
         if not hasattr(self._streams, "own"):
             try:

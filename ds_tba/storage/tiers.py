@@ -264,7 +264,7 @@ class Tiers:
             config,
             aio_config,
             zero_uses_nvme=bool(self._zero_paths),
-            pinned=not accelerator.is_synchronized_device(),
+            pinned=not accelerator.is_synchronous,
             device=accelerator.device().type,
             directories=[directory.path for directory in self.directories],
         )

@@ -91,7 +91,7 @@ def test_a_machine_without_nvme(make_device: type[CpuAccelerator], staging_bytes
     found = rates.resources()
     assert found.paths == () and found.staging_bytes == staging_bytes
     assert found.copy_out_bytes_per_s > 0 and found.copy_in_bytes_per_s > 0
-    assert found.is_synchronous is device.is_synchronized_device()
+    assert found.is_synchronous is device.is_synchronous
 
 
 def test_measuring_again_makes_no_more_streams() -> None:
@@ -217,7 +217,7 @@ def test_lanes_take_of_the_kernels_on_a_cpu_and_copies_next_to_nothing_on_a_devi
         rates = measured_rates(make_store(accelerator=device), device)
         found = rates.resources()
         of_copies = LINK_FRACTION / found.copy_out_bytes_per_s
-        assert (found.compute_s_per_byte == of_copies) is not device.is_synchronized_device()
+        assert (found.compute_s_per_byte == of_copies) is not device.is_synchronous
         assert found.compute_s_per_byte > 0
 
 

@@ -41,6 +41,8 @@ class EventAccelerator(CpuAccelerator):
     ``late_device.py`` has a device whose copies really are late.
     """
 
+    is_synchronous = False
+
     def __init__(self, done: threading.Event | None = None) -> None:
         self.waited: list[object] = []
         self.entered: list[object] = []
@@ -75,9 +77,6 @@ class EventAccelerator(CpuAccelerator):
     def on(self, stream: object) -> AbstractContextManager[None]:
         self.entered.append(stream)
         return nullcontext()
-
-    def is_synchronized_device(self) -> bool:
-        return False
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return huge_page_memory(nbytes)  # page-aligned, as pinned memory is
