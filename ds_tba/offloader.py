@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
+FOLLOW_S = 1.0
 _EXPLAINED = "_ds_tba_explained"  # of an error
 
 
@@ -70,7 +71,7 @@ def _open_cache(config: OffloadConfig, tiers: Tiers, accelerator: Accelerator) -
         accelerator.device(),
         config.min_tensor_bytes,
         wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
-        accelerator=None if accelerator.is_synchronous else accelerator,
+        accelerator=accelerator,
         released_bytes=config.io.ring_bytes,
     )
 
@@ -507,11 +508,11 @@ class ActivationOffloader:
     def _follow_graphs(self) -> None:
         """Free what graphs that outlive this hold: their host memory goes with them, and no hook runs any more."""
 
-        def is_held() -> bool:
-            return self.cache.live_records > 0
+        def follow() -> None:
+            while self.cache.live_records > 0:  # asking acts on what has ended
+                time.sleep(FOLLOW_S)
 
-        if is_held():
-            follow = partial(self.cache.finalizers.follow, is_held)
+        if self.cache.live_records > 0:
             new_thread(self._core.accelerator, follow, "ds_tba-graphs").start()
 
 

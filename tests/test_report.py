@@ -172,7 +172,7 @@ def test_a_storage_that_no_store_takes_is_one_fallback_however_often_it_is_tried
     """A budget tries again at each save."""
     io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
     offloader = make(tmp_path, io=io, placement="nvme", rematerialize=False)
-    offloader.cache.room.limit(1 << 20)
+    offloader.cache.limit(1 << 20)
     x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
     with offloader.saving():
         loss = x.exp().sigmoid().tanh().exp().sigmoid().sum()

@@ -4,23 +4,33 @@ Answers what becomes of a tensor that autograd saves. Sees autograd, storages an
 staging or DeepSpeed, nor the reasons of a policy. ``saved.py`` has the objects that autograd holds, ``residency.py``
 moves their bytes and holds them within the budget. A ``TensorStore`` may rematerialize some of them.
 
+[Note: Exactness] Three rules keep backward exact where bytes change and no version tells of it:
+
+1. While the storage that was saved lives, it is what backward gets: whoever writes into it gets what plain autograd
+   gives.
+2. What has no graph (data, masks, rotary tables, a buffer that anybody may refill) stays in its own memory; it leaves
+   only if nobody but autograd refers to it. What has a graph is one storage where storage, version counter and version
+   are equal. What a custom Function has saved is shared with nobody, and nothing is rematerialized from it.
+3. Bytes leave one operation late. Autograd packs what an operation saves before its kernel runs, and a kernel may write
+   into that (``rrelu`` into its noise); a Function may have begun a collective for which its caller waits. Both are
+   over at the next save with another sequence number, which each node of the graph takes, or when forward is over.
+
 [Note: Records] Every saved tensor becomes a ``SavedView``, the object that autograd holds in its place. Views of one
-storage share a ``SavedStorage``, found by the stamps of storage and version counter and by the version: the storage is
-written once, and every view is rebuilt from it. A record lives as long as one of its views. Records are shared within
-one forward only, and once the bytes have left, with a view that is saved later only where they are still the same
-(``fingerprint.py``): bytes that change without a version (a buffer that numpy or a collective refills) are saved again.
-A device answers late; until then the later view keeps its bytes.
+storage share a ``SavedStorage``: the storage is written once, and every view is rebuilt from it. A record lives as long
+as one of its views. Records are shared within one forward only.
 
-[Note: Saves] A save holds the cache's lock while a store takes the bytes, also while that waits for staging or for a
-swap file to grow. So another thread that saves or loads waits, too.
+[Note: Saves] A save holds the lock while a store takes the bytes, also while that waits for staging or for a swap file
+to grow. So another thread that saves or loads waits, too.
 
-[Note: Loads] No lock is held while a store loads bytes, or makes them from others, which are loaded in turn: the
-record is LOADING, and another thread that wants it waits for that. What is loaded for what a store makes, and wanted by
-backward later or not at all, stays for that, as long as there are few.
+[Note: Loads] No lock is held while a store loads bytes, or makes them from others, which are loaded in turn: the record
+is LOADING, and another thread that wants it waits for that. An operand of a recipe that backward wants later or not at
+all stays for that, as long as there are few.
 
-[Note: Order of locks] The cache's lock is taken before a store's, never after. But a finalizer may run inside a store's
-critical section, take the cache's lock if that is free, and give a ticket back. So ``Store.release`` waits for no lock,
-and defers itself in turn.
+[Note: Poison] An exception in pack or unpack that is no refusal of ours (an interrupt, Python's memory that ran out, a
+defect) may have left records half changed. Nobody mends that: the next forward refuses, because a later step could have
+a wrong gradient.
+
+[Note: Order of locks] The cache's lock is taken before a store's, never after.
 """
 
 from __future__ import annotations
@@ -28,22 +38,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
-from ds_tba.core.fingerprint import Doubts
-from ds_tba.core.functions import Functions
+from ds_tba.core.functions import keep_originals
 from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
-from ds_tba.core.operations import Operations
-from ds_tba.core.originals import Unpacked, keep_originals
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
@@ -53,9 +60,7 @@ from ds_tba.core.saved import (
     Finalized,
     Held,
     Hooks,
-    Keeper,
     Loading,
-    Operation,
     Origin,
     PassedThrough,
     RecordState,
@@ -70,23 +75,24 @@ from ds_tba.core.saved import (
     unmodified,
 )
 from ds_tba.core.tensors import (
+    ViewSpec,
     components_of,
     has_graph,
     has_plain_storage,
     held_bytes,
-    is_complete,
     is_parameter,
-    is_read_by_an_extension,
+    next_sequence_number,
+    storage_bytes,
 )
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, Stream
 from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import StateError
+from ds_tba.errors import DsTbaError, StateError
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Always, AnyStore, Choice, Loaded, Policy, Ticket
 
-Taken = tuple[Origin | None, Ticket | None]
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
+_KEPT = Choice((), wait=False)
 
 
 @dataclass(eq=False)
@@ -111,7 +117,26 @@ class HooksObserver(Protocol):
         """Return hooks that call these."""
 
 
-class TensorCache(Keeper):
+class _Leaving(NamedTuple):
+    """A storage that leaves once the operation that saves it is over: rule 3 of [Note: Exactness].
+
+    Attributes:
+        number: the sequence number at which it was saved.
+    """
+
+    record: SavedStorage
+    choice: Choice
+    number: int
+
+
+class _OfThread(threading.local):
+    """The storages that operations of this thread have saved, and that have not left yet."""
+
+    def __init__(self) -> None:
+        self.leaving: deque[_Leaving] = deque()
+
+
+class TensorCache(Residency):
     """Moves saved tensors into a store during forward and back during backward.
 
     Args:
@@ -120,8 +145,7 @@ class TensorCache(Keeper):
         device: the training device, with its index.
         min_tensor_bytes: storages smaller than this are kept.
         wait_for_staging: wait for room in staging instead of keeping the tensor, in a micro-step without a policy.
-        accelerator: of that device, where it is asynchronous: streams matter then, and what is read ahead takes device
-            memory before backward asks for it.
+        accelerator: of that device.
         released_bytes: without a budget, the bound of the device memory that backward has let go of and the device has
             not: see [Note: The budget].
 
@@ -129,8 +153,6 @@ class TensorCache(Keeper):
         learned_order: of first uses, in the last backward that used all.
         rematerialization: the store that is asked before all others; None where nothing is rematerialized.
     """
-
-    room: Residency
 
     def __init__(
         self,
@@ -142,37 +164,39 @@ class TensorCache(Keeper):
         accelerator: Accelerator | None = None,
         released_bytes: int = 256 << 20,
     ) -> None:
-        super().__init__()
-        self._stats = CacheStats()
-        self.stores = tuple(stores)
+        accelerator = accelerator or Accelerator()
+        super().__init__(stores, accelerator, released_bytes)
         self._device = torch.device(device)
-        self._accelerator = accelerator
         self._pid = os.getpid()
+        self._broken_by = ""  # the type of the exception; see [Note: Poison]
         self.gate = Gate(self._device, min_tensor_bytes, accelerator)
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
-        self._doubts = Doubts(self.finalizers, accelerator)
-        self.room = Residency(self._stats, self.stores, self._doubts, self, accelerator, released_bytes)
         self.forward = Forward(MicroStep(), self._default_policy)
         self.learned_order: list[int] = []
         self._live_records = 0
         self.rematerialization: TensorStore[Any] | None = None
         self._observers: list[HooksObserver] = []
-        self._originals = keep_originals()
-        self._functions = Functions(self, accelerator)
-        self._operations = Operations(accelerator, self._originals)
+        self._function_saves = keep_originals()
+        self._of_thread = _OfThread()
         self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
 
     @property
     def stats(self) -> CacheStats:
         """The figures as they are now, without what is gone."""
-        self.finalizers.act_if_free()
+        self.act_on_ends()
         return self._stats
 
     @property
     def live_records(self) -> int:
         """Saved storages that some graph still holds."""
-        self.finalizers.act_if_free()
+        self.act_on_ends()
         return self._live_records
+
+    def act_on_ends(self) -> None:
+        """Act on the ends of views and storages that came since the last save or load."""
+        if self.ends.left:
+            with self.lock:
+                self.ends.act()
 
     # ---- forwards -----------------------------------------------------------------------------------------------
 
@@ -200,7 +224,7 @@ class TensorCache(Keeper):
             return
         if self.rematerialization is not None:
             self.rematerialization.begin_forward()
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
                 step = MicroStep(self.learned_order)
@@ -222,7 +246,7 @@ class TensorCache(Keeper):
 
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
         """
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
             step = self.forward.micro_step
             if step.is_interleaved or not step.expects_forward:
                 return None
@@ -241,7 +265,7 @@ class TensorCache(Keeper):
     @contextmanager
     def interleaving(self) -> Iterator[None]:
         """Make one micro-step of the forwards and backwards of several micro-batches; see [Note: Micro-steps]."""
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
             self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
             self._stats.micro_steps += 1
         try:
@@ -252,7 +276,8 @@ class TensorCache(Keeper):
     @property
     def expects_forward(self) -> bool:
         """True if one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
+            self.ends.act()
             return self.forward.micro_step.expects_forward
 
     def end_micro_step(self) -> None:
@@ -261,9 +286,9 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
+            self.ends.act()
             self.forward.micro_step = MicroStep()
-        self._doubts.read(wait=True)
         if self.rematerialization is not None:
             self.rematerialization.end_micro_step()
 
@@ -275,166 +300,172 @@ class TensorCache(Keeper):
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
-        self._stats.packed_tensors += 1
-        if self._operations.held_back and not self._is_capturing:
-            self._end_operations(self._operations.present())
-        why, excluded_by = self._judged(tensor), ""
-        if why is Eligibility.ELIGIBLE:
-            excluded_by = self.gate.excluded_by()
-            if not excluded_by:
-                return self._save(tensor)
-        if why is Eligibility.PARAMETER:
-            self._stats.passed_through_tensors += 1
-            return PassedThrough(tensor)
-        if why in _FOREIGN:
-            self._stats.kept_bytes[why.value] += nbytes_of(tensor)
-            return PassedThrough(tensor)
+        try:
+            self._stats.packed_tensors += 1
+            number = next_sequence_number()
+            waiting = self._of_thread.leaving
+            if waiting and waiting[-1].number != number and not self._accelerator.is_capturing():
+                self._end_operations()
+            why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
+            if why is Eligibility.PARAMETER:
+                self._stats.passed_through_tensors += 1
+                return PassedThrough(tensor)
+            if why is Eligibility.ELIGIBLE:
+                excluded_by = self.gate.excluded_by()
+                return self._keep(tensor, why, excluded_by, number) if excluded_by else self._save(tensor, number)
+            if why in _FOREIGN:
+                self._stats.kept_bytes[why.value] += nbytes_of(tensor)
+                return PassedThrough(tensor)
+            return self._keep(tensor, why, "", number)
+        except BaseException as error:
+            self._note_exception(error)
+            raise
+
+    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
+        """Return whether a tensor that is saved now may leave device memory."""
+        why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
+        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
+
+    def _keep(self, tensor: torch.Tensor, why: Eligibility, excluded_by: str, number: int) -> SavedCounted:
+        """Keep a tensor that may not leave."""
+        is_of_function = self._function_saves.saver_of(tensor, number) > 0
         if excluded_by:
-            counted: SavedCounted = SavedExcluded(self, tensor, tensor.untyped_storage().nbytes(), excluded_by)
+            nbytes = tensor.untyped_storage().nbytes()
+            counted: SavedCounted = SavedExcluded(self, tensor, nbytes, excluded_by, is_of_function=is_of_function)
         else:
             small = why is Eligibility.SMALL
             nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
-            counted = SavedCounted(self, tensor, nbytes, why.value)
+            counted = SavedCounted(self, tensor, nbytes, why.value, is_of_function=is_of_function)
+        counted.memory.is_of_function |= is_of_function
         if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
             self.rematerialization.note(tensor, counted)
         return counted
 
-    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
-        """Return whether a tensor that is saved now may leave device memory."""
-        why = self._judged(tensor)
-        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
-
-    def _judged(self, tensor: torch.Tensor) -> Eligibility:
-        return self.gate.judge(tensor, acts=bool(self.room.watched), casts_stay=not self.room.is_limited)
-
-    def _save(self, tensor: torch.Tensor) -> SavedView:
-        key = StorageKey.of(tensor)
+    def _save(self, tensor: torch.Tensor, number: int) -> SavedView:
+        key = StorageKey.of(tensor, self._function_saves.saver_of(tensor, number))
         forward, first = self.forward, self.rematerialization
-        if self._doubts.waiting:
-            self._doubts.read()
         view: SavedView | None = None
-        with self.finalizers, self.finalizers.lock:
-            choice = forward.policy.choose(key, key.nbytes)
-            if key in forward.by_key or (first is None and not self.room.may_wait):
-                view = self._enter(forward, tensor, key, choice)
+        with self.lock:
+            self.ends.act()
+            record = forward.by_key.get(key)
+            choice = _KEPT if record is not None else forward.policy.choose(key, key.nbytes)
+            if record is not None or (first is None and not self.may_wait):
+                view = self._add_view(record or self._add(forward, tensor, key, choice, number), tensor)
         if view is None:  # something may have to be proven or waited for first
-            taken: Taken = None, None
-            if first is not None:
-                first.settle()
-                if choice.rematerialize or forward.is_recorded:
-                    taken = first.take(tensor, is_wanted=choice.rematerialize)
-            self.room.wait_for(key.nbytes)
-            with self.finalizers, self.finalizers.lock:
-                view = self._enter(forward, tensor, key, choice, taken)
-        if self._accelerator is not None:
-            # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
-            self._accelerator.share(tensor, self._accelerator.current_stream())
+            view = self._save_slowly(forward, tensor, key, choice, number)
+        # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
+        self._accelerator.share(tensor, self._accelerator.current_stream())
         if first is not None:
             first.note(tensor, view)
         return view
 
-    def _enter(
-        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, taken: Taken = (None, None)
+    def _save_slowly(
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, number: int
     ) -> SavedView:
-        """Enter one more view of a storage, which is new unless it has a record with the same bytes.
-
-        A view that a device has yet to compare keeps its bytes until then.
-
-        Args:
-            taken: how it could be rematerialized, and the ticket if it was taken for that.
-        """
-        record, answer, (origin, ticket) = forward.by_key.get(key), None, taken
-        if record is not None and record.operation is not None:
-            operation = self._operations.present()
-            # Saves of one operation have the same bytes: nothing runs in between.
-            if record.fingerprint is not None and record.operation != operation:
-                answer = record.fingerprint.compared(tensor, self._accelerator, self._doubts.answers)
-                if answer.is_done:
-                    record, answer = record if answer.read() else None, None
-            if record is not None and answer is None:  # else what this operation saves next would pass for equal
-                record.operation = operation
-        if record is None:
-            record = self._add(forward, tensor, key, choice, ticket)
-            record.origin = origin
-        else:
-            if ticket is not None:  # another thread has saved it meanwhile
+        """Save a storage that may be rematerialized, or for which there may be no room."""
+        origin: Origin | None = None
+        ticket: Ticket | None = None
+        first = self.rematerialization
+        if first is not None:
+            first.settle()
+            if not key.function and (choice.rematerialize or forward.is_recorded):
+                origin, ticket = first.take(tensor, is_wanted=choice.rematerialize)
+        self.wait_for(key.nbytes)
+        with self.lock:
+            record = forward.by_key.get(key)
+            if record is None:
+                record = self._add(forward, tensor, key, choice, number, ticket)
+                record.origin = origin
+            elif ticket is not None:  # another thread has saved it meanwhile
                 ticket.store.release(ticket)
-            self._stats.deduplicated_bytes += 0 if record.is_kept or answer is not None else nbytes_of(tensor)
+            return self._add_view(record, tensor)
+
+    def _add_view(self, record: SavedStorage, tensor: torch.Tensor) -> SavedView:
+        """Enter one more view of a storage."""
+        offloaded = not record.is_kept
+        if record.views:
+            self._stats.deduplicated_bytes += nbytes_of(tensor) if offloaded else 0
         if record.views == record.lent:
-            self._stats.saved.add(record.memory.save(key.nbytes))
-        offloaded = not record.is_kept and answer is None
+            self._stats.saved.add(record.memory.save(record.nbytes))
         record.views += 1
         record.pending += offloaded
-        # Under the lock: an interrupt between the count and the view whose end takes it back would leave it for ever.
-        view = SavedView(self, record, tensor, offloaded=offloaded)
-        if answer is not None:
-            self._doubts.add(view, answer)
-        return view
+        return SavedView(self, record, tensor, offloaded=offloaded)
 
     def _add(
-        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, ticket: Ticket | None
+        self,
+        forward: Forward,
+        tensor: torch.Tensor,
+        key: StorageKey,
+        choice: Choice,
+        number: int,
+        ticket: Ticket | None = None,
     ) -> SavedStorage:
-        """Add the record of a storage at its version, which goes where it was chosen to go, unless it was taken."""
+        """Add the record of a storage, which goes where it was chosen to go, unless it was taken."""
         storage = tensor.untyped_storage()
-        record = SavedStorage(key, forward.micro_step, self.room.count(storage, key.nbytes))
-        if not (choice.stores or ticket is not None or self.room.is_limited):
-            self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
+        memory = self.count(storage, key.nbytes)
+        memory.is_of_function |= key.function > 0
+        stream = self._accelerator.current_stream()
+        record = SavedStorage(key, forward.micro_step, storage, memory, stream, has_graph=has_graph(tensor))
+        if ticket is not None:
+            self.count_until_free(storage)
+            self.give(record, ticket)
+            record.index = record.micro_step.add(record)
+        elif choice.stores or self.is_limited:
+            self.count_until_free(storage)
+            record.is_leaving = bool(choice.stores)
+            self._of_thread.leaving.append(_Leaving(record, choice, number))
         else:
-            self.room.count_until_free(storage)
-            record.operation = self._operations.present()
-            record.is_complete = is_complete(tensor)
-            record.source = None if has_graph(tensor) else weakref.ref(storage)  # held, it would never be free
-            if ticket is not None:
-                self.room.give(record, ticket, tensor)
-            elif not self._operations.hold(record, record.operation, tensor, choice):
-                self._place(record, tensor, choice)
+            self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         forward.by_key[key] = record
         self._live_records += 1
         record.micro_step.saved += 1
         return record
 
-    def _place(self, record: SavedStorage, tensor: torch.Tensor | None, choice: Choice) -> None:
-        """Have a store take the bytes of a record, or keep them.
-
-        Args:
-            tensor: that holds the bytes; None if no view does any more, or they are to stay.
-        """
-        reason = choice.reason if tensor is None else self.room.offload(record, tensor, choice)
-        if record.is_kept:
-            self._stats.kept_bytes[reason] += record.nbytes
-            self.room.add_kept(record)
-        else:
-            record.index = record.micro_step.add(record)
-
-    @property
-    def _is_capturing(self) -> bool:
-        """True if a CUDA graph is being captured, which no copy and no event may come into."""
-        return self._accelerator is not None and self._accelerator.is_capturing()
-
-    def _end_operations(self, present: Operation | None = None, *, stays: bool = False) -> None:
+    def _end_operations(self, *, stays: bool = False) -> None:
         """Have leave what operations of this thread have saved that are over.
 
         Args:
-            present: the operation that saves now; without one all are over.
-            stays: what they have saved stays in memory, because forward has failed: nobody will want most of it.
+            stays: it stays in memory, because forward has failed: nobody will want most of it.
         """
-        if not self._operations.are_over(present):
-            return
-        with self.finalizers, self.finalizers.lock:
-            for record, choice, *_ in self._operations.ended():
-                self._place(record, None if stays else next((view.held for view in record.holders), None), choice)
+        waiting = self._of_thread.leaving
+        try:
+            while waiting:
+                with self.lock:
+                    self.ends.act()
+                    record, choice, _ = waiting.popleft()
+                    record.is_leaving = False
+                    if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
+                        _follow(self._accelerator, record.stream)
+                        self._place(record, choice, stays=stays)
+        except BaseException as error:
+            self._note_exception(error)
+            raise
+
+    def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
+        """Have a store take the bytes of a record, or keep them."""
+        reason, views = choice.reason, record.holders
+        if choice.stores and not record.may_leave:
+            reason = Eligibility.NO_GRAPH.value
+        elif views and views[0].held is not None and not stays:
+            reason = self.offload(record, views[0].held, choice)
+        if record.is_kept:
+            self._stats.kept_bytes[reason] += record.nbytes
+            self.add_kept(record)
+        else:
+            record.index = record.micro_step.add(record)
 
     def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
-        if self.room.may_wait:
-            self.room.wait_for(nbytes)
-        with self.finalizers, self.finalizers.lock:
+        if self.may_wait:
+            self.wait_for(nbytes)
+        with self.lock:
+            self.ends.act()
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
-            memory = self.room.count(holders[0].untyped_storage() if holders else None, nbytes)
+            memory = self.count(holders[0].untyped_storage() if holders else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
             self._stats.saved.add(added_bytes)
             if reason:
                 self._stats.kept_bytes[reason] += added_bytes
-            self.finalizers.watch(user, CountedGone(memory))
+            self.ends.watch(user, CountedGone(memory))
         return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
@@ -453,83 +484,85 @@ class TensorCache(Keeper):
         if torch._C._len_torch_dispatch_stack() and is_under_a_mode():
             with out_of_modes():  # what a mode makes of our copies would go into gradients
                 return self.unpack(micro_step, held)
-        if self._operations.held_back and not self._is_capturing:
-            self._end_operations()
-        reading = self._originals.begin_unpack()
-        self.finalizers.act_if_free()  # what is gone makes room for what comes; nothing else may take the lock here
-        # First of all: backward waits for this read, and for no read ahead.
-        if isinstance(held, PassedThrough):
+        try:
+            if self._of_thread.leaving and not self._accelerator.is_capturing():
+                self._end_operations()
+            self.act_on_ends()  # what is gone makes room for what comes
+            # First of all: backward waits for this read, and for no read ahead.
             tensor = held.restore()
-        elif reading is not None and reading.memory is not None:
-            if self.rematerialization is not None and held.memory.is_operand:
-                # Comparisons hold operands, and backward may be about to update one that no recipe needs any longer.
-                self.rematerialization.wait_for_answers()
-                self.finalizers.act_if_free()
-            tensor = self._functions.hand_out(held, reading.memory)
-        else:
-            tensor = held.restore()
-            if is_read_by_an_extension():
-                tensor = self._functions.own(held, tensor)
-        if reading is not None:
-            reading.tensors.append(Unpacked(tensor, tensor is held.held, held.attributes))
-        if micro_step.phase is Phase.WAITING:
-            with self.finalizers, self.finalizers.lock:
-                micro_step.read_ahead(self.room.prefetch)
-        return tensor
+            if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.is_operand:
+                tensor = _own(tensor)  # or what the Function writes would be the bytes of a recipe's operand
+            if micro_step.phase is Phase.WAITING:
+                with self.lock:
+                    micro_step.read_ahead(self.prefetch)
+            return tensor
+        except BaseException as error:
+            self._note_exception(error)
+            raise
 
     def load(self, view: SavedView) -> torch.Tensor:
         if os.getpid() != self._pid:
             raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
+        tensor, record = view.in_source(), view.record
+        if tensor is not None:
+            with self.lock:
+                self._use(record, tensor)
+                self.note_unpacked(view)
+                record.micro_step.read_ahead(self.prefetch, after=record.index)
+            return tensor
         try:
             return self._load_once(view)
         except RuntimeError as error:
-            if self._accelerator is None or not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
-        self.room.give_way()
+        self.give_way()
         return self._load_once(view)
+
+    def _use(self, record: SavedStorage, tensor: torch.Tensor) -> None:
+        """Note that the current stream uses the storage that was saved, which another one may have saved."""
+        stream, consumers = self._accelerator.current_stream(), record.memory.consumers
+        if stream != record.stream and stream not in consumers:
+            self._accelerator.share(tensor, stream)
+            consumers.append(stream)
 
     def _load_once(self, view: SavedView) -> torch.Tensor:
         record = view.record
         arrival = self._loaded(record).arrival
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
             data = arrival.join()  # every consumer waits for the copy, each in its own stream
             unmodified(data, arrival.version)  # an earlier consumer may have written into it
             if view.is_lent:  # or each recipe that wants it would read it again
-                self.room.add_early(record)
-            self.room.note_unpacked(view)
-            record.micro_step.read_ahead(self.room.prefetch, after=record.index)
-        return data
+                self.add_early(record)
+            self.note_unpacked(view)
+            record.micro_step.read_ahead(self.prefetch, after=record.index)
+        return view.rebuild(data)
 
     def _loaded(self, record: SavedStorage) -> Loaded:
         """Load a record, if it is not there; see [Note: Loads]."""
-        try:
-            while True:
-                self.room.wait_for(self.room.loading_bytes(record))
-                with self.finalizers, self.finalizers.lock:
-                    if record.loaded is not None:
-                        return record.loaded
-                    loading = record.loading or self.room.begin_load(record)  # never twice: it would be counted twice
-                if loading.thread == threading.get_ident():
-                    return self._fetch(record, loading)
-                with loading.done:  # another thread loads it
-                    pass
-        except BaseException as error:  # an interrupt between two critical sections leaves it LOADING for ever
-            self.finalizers.note_exception(error)
-            raise
+        while True:
+            self.wait_for(self.loading_bytes(record))
+            with self.lock:
+                if record.loaded is not None:
+                    return record.loaded
+                loading = record.loading or self.begin_load(record)  # never twice: it would be counted twice
+            if loading.thread == threading.get_ident():
+                return self._fetch(record, loading)
+            with loading.done:  # another thread loads it
+                pass
 
     def _fetch(self, record: SavedStorage, loading: Loading) -> Loaded:
         store, started_s = loading.ticket.store, time.perf_counter()
         try:
             loaded = store.get(loading.ticket, self._device)
         except BaseException:  # another thread would wait for it for ever
-            with self.finalizers, self.finalizers.lock:
-                self.room.end_load(record, loading, None)
+            with self.lock:
+                self.end_load(record, loading, None)
             raise
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
             if store.keeps_bytes:
                 self._stats.moving_s += time.perf_counter() - started_s
-            self.room.end_load(record, loading, loaded)
+            self.end_load(record, loading, loaded)
         return loaded
 
     # ---- for what is rematerialized -----------------------------------------------------------------------------
@@ -537,12 +570,20 @@ class TensorCache(Keeper):
     def rematerialize(self, store: TensorStore[Any] | None) -> None:
         """Ask a store that knows what storages are made of before those that keep their bytes; None: none."""
         self.rematerialization = store
-        self.room.watched = self.stores if store is None else (store, *self.stores)
+        self.watched = self.stores if store is None else (store, *self.stores)
 
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
+        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
+
+        Args:
+            leaves: the next store may have them.
+
+        Returns:
+            Whether they are held: else nobody wants them any more.
+        """
         is_wanted = is_held = False
         try:
-            with self.finalizers, self.finalizers.lock:
+            with self.lock:
                 is_wanted = record.state is not RecordState.DROPPED
                 if is_wanted:  # one user more, or it might be dropped meanwhile
                     record.count_lent()
@@ -550,35 +591,35 @@ class TensorCache(Keeper):
                 self._loaded(record)
         finally:
             if is_wanted:
-                with self.finalizers, self.finalizers.lock:
+                with self.lock:
                     if record.loaded is not None:
                         is_held, record.loaded = True, replace(record.loaded, stored=False)
                     self.finalize(ViewGone(record, is_away=True, is_lent=True))
                     if leaves and record.state is RecordState.LOADED:
-                        self.room.evict(record)
+                        self.evict(record)
         return is_held
 
-    # ---- room, for forwards that run again and for ourselves ----------------------------------------------------
+    # ---- room, for forwards that run again ----------------------------------------------------------------------
 
     def begin_recomputation(self, saved_bytes: int) -> None:
         """Make room for what a pass saves that runs again in backward, and count it."""
         self._stats.recomputed_bytes += saved_bytes
-        self.room.wait_for(saved_bytes)
+        self.wait_for(saved_bytes)
 
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
         if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
             return
-        self.room.wait_for(nbytes := held_bytes(tensor, self._device))
-        with self.finalizers, self.finalizers.lock:
-            self._recomputed.append(self.room.count(tensor.untyped_storage(), nbytes))
-            self.room.count_until_free(tensor.untyped_storage())
+        self.wait_for(nbytes := held_bytes(tensor, self._device))
+        with self.lock:
+            self._recomputed.append(self.count(tensor.untyped_storage(), nbytes))
+            self.count_until_free(tensor.untyped_storage())
 
     def end_recomputations(self) -> None:
         """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
             while self._recomputed:
-                self.room.uncount(self._recomputed.pop())
+                self.uncount(self._recomputed.pop())
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
@@ -587,38 +628,47 @@ class TensorCache(Keeper):
         self._observers.append(observer)
 
     def refuse_broken(self) -> None:
-        """Refuse to go on where an exception has left records or a store half changed.
+        """Refuse to go on where an exception has left records half changed: see [Note: Poison].
 
         Raises:
-            StateError: one has; see [Note: Broken] in ``finalizers.py``.
+            StateError: one has.
         """
-        self.finalizers.refuse_broken()
-        for store in self.room.watched:
-            store.refuse_broken()
+        if self._broken_by:
+            raise StateError(
+                f"{self._broken_by} came in the middle of ds_tba's bookkeeping of saved tensors, and a later step "
+                "could have a wrong gradient: load the last checkpoint and go on with a new engine, or restart the "
+                "program."
+            )
+
+    def _note_exception(self, error: BaseException) -> None:
+        # Our own errors are raised before anything was changed, but for a bug's; so is a device's want of memory.
+        is_refusal = isinstance(error, DsTbaError) and not isinstance(error, StateError)
+        if not is_refusal and (isinstance(error, MemoryError) or not is_out_of_memory(error)):
+            self._broken_by = self._broken_by or type(error).__name__  # not itself: it holds frames with all tensors
 
     def settle(self) -> None:
-        """Act on every deferred finalizer, and let go of what finished copies still hold."""
-        with self.finalizers, self.finalizers.lock:
-            self.room.releases.settle()
+        """Act on every end, and let go of what finished copies still hold."""
+        with self.lock:
+            self._releases.settle()
         for store in self.stores:  # under their own locks
             store.settle()
-        self.finalizers.act_if_free()
+        self.act_on_ends()
 
     def forget_order(self) -> None:
         """Forget the order in which backward wanted what was moved: from now on other storages are."""
-        with self.finalizers, self.finalizers.lock:
+        with self.lock:
             self.learned_order = []
 
     # ---- the ends of records ------------------------------------------------------------------------------------
 
     def finalize(self, gone: Finalized) -> None:
         if isinstance(gone, CountedMemory):
-            self.room.free(gone)
+            self.free(gone)
             return
         if isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
             self._stats.saved.add(0 if gone.is_lent else -gone.memory.unsave())
-            self.room.uncount(gone.memory)
+            self.uncount(gone.memory)
             return
         record = gone.record
         record.views -= 1
@@ -630,17 +680,33 @@ class TensorCache(Keeper):
         if record.views == 0:
             self._forget(record)
         else:
-            self.room.evict_if_unpacked(record)
+            self.evict_if_unpacked(record)
 
     def _forget(self, record: SavedStorage) -> None:
-        self.room.remove(record)
+        self.remove(record)
         record.move(RecordState.DROPPED)
         record.loaded = record.origin = None  # a sample or a recording that holds the record would hold its bytes
         self._live_records -= 1
         if self.forward.by_key.get(record.key) is record:
             del self.forward.by_key[record.key]  # a later save would share bytes that are given up
         if record.ticket is not None:
-            record.ticket.store.release(record.ticket)  # see [Note: Order of locks]
+            record.ticket.store.release(record.ticket)
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order  # a part teaches none
+
+
+def _follow(accelerator: Accelerator, stream: Stream) -> None:
+    """Have the current stream wait for another one, or a copy out may begin before that has filled the memory."""
+    present = accelerator.current_stream()
+    if stream != present:
+        event = accelerator.new_event()
+        event.record(stream)
+        present.wait_event(event)
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, in memory of its own and in the same layout."""
+    if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()  # its mark is not in its bytes
+    return ViewSpec.of(tensor).rebuild(storage_bytes(tensor).clone())

@@ -35,6 +35,7 @@ class Eligibility(Enum):
     UNDER_A_MODE = "under a dispatch mode of the user"
     OF_GRAPH = "of a CUDA graph"
     CAST_OF_PARAMETER = "a parameter in another dtype"
+    NO_GRAPH = "no graph, and in use elsewhere"
     EXCLUDED = "excluded by name"
 
 
@@ -52,10 +53,10 @@ class Gate:
     Args:
         device: the training device, with its index; a tensor elsewhere costs none of its memory.
         min_tensor_bytes: storages smaller than this are kept.
-        accelerator: of that device, where it is asynchronous.
+        accelerator: of that device.
     """
 
-    def __init__(self, device: torch.device, min_tensor_bytes: int, accelerator: Accelerator | None) -> None:
+    def __init__(self, device: torch.device, min_tensor_bytes: int, accelerator: Accelerator) -> None:
         self._device = device
         self._min_tensor_bytes = min_tensor_bytes
         self._accelerator = accelerator
@@ -107,7 +108,7 @@ class Gate:
             return Eligibility.CAST_OF_PARAMETER
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
         accelerator = self._accelerator
-        if accelerator is not None and (accelerator.is_capturing() or accelerator.is_of_graph(storage)):
+        if accelerator.is_capturing() or accelerator.is_of_graph(storage):
             return Eligibility.OF_GRAPH
         return Eligibility.ELIGIBLE
 

@@ -1,110 +1,195 @@
-"""Memory for what a Function of the user's, or of a C++ extension, reads: it may write there without a version.
+"""Python Functions: which saves are a user's, and ``ctx.saved_tensors`` that returns the very parameters that it saved.
 
-Knows what autograd holds, and where room is; cannot see how bytes come back, nor what is rematerialized.
+Knows ``torch.autograd.Function`` and PyTorch's checkpoint; cannot see where storages go.
+
+[Note: Functions of the user] A Function that PyTorch and DeepSpeed do not bring may write, without a version, into what
+it saves: in forward before it saves it, in backward after it has read it (Liger's kernels do both). So what it saves is
+shared with no other save. Autograd packs the tensors when the Function's forward is over, and the hook is not told for
+whom. ``ctx.save_for_backward`` is Python, and says which storages come: they do at the same sequence number, because
+each node of the graph takes one. If the Function's forward builds a graph of its own meanwhile, what that saves of
+these storages counts as the Function's, too.
+
+[Note: Originals] Without hooks, ``ctx.saved_tensors`` returns a saved leaf as the object that was saved. With hooks,
+autograd wraps whatever unpack returned in a new tensor (``torch/csrc/autograd/saved_variable.cpp``, ``unpack``). Two
+things go wrong then. A backward that returns a saved leaf as a gradient returns a tensor that nobody else refers to, so
+``AccumulateGrad`` takes its memory for ``.grad``, and an optimizer that changes ``.grad`` changes the leaf. And code
+that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say) does not find them. Therefore
+``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
+original where it was kept; and likewise what a checkpoint hands to the function that it runs again, which PyTorch 2.13
+no longer saves in a Function. A tensor with a graph comes back as a new object, with the attributes that it had when it
+was saved; the context refers to it, as autograd would, if its memory was kept.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import wraps
+from typing import Any
+
 import torch
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.utils import checkpoint as checkpointing
 
-from ds_tba.core.originals import OwnMemory
-from ds_tba.core.saved import Keeper, SavedCounted, SavedStorage, SavedView
-from ds_tba.core.tensors import ViewSpec, has_plain_storage, span_bytes, storage_bytes
-from ds_tba.device.accelerator import Accelerator, moment
-from ds_tba.device.copies import Arrival
+from ds_tba.core.saved import Held, PassedThrough
+from ds_tba.core.tensors import has_plain_storage, is_of_a_users_function, next_sequence_number, stamp_of
+
+_SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
+_READ = "_ds_tba_read"
 
 
-class Functions:
-    """Gives Functions of the user's and of extensions saved tensors in memory that nobody else reads.
+class _OfThread(threading.local):
+    """The last save of this thread by a Function of the user's.
 
-    Args:
-        cache: has the room for copies.
-        accelerator: of the device, where that is asynchronous.
+    Attributes:
+        storages: stamps of the storages that it saves.
+        number: the sequence number at which autograd packs them.
+        is_packed: one of them was packed at that number, so that another number is another operation's.
     """
 
-    def __init__(self, cache: Keeper, accelerator: Accelerator | None) -> None:
-        self._cache = cache
-        self._accelerator = accelerator
+    storages: frozenset[int] = frozenset()
+    number = -1
+    is_packed = False
 
-    def hand_out(self, held: SavedCounted | SavedView, memory: OwnMemory) -> torch.Tensor:
-        """Return a saved tensor to a Function of the user's, which may write into it without a version.
 
-        It has one memory for all its reads, as without hooks, and shares it with no recipe, nor with bytes that others
-        will read: what it returns may become ``.grad``, and be written into. A write with a version counts for the
-        tensor that was saved, so that whoever else has saved it raises, as without hooks. A tensor without a graph that
-        the user still has may be a state that backward updates, a running mean say: it is that memory.
+class FunctionSaves:
+    """The saves by [Note: Functions of the user], told apart from those of operations."""
+
+    def __init__(self) -> None:
+        self._of_thread = _OfThread()
+
+    def begin(self, tensors: Iterable[object]) -> None:
+        """Note that a Function of the user's saves these tensors."""
+        state = self._of_thread
+        with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
+            plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
+            state.storages = frozenset(stamp_of(one.untyped_storage()) for one in plain)
+        state.number, state.is_packed = next_sequence_number(), False
+
+    def saver_of(self, tensor: torch.Tensor, number: int) -> int:
+        """Return a number of the Function that saves a tensor now, above 0; 0 if an operation does.
 
         Args:
-            memory: of what the node has read before.
+            number: the sequence number of now.
         """
-        owner = held.record if isinstance(held, SavedView) else held.memory
-        if held.held is not None and not held.memory.is_operand:
-            tensor = held.restore()
-            if isinstance(held, SavedView) and held.holds(held.record.key):  # it may be moved between two reads
-                memory[owner] = Arrival.done(storage_bytes(tensor))
-            return tensor
-        known = memory.get(owner)
-        # A read on another stream waits, or it would see what the copy there has not written yet.
-        storage = None if known is None else known.join().untyped_storage()
-        if storage is None and isinstance(held, SavedView):
-            storage = self._source_of(held.record)
-        if storage is not None:
-            tensor = held.over(storage)
-            if isinstance(held, SavedView):
-                with self._cache.finalizers, self._cache.finalizers.lock:
-                    self._cache.room.note_unpacked(held)
-            return tensor
-        tensor = held.restore()
-        if not _is_its_bytes(tensor):
-            return tensor.clone()  # a conjugate's mark would be lost with bytes alone
-        data = storage_bytes(tensor)
-        if _others_read(held):  # or what the Function writes would be their bytes
-            data = self._cache.room.copied(data)
-        memory[owner] = self._arrival(data)
-        return held.over(data.untyped_storage())
-
-    def _arrival(self, data: torch.Tensor) -> Arrival:
-        """Return bytes that come on the calling thread's current stream, for its other streams."""
-        accelerator = self._accelerator
-        if accelerator is None:
-            return Arrival.done(data)
-        arrival = Arrival(accelerator, data, moment(accelerator), accelerator.current_stream())
-        counted = self._cache.room.memory_of(data.untyped_storage())
-        if counted is not None:
-            arrival.consumers = counted.consumers  # one list: the memory is free when all who read it are done
-        return arrival
-
-    def _source_of(self, record: SavedStorage) -> torch.UntypedStorage | None:
-        """Return the storage that was saved, if it is moved and the user has it all the same."""
-        storage = None if record.is_kept or record.source is None else record.source()
-        if storage is None or storage.nbytes() != record.nbytes or record.ticket is None:  # gone, or resized by now
-            return None
-        for copy in record.ticket.store.copies_out():  # else one that is under way would take what backward writes
-            copy.wait()
-        return storage
-
-    def own(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a saved tensor to a Function in C++, in memory of its own and with a version of its own.
-
-        It, too, may write into that without a version, and what it returns may become ``.grad``, or be added to in
-        place: nobody else refers to the tensor that autograd makes of ours. Nothing tells whether it reads once more,
-        so that each read has another memory.
-        """
-        if held.held is None and not _others_read(held):
-            return tensor
-        if not _is_its_bytes(tensor):
-            return tensor.detach().clone()  # its mark is not in its bytes
-        spec = ViewSpec.of(tensor)
-        start = spec.storage_offset * tensor.element_size()
-        own = self._cache.room.copied(storage_bytes(tensor)[start : start + span_bytes(tensor)])
-        return spec._replace(storage_offset=0).rebuild(own)
+        state = self._of_thread
+        if not state.storages or not has_plain_storage(tensor):
+            return 0
+        if state.is_packed and number != state.number:
+            state.storages = frozenset()
+            return 0
+        is_of_function = stamp_of(tensor.untyped_storage()) in state.storages
+        state.is_packed |= is_of_function and number == state.number
+        return number + 1 if is_of_function else 0
 
 
-def _is_its_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a storage of its own, and no mark that the bytes there do not have."""
-    return has_plain_storage(tensor) and not tensor.is_conj() and not tensor.is_neg()
+class SavedTensors:
+    """The descriptor in place of ``ctx.saved_tensors``; see [Note: Originals].
+
+    Args:
+        builtin: the descriptor of autograd, which unpacks.
+
+    Attributes:
+        saves: of Functions in this process.
+    """
+
+    def __init__(self, builtin: Any) -> None:
+        self._builtin = builtin
+        self.saves = FunctionSaves()
+
+    def __get__(self, ctx: Any, owner: type | None = None) -> object:
+        if ctx is None:
+            return self
+        found = self._builtin.__get__(ctx, owner)
+        if not found:
+            return found
+        held = [saved.data for saved in ctx._raw_saved_tensors]
+        with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
+            originals = with_originals(found, held)
+            # A tensor that nobody else refers to would give its memory to .grad; of an output it would be a circle.
+            kept = [one for one, data in zip(originals, held, strict=True) if _is_kept_with_graph(one, data, ctx)]
+        if kept:
+            setattr(ctx, _READ, kept)
+        return originals
 
 
-def _others_read(held: SavedCounted | SavedView) -> bool:
-    """Return whether bytes that backward has just got are what another tensor is made of, or another reader's, too."""
-    return held.memory.is_operand or (isinstance(held, SavedView) and held.record.loaded is not None)
+def keep_originals() -> FunctionSaves:
+    """Replace what reads ``ctx.saved_tensors`` in this process, and what saves for Functions; return the saves."""
+    present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
+    if not isinstance(present, SavedTensors):  # once for all engines, or ours would be wrapped in ours
+        present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
+        setattr(BackwardCFunction, _SAVED_TENSORS, present)
+        setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))  # or reads by it would go around ours
+        _hand_to_checkpoints()
+        _note_saves(present.saves)
+    return present.saves
+
+
+def _by_old_name(ctx: Any) -> object:
+    """Return ``ctx.saved_tensors`` for ``ctx.saved_variables``, which PyTorch still has; with the warning of that."""
+    warnings.warn("'saved_variables' is deprecated; use 'saved_tensors'", DeprecationWarning, stacklevel=2)
+    return ctx.saved_tensors
+
+
+def _note_saves(saves: FunctionSaves) -> None:
+    builtin = FunctionCtx.save_for_backward
+
+    @wraps(builtin)
+    def save_for_backward(self: FunctionCtx, *tensors: torch.Tensor) -> None:
+        if is_of_a_users_function(type(self)):
+            saves.begin(tensors)
+        builtin(self, *tensors)
+
+    FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]
+
+
+def _hand_to_checkpoints() -> None:
+    frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
+    get_inputs = getattr(frame, "get_inputs", None)
+    if get_inputs is None:
+        return
+
+    def originals(self: Any) -> Sequence[object]:
+        found = get_inputs(self)
+        saved = getattr(self, "saved_args", None)  # PyTorch 2.13 saves them in no Function
+        return found if saved is None else with_originals(found, [getattr(one, "data", None) for one in saved])
+
+    frame.get_inputs = originals
+
+
+def with_originals(found: Sequence[Any], held: Sequence[object]) -> tuple[Any, ...]:
+    """Return saved tensors, with the originals in place of tensors that autograd made around them.
+
+    Args:
+        found: returned by autograd; None for an argument that was None, and of a checkpoint also other objects.
+        held: what each was packed as, by our hooks or by others.
+    """
+    return tuple(_original(one, data) for one, data in zip(found, held, strict=True))
+
+
+def _original(one: Any, data: object) -> Any:
+    held = _held(data)
+    if held is None or not isinstance(one, torch.Tensor):
+        return one
+    kept = held.held
+    # A tensor with a graph of its own must keep the edge that autograd gave it.
+    if kept is not None and one.grad_fn is None and one.requires_grad == kept.requires_grad:
+        one = kept
+    if held.attributes:
+        vars(one).update({**held.attributes, **vars(one)})  # a wrapper has parts of its own
+    return one
+
+
+def _held(data: object) -> Held | None:
+    if isinstance(data, Held):
+        return data
+    inner = getattr(data, "held", None)  # a recorder wraps what our hook returns
+    return inner if isinstance(inner, Held) else None
+
+
+def _is_kept_with_graph(one: Any, data: object, ctx: object) -> bool:
+    held = _held(data)
+    if held is None or isinstance(held, PassedThrough) or held.held is None or not isinstance(one, torch.Tensor):
+        return False
+    return one.grad_fn is not None and one.grad_fn is not ctx

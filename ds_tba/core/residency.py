@@ -27,10 +27,9 @@ from contextlib import contextmanager
 import torch
 
 from ds_tba.core.eligibility import out_of_modes
-from ds_tba.core.fingerprint import Doubts
-from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, Room, SavedStorage, SavedView
+from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import storage_bytes
-from ds_tba.device.accelerator import Accelerator, Event, moment
+from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
 from ds_tba.errors import StateError
 from ds_tba.stats import CacheStats
@@ -39,53 +38,45 @@ from ds_tba.storage.base import AnyStore, Choice, Loaded, Ticket
 logger = logging.getLogger(__name__)
 
 
-class Residency(Room):
-    """The saved storages in device memory, within the budget.
+class Residency(Keeper):
+    """The saved storages in device memory, within the budget: the part of the cache that moves bytes.
 
-    It changes only under the cache's lock: ``limit``, ``wait_for``, ``give_way``, ``scratch`` and ``copied`` take it,
-    and all other methods that change anything are called under it. ``may_wait``, ``is_exceeded_by``, ``loading_bytes``
-    and ``memory_of`` only read, and are called without it, too.
+    It changes only under the lock: ``limit``, ``wait_for``, ``give_way`` and ``scratch`` take it, and all other methods
+    that change anything are called under it. ``may_wait``, ``is_exceeded_by``, ``loading_bytes`` and ``memory_of`` only
+    read, and are called without it, too.
 
     Args:
-        stats: its gauge has their bytes, and it the host's seconds in stores.
         stores: where bytes may go that were kept, in order of preference.
-        doubts: views that keep bytes which the budget cannot move, until a device has answered.
-        cache: has the lock, and acts when memory is free.
-        accelerator: of the device, where that is asynchronous.
+        accelerator: of the device.
         released_bytes: without a budget, the bound of what the host has let go of and the device has not.
 
     Attributes:
+        lock: guards everything that the cache changes. It is not reentrant on purpose: code that found it taken by its
+            own thread would change what a critical section is changing.
         limit_bytes: the budget; infinite without one.
         is_limited: True if there is a budget.
         watched: all stores whose pending copies hold device memory.
     """
 
-    def __init__(
-        self,
-        stats: CacheStats,
-        stores: tuple[AnyStore, ...],
-        doubts: Doubts,
-        cache: Keeper,
-        accelerator: Accelerator | None,
-        released_bytes: int,
-    ) -> None:
+    def __init__(self, stores: Sequence[AnyStore], accelerator: Accelerator, released_bytes: int) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
         self.limit_bytes = math.inf
         self.is_limited = False
+        self.stores = tuple(stores)
+        self.watched: tuple[AnyStore, ...] = self.stores
         self._account = f"_ds_tba_account_{uuid.uuid4().hex}"  # attribute of storages; two engines may save one
         self._setting = ""  # that asks for the limit
-        self._gauge = stats.resident
-        self.releases = Releases(accelerator or Accelerator(), stats.resident)
+        self._stats = CacheStats()
+        self._gauge = self._stats.resident
+        self._releases = Releases(accelerator, self._gauge)
         self._released_limit_bytes = released_bytes
-        self._stats = stats
-        self._stores = stores
-        self.watched = stores
-        self._doubts = doubts
-        self._cache = cache
         self._accelerator = accelerator
         self._has_warned = False
         self._largest_bytes = 0  # of the storages that left
-        # What may leave, oldest first. Of a kept one an event of the stream that makes its bytes.
-        self._movable: dict[SavedStorage, Event | None] = {}
+        # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
+        self._movable: dict[SavedStorage, Event] = {}
+        self._ahead: dict[SavedStorage, None] = {}  # asked of stores ahead of backward, oldest first
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     # ---- room ---------------------------------------------------------------------------------------------------
@@ -97,7 +88,7 @@ class Residency(Room):
             nbytes: None for none.
             setting: that asks for it, for a warning where it cannot be held; empty for no warning.
         """
-        with self._cache.finalizers, self._cache.finalizers.lock:
+        with self.lock:
             self.limit_bytes = math.inf if nbytes is None else nbytes
             self.is_limited = self.limit_bytes < math.inf
             self._setting = setting
@@ -109,16 +100,19 @@ class Residency(Room):
     @property
     def may_wait(self) -> bool:
         """True if anything may have to be waited for, or moved, before more is counted."""
-        may_wait = self.is_limited or self.releases.nbytes > 0
+        may_wait = self.is_limited or self._releases.nbytes > 0
         # A capture into a graph, inside of forward, would be spoilt by looking whether the device has done something.
-        return may_wait and not (self._accelerator is not None and self._accelerator.is_capturing())
+        return may_wait and not self._accelerator.is_capturing()
 
     def wait_for(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        if self._doubts.waiting and self.is_exceeded_by(nbytes):
-            self._doubts.read(wait=True)  # they keep bytes that the budget cannot move
-        finalizers = self._cache.finalizers
+        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
+
+        Args:
+            pinned: storages that stay where they are.
+        """
         while self.may_wait:
-            with finalizers, finalizers.lock:
+            with self.lock:
+                self.ends.act()  # what is gone makes room
                 release = self.free_room(nbytes, pinned)
             if release is None:
                 break
@@ -127,44 +121,32 @@ class Residency(Room):
 
     def give_way(self) -> None:
         """Drop what was read ahead, and wait until the device is done with what was let go of."""
-        finalizers = self._cache.finalizers
-        with finalizers, finalizers.lock:
-            for record in [one for one in self._movable if one.state is RecordState.AHEAD]:
+        with self.lock:
+            self.ends.act()
+            for record in list(self._ahead):
                 self.evict(record)
-            self.end_early()
-            release = self.releases.oldest
+            self._evict_early()
+            release = self._releases.oldest
         while release is not None:
             release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
-            with finalizers, finalizers.lock:
-                self.releases.settle()
-                release = self.releases.oldest
+            with self.lock:
+                self._releases.settle()
+                release = self._releases.oldest
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[None]:
+        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
         self.wait_for(nbytes)
-        finalizers, counted_bytes = self._cache.finalizers, 0  # until it is counted: an interrupt must take off nothing
+        counted_bytes = 0  # until it is counted: an interrupt must take off nothing
         try:
-            with finalizers, finalizers.lock:
+            with self.lock:
                 self.make_room(nbytes)
                 counted_bytes = nbytes if self.is_limited else 0
                 self._gauge.add(counted_bytes)
             yield
         finally:
-            with finalizers, finalizers.lock:
+            with self.lock:
                 self._gauge.add(-counted_bytes)
-
-    def copied(self, source: torch.Tensor) -> torch.Tensor:
-        nbytes, device, finalizers = source.numel(), self._accelerator, self._cache.finalizers
-        self.wait_for(nbytes)
-        if device is None:
-            copy = source.clone()
-        else:
-            copy = device.allocate(nbytes, source.device)
-            device.copy(source, copy)
-        with finalizers, finalizers.lock:
-            self.count(copy.untyped_storage(), nbytes)
-            self.count_until_free(copy.untyped_storage())
-        return copy
 
     def free_room(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> Release | PendingCopy | None:
         """Move what can be moved until ``nbytes`` more fit the budget, or will once streams are done with the rest.
@@ -175,22 +157,21 @@ class Residency(Room):
         Returns:
             What to wait for before this is called again; None where no wait would give more room.
         """
-        self.releases.settle()
+        self._releases.settle()
         copies: list[PendingCopy] = []
         if not self._fits(nbytes, copies):
             copies = self._copies_out()
-            ahead = [one for one in self._movable if one.state is RecordState.AHEAD]  # the newest is wanted last
-            held = [one for one in self._movable if one.state is not RecordState.AHEAD]
-            for record in (*held, *reversed(ahead)):  # lists: finalizers that _copies_out() acts on remove records
+            # Copies: ends that _copies_out() acts on remove records. Of what is read ahead the newest is wanted last.
+            for record in (*self._movable, *reversed(list(self._ahead))):
                 if self._fits(nbytes, copies):
                     break
                 if record not in pinned:  # or an operand would be evicted for what is made of it
                     self.evict(record)
                     copies = self._copies_out()
-        is_too_far = self.releases.nbytes > self._released_limit_bytes and not self.is_limited
+        is_too_far = self._releases.nbytes > self._released_limit_bytes and not self.is_limited
         if not (is_too_far or self.is_exceeded_by(nbytes)):
             return None
-        return copies[0] if copies else self.releases.oldest
+        return copies[0] if copies else self._releases.oldest
 
     def make_room(self, nbytes: int) -> None:
         """Have ``nbytes`` more fit the budget, as far as that can be done; see [Note: The budget]."""
@@ -214,18 +195,19 @@ class Residency(Room):
 
     def _fits(self, nbytes: int, copies: Sequence[PendingCopy]) -> bool:
         """Return whether ``nbytes`` more fit the budget, once these copies are done and streams with what was freed."""
-        leaving_bytes = self.releases.nbytes + sum(copy.nbytes for copy in copies)
+        leaving_bytes = self._releases.nbytes + sum(copy.nbytes for copy in copies)
         return not self.is_exceeded_by(nbytes - leaving_bytes)
 
     def _copies_out(self) -> list[PendingCopy]:
         """Copies that hold device memory on its way out, oldest first of each store."""
         found = [copy for store in self.watched for copy in store.copies_out()]
-        self._cache.finalizers.act()  # of the memory that finished copies have let go of
+        self.ends.act()  # of the memory that finished copies have let go of
         return found
 
     # ---- what is counted ----------------------------------------------------------------------------------------
 
     def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
+        """Return the account of the memory of a storage, if it has one."""
         memory: CountedMemory | None = getattr(storage, self._account, None)
         return memory
 
@@ -253,7 +235,7 @@ class Residency(Room):
         memory = self.memory_of(storage)
         if memory is not None and not memory.is_watched:
             memory.is_watched = True
-            self._cache.finalizers.watch(storage, memory)
+            self.ends.watch(storage, memory)
 
     def uncount(self, memory: CountedMemory) -> None:
         """Take a user away; with the last one the memory is counted no longer."""
@@ -266,14 +248,14 @@ class Residency(Room):
         """Note that the host has freed memory; its bytes count until consumers, which may be late, have come so far."""
         nbytes, memory.nbytes = memory.nbytes, 0
         if memory.consumers:
-            self.releases.add(nbytes, memory.consumers)
+            self._releases.add(nbytes, memory.consumers)
         else:
             self._gauge.add(-nbytes)
 
     def add_kept(self, record: SavedStorage) -> None:
         """Keep the bytes of a record in device memory until the budget wants the room."""
         if self.is_limited:
-            self._movable[record] = None if self._accelerator is None else moment(self._accelerator)
+            self._movable[record] = moment(self._accelerator)
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
@@ -288,11 +270,11 @@ class Residency(Room):
         """Return the bytes that a load adds to what is counted."""
         if record.ticket is None or record.loaded is not None:
             return 0
-        new_bytes = 0 if record.state is RecordState.AHEAD else record.ticket.new_bytes
-        return new_bytes + self._passing_bytes(record.ticket)
+        is_counted = record in self._ahead and not self._accelerator.is_synchronous
+        return (0 if is_counted else record.ticket.new_bytes) + self._passing_bytes(record.ticket)
 
     def _passing_bytes(self, ticket: Ticket) -> int:
-        return 0 if self._accelerator is None else ticket.passing_bytes
+        return 0 if self._accelerator.is_synchronous else ticket.passing_bytes
 
     def begin_load(self, record: SavedStorage) -> Loading:
         """Have the calling thread load a record, once there is room for its bytes and for what they pass through."""
@@ -317,8 +299,8 @@ class Residency(Room):
         """Hold the bytes of a record that were loaded; None if that has failed."""
         record.loading = None
         self._gauge.add(-loading.new_bytes)
-        if self._accelerator is not None and loading.passing_bytes:  # the current stream reads it from there
-            self.releases.add(loading.passing_bytes, (self._accelerator.current_stream(),))
+        if loading.passing_bytes:  # the current stream reads it from there
+            self._releases.add(loading.passing_bytes, (self._accelerator.current_stream(),))
         record.move(RecordState.AWAY if loaded is None else RecordState.LOADED)
         record.loaded = loaded  # before room is made: a device without memory for that loses no bytes
         loading.done.release()
@@ -331,34 +313,34 @@ class Residency(Room):
         # The same list that join() adds to: when the host releases it, it tells which streams may still use the memory.
         memory.consumers = loaded.arrival.consumers
         if self.is_limited:
-            self._movable[record] = None
+            self._movable[record] = AT_ONCE
 
     def prefetch(self, record: SavedStorage) -> bool:
         """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
         ticket = record.ticket
         if record.state is not RecordState.AWAY or not record.pending or ticket is None:
             return True  # there, on its way, or wanted by nobody any more
-        if self._accelerator is not None:
+        if record in self._ahead or record.living_source() is not None:  # which backward gets
+            return True
+        if not self._accelerator.is_synchronous:
             if self.is_limited and ticket.passing_bytes:
                 return True  # it is read ahead part by part when it is wanted
-            self.releases.settle()
+            self._releases.settle()
             # The largest storage must fit as well: backward may want any other first.
             if self.is_exceeded_by(record.nbytes + self._largest_bytes):
                 return False
         if not ticket.store.prefetch(ticket):
             return False
-        record.move(RecordState.AHEAD)
-        if self._accelerator is not None:  # else it is read into staging, which has its own bound
-            self._movable[record] = None
+        self._ahead[record] = None
+        if not self._accelerator.is_synchronous:  # else it is read into staging, which has its own bound
             self._gauge.add(record.nbytes)
         return True
 
     def end_prefetch(self, record: SavedStorage) -> None:
         """Count a record as asked for ahead no longer, if it was; its store reads on, unless the read was cancelled."""
-        if record.state is RecordState.AHEAD:
-            record.move(RecordState.AWAY)
-            if self._accelerator is not None:
-                del self._movable[record]
+        if record in self._ahead:
+            del self._ahead[record]
+            if not self._accelerator.is_synchronous:
                 self._gauge.add(-record.nbytes)
 
     def add_early(self, record: SavedStorage) -> None:
@@ -371,10 +353,16 @@ class Residency(Room):
             self.evict(next(iter(self._early)))
 
     def end_early(self) -> None:
+        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
+        with self.lock:
+            self._evict_early()
+
+    def _evict_early(self) -> None:
         for record in list(self._early):
             self.evict(record)
 
     def note_unpacked(self, view: SavedView) -> None:
+        """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
         if view.held is None:
             view.record.pending -= not (view.is_unpacked or view.is_lent)
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
@@ -391,25 +379,24 @@ class Residency(Room):
         """Hold the bytes of a record no longer, if a store has them or takes them; cancel a read ahead."""
         # First: add_early() evicts until few are left, and another thread may have evicted and prefetched this one.
         self._early.pop(record, None)
-        if record.state is RecordState.AHEAD:
+        if record in self._ahead:
             if record.ticket is not None and record.ticket.store.cancel_prefetch(record.ticket):
                 self.end_prefetch(record)
             return
-        kept_at = self._movable.pop(record, None)
+        kept_at = self._movable.pop(record, AT_ONCE)
         if record.is_backed:
             record.move(RecordState.AWAY)
             record.loaded = None
-        elif record.state in (RecordState.KEPT, RecordState.LOADED):  # not LEAVING: a kernel may still write there
+        elif record.state is RecordState.LOADED or (record.is_kept and record.may_leave and not record.is_leaving):
             tensor = self._only_copy(record, kept_at)
-            stays = tensor is None or self.offload(record, tensor, Choice(self._stores, wait=True))
-            if stays and self.is_limited:
+            if (tensor is None or self.offload(record, tensor, Choice(self.stores, wait=True))) and self.is_limited:
                 self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
 
-    def _only_copy(self, record: SavedStorage, kept_at: Event | None) -> torch.Tensor | None:
+    def _only_copy(self, record: SavedStorage, kept_at: Event) -> torch.Tensor | None:
         """Return the bytes of a record for a copy out on the calling thread's current stream; None if there are none.
 
         Args:
-            kept_at: event of the stream that makes the bytes, if they were kept.
+            kept_at: event of the stream that makes the bytes.
         """
         loaded = record.loaded
         if loaded is not None:
@@ -417,8 +404,7 @@ class Residency(Room):
             # What was changed stays: the next unpack raises.
             return data if data._version == loaded.arrival.version else None
         # A store copies after the calling thread's current stream, and the bytes may be made in another one.
-        if self._accelerator is not None and kept_at is not None:
-            self._accelerator.current_stream().wait_event(kept_at)
+        self._accelerator.current_stream().wait_event(kept_at)
         return next((view.held for view in record.holders), None)
 
     def offload(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> str:
@@ -434,7 +420,7 @@ class Residency(Room):
                 taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
                 self._stats.moving_s += time.perf_counter() - started_s
                 if isinstance(taken, Ticket):
-                    self.give(record, taken, tensor)
+                    self.give(record, taken)
                     return ""
                 reason = taken.value
         if choice.stores and not record.is_refused:  # once: a budget tries again at each save
@@ -442,13 +428,8 @@ class Residency(Room):
             self._stats.fallbacks[reason] += 1
         return reason
 
-    def give(self, record: SavedStorage, ticket: Ticket, tensor: torch.Tensor) -> None:
-        """Leave the bytes of a record, which are those of a tensor's storage, to the store that issued a ticket."""
-        try:
-            record.take_fingerprint(tensor, self._accelerator)
-        except BaseException:  # the device has no memory for a fingerprint: everything stays as it was
-            ticket.store.release(ticket)
-            raise
+    def give(self, record: SavedStorage, ticket: Ticket) -> None:
+        """Leave the bytes of a record to the store that issued a ticket."""
         if record.ticket is not None:  # its bytes were handed over, but a part of them may still be there
             record.ticket.store.release(record.ticket)
         is_kept, record.ticket = record.is_kept, ticket

@@ -10,30 +10,25 @@ own graph node.
 holds views of its own (lent) of other records. That is no circle: a ticket never holds a graph. The cache lists
 records, and gives them up with their last view, and with them ticket and bytes. A storage that is counted has its
 account as an attribute, and records share it: the end of a record tells of the end of a user, the end of the storage of
-the end of the memory, in any order.
-
-[Note: Finalizers] A view may go anywhere: in any thread, and also while its own thread holds the lock, because every
-allocation inside a critical section may start the garbage collector; and a signal handler may raise there. So nothing
-of ours runs then: its end is put into a queue (``ds_tba/storage/finalizers.py``). Entering ``with finalizers,
-finalizers.lock`` first acts on the ends in the queue, so that their memory is free, and leaving it on those that came
-meanwhile. So do unpacking, which may wait for no lock otherwise, and whoever asks for figures.
+the end of the memory, in any order (``ends.py``).
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.core.fingerprint import Fingerprint
+from ds_tba.core.ends import Ends
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
     OWN_ATTRIBUTES,
@@ -44,42 +39,34 @@ from ds_tba.core.tensors import (
     form_of,
     kept,
     lineage_of,
-    saves_by_functions,
     stamp_of,
     with_counter_of,
 )
-from ds_tba.device.accelerator import Accelerator, Stream
+from ds_tba.device.accelerator import Stream
 from ds_tba.errors import ActivationModifiedError
-from ds_tba.stats import CacheStats
 from ds_tba.storage.base import Loaded, OwnTicket, StateMachine, Store, Ticket
-from ds_tba.storage.finalizers import DeferredFinalizers
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
 
-CHANGED = "saved again with other bytes"
 NO_INDEX = -1  # of a record that was not moved when it was saved
+# PyTorch's count of the tensors that have a storage; without it what has no graph never leaves.
+_users_of_storage: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Keeper(ABC):
-    """The cache, as the objects below see it that it has made, and a store that makes storages from others.
+    """The cache, as the objects below see it that it has made.
 
     Attributes:
-        lock: guards everything that the cache changes. It is not reentrant on purpose: a finalizer that found it free
-            in the middle of a critical section of its own thread would change what that section is changing.
-        finalizers: deferred until somebody has the lock; see [Note: Finalizers].
-        room: for what it keeps and loads.
+        ends: of the views and storages below.
     """
 
-    room: Room
-
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.finalizers: DeferredFinalizers[Finalized] = DeferredFinalizers(self.lock, self.finalize)
+        self.ends: Ends[Finalized] = Ends(self.finalize)
 
     @abstractmethod
     def load(self, view: SavedView) -> torch.Tensor:
-        """Load the bytes of a view's storage (uint8, 1-D), for the calling thread's current stream.
+        """Return the tensor of a view that holds no bytes, for the calling thread's current stream.
 
         Notes at the view that it was unpacked.
         """
@@ -95,55 +82,7 @@ class Keeper(ABC):
 
     @abstractmethod
     def finalize(self, gone: Finalized) -> None:
-        """Act on one deferred finalizer. Called under the lock."""
-
-    @property
-    @abstractmethod
-    def stats(self) -> CacheStats:
-        """Return its counters."""
-
-    @abstractmethod
-    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
-        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
-
-        Args:
-            leaves: the next store may have them.
-
-        Returns:
-            Whether they are held: else nobody wants them any more.
-        """
-
-
-class Room(Protocol):
-    """The room for saved bytes in device memory, as those see it that take some of it. ``residency.py`` makes it.
-
-    Attributes:
-        limit_bytes: the budget; infinite without one.
-    """
-
-    limit_bytes: float
-
-    def wait_for(self, nbytes: int, pinned: Collection[SavedStorage] = ()) -> bool:
-        """Offload, and wait for, what makes room for so many bytes more; return whether they fit now.
-
-        Args:
-            pinned: storages that stay where they are.
-        """
-
-    def scratch(self, nbytes: int) -> AbstractContextManager[None]:
-        """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
-
-    def copied(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a copy of bytes, on the consumer's stream, which may be behind the load of these."""
-
-    def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
-        """Return the account of the memory of a storage, if it has one."""
-
-    def note_unpacked(self, view: SavedView) -> None:
-        """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
-
-    def end_early(self) -> None:
-        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
+        """Act on the end of a view, a counted tensor, or a storage. Called under the lock."""
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -153,9 +92,7 @@ class RecordState(Enum):
     """The place of the bytes of a saved storage."""
 
     KEPT = "kept in device memory"
-    LEAVING = "kept until the operation that saves them is over"
     AWAY = "left to a store, which has the bytes, still copies them, or makes them again"  # its ticket alone knows
-    AHEAD = "left to a store, and asked for ahead of backward"
     LOADING = "on their way into device memory"
     LOADED = "in device memory again"
     DROPPED = "given up"
@@ -165,10 +102,8 @@ class RecordState(Enum):
 
 _R = RecordState
 _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
-    _R.KEPT: (_R.LEAVING, _R.AWAY, _R.DROPPED),
-    _R.LEAVING: (_R.KEPT, _R.DROPPED),  # not AWAY: its kernel may still write
-    _R.AWAY: (_R.AHEAD, _R.LOADING, _R.DROPPED),
-    _R.AHEAD: (_R.AWAY, _R.DROPPED),  # not LOADING at once, or its bytes would be counted twice
+    _R.KEPT: (_R.AWAY, _R.DROPPED),
+    _R.AWAY: (_R.LOADING, _R.DROPPED),
     _R.LOADING: (_R.AWAY, _R.LOADED, _R.DROPPED),  # dropped, where an interrupt left it so: its graph still ends
     _R.LOADED: (_R.AWAY, _R.DROPPED),
     _R.DROPPED: (),
@@ -176,27 +111,26 @@ _MOVES: dict[RecordState, tuple[RecordState, ...]] = {
 
 
 class StorageKey(NamedTuple):
-    """Saved tensors with other keys are never one; with equal keys they are one unless their fingerprints differ.
+    """The identity of what was saved: saved tensors with equal keys are one storage.
 
     Attributes:
         storage: the stamp of the storage.
         lineage: the stamp of the version counter.
         version: the version counter when the tensor was saved.
         nbytes: bytes of the storage.
-        saves_by_functions: how often Functions of the user's have saved the storage; see ``originals.py``.
+        function: number of the custom Function that has saved it, with whom no other save shares it; 0 if none has.
     """
 
     storage: Stamp
     lineage: Stamp
     version: int
     nbytes: int
-    saves_by_functions: int = 0
+    function: int = 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> StorageKey:
+    def of(cls, tensor: torch.Tensor, function: int = 0) -> StorageKey:
         storage = tensor.untyped_storage()
-        nbytes, saves = storage.nbytes(), saves_by_functions(storage)  # they may write without a version
-        return cls(stamp_of(storage), lineage_of(tensor), tensor._version, nbytes, saves)
+        return cls(stamp_of(storage), lineage_of(tensor), tensor._version, storage.nbytes(), function)
 
 
 class Loading(NamedTuple):
@@ -214,19 +148,6 @@ class Loading(NamedTuple):
     done: threading.Lock
     new_bytes: int
     passing_bytes: int
-
-
-class Operation(NamedTuple):
-    """An operation that saves tensors; see [Note: Operations under way] in ``operations.py``.
-
-    Attributes:
-        node: the number that the next node of the thread's graph takes.
-        checkpoints: the number of checkpoints that have saved their arguments in the thread: they make no node.
-    """
-
-    thread: int
-    node: int
-    checkpoints: int
 
 
 class Origin(Protocol):
@@ -252,6 +173,10 @@ class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock.
 
     Attributes:
+        source: the storage that was saved, not held: while it lives, it is what backward gets.
+        stream: that saved it.
+        has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
+        is_leaving: it leaves as soon as the operation that saves it is over.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
             taken away, because it is read without the lock, too.
         origin: how it could be rematerialized; None where that is not known.
@@ -259,11 +184,7 @@ class SavedStorage(StateMachine):
         loaded: the bytes, while they are in device memory again.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
-        is_complete: one operation of PyTorch has made the storage; see ``is_complete`` in ``tensors.py``.
         is_refused: no store took it when it was to leave.
-        fingerprint: of the bytes that left; None while they have not.
-        source: the storage itself, not held, if what was saved has no graph: a state of the user's may lie there.
-        operation: the one that saved it last; None where the bytes never leave.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -274,23 +195,32 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "fingerprint", "index", "is_complete", "is_refused", "kept_views", "key", "lent", "loaded",
-        "loading", "memory", "micro_step", "operation", "origin", "pending", "source", "state", "ticket", "views",
+        "has_graph", "index", "is_leaving", "is_refused", "kept_views", "key", "lent", "loaded", "loading", "memory",
+        "micro_step", "origin", "pending", "source", "state", "stream", "ticket", "views",
     )  # fmt: skip
 
-    def __init__(self, key: StorageKey, micro_step: MicroStep[SavedStorage], memory: CountedMemory) -> None:
+    def __init__(
+        self,
+        key: StorageKey,
+        micro_step: MicroStep[SavedStorage],
+        storage: torch.UntypedStorage,
+        memory: CountedMemory,
+        stream: Stream,
+        *,
+        has_graph: bool = True,
+    ) -> None:
         self.key = key
         self.state = RecordState.KEPT
+        self.source = weakref.ref(storage)
+        self.stream = stream
+        self.has_graph = has_graph
+        self.is_leaving = False
         self.ticket: Ticket | None = None
         self.origin: Origin | None = None
         self.loading: Loading | None = None
         self.loaded: Loaded | None = None
         self.kept_views: list[weakref.ref[SavedView]] = []
-        self.is_complete = True
         self.is_refused = False
-        self.fingerprint: Fingerprint | None = None
-        self.source: weakref.ref[torch.UntypedStorage] | None = None
-        self.operation: Operation | None = None
         self.memory = memory
         self.micro_step = micro_step
         self.index = NO_INDEX
@@ -303,7 +233,22 @@ class SavedStorage(StateMachine):
     @property
     def is_kept(self) -> bool:
         """True if the bytes have never left device memory."""
-        return self.state in (RecordState.KEPT, RecordState.LEAVING)
+        return self.state is RecordState.KEPT
+
+    @property
+    def may_leave(self) -> bool:
+        """True if nobody can write into the bytes without a version once they have left.
+
+        What has no graph may be a buffer that anybody refills; it is none if the views of this record have it alone.
+        """
+        if self.has_graph:
+            return True
+        source, held = self.source(), Counter(id(view.held) for view in self.holders)
+        if _users_of_storage is None or source is None or not held:
+            return False
+        # The storage is held by these tensors and by ``source``.
+        is_alone = _users_of_storage(source._cdata) == len(held) + 1
+        return is_alone and all(view.is_held_by(held[id(view.held)]) for view in self.holders)
 
     @property
     def load_bytes(self) -> int:
@@ -317,13 +262,10 @@ class SavedStorage(StateMachine):
         """True if the bytes are loaded, and can be loaded once more."""
         return self.loaded is not None and self.loaded.stored
 
-    def take_fingerprint(self, tensor: torch.Tensor, accelerator: Accelerator | None) -> None:
-        """Take the fingerprint of the bytes, which a store has just taken.
-
-        What was changed in place may be a buffer that ``index_put_``, say, fills part by part.
-        """
-        is_whole = self.key.version > 0 or not self.is_complete
-        self.fingerprint = Fingerprint.of(tensor, accelerator, is_whole=is_whole)
+    def living_source(self) -> torch.UntypedStorage | None:
+        """Return the storage that was saved, if it still lives with its bytes."""
+        storage = self.source()
+        return storage if storage is not None and storage.nbytes() == self.key.nbytes else None  # else it was resized
 
     def count_lent(self) -> None:
         """Count one more view, which belongs to a recipe."""
@@ -352,9 +294,10 @@ class _Kept:
 
     __slots__ = ("_version", "attributes", "held")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_of_function: bool = False) -> None:
         # Asked here, too: a call for each kept tensor would be one more of a few dozen.
-        self.attributes = None if vars(tensor).keys() <= OWN_ATTRIBUTES else attributes_of(tensor)
+        is_plain = vars(tensor).keys() <= OWN_ATTRIBUTES
+        self.attributes = None if is_plain else attributes_of(tensor, is_of_function=is_of_function)
         self._version = -1 if tensor.is_inference() else tensor._version  # asking one of inference mode raises
         self.held = kept(tensor)
 
@@ -390,21 +333,21 @@ class SavedCounted(_Kept):
         held: the tensor, or an alias of it.
         nbytes: as many of its bytes as are counted.
         memory: the account that they are counted in.
+        is_of_function: a custom Function has saved it, which may write into what it reads.
         eps: of the norm of which it is a statistic, in a tuple; else None.
     """
 
-    __slots__ = ("__weakref__", "_cache", "eps", "memory", "nbytes")
+    __slots__ = ("__weakref__", "_cache", "eps", "is_of_function", "memory", "nbytes")
 
-    def __init__(self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str) -> None:
-        super().__init__(tensor)
+    def __init__(
+        self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str, *, is_of_function: bool = False
+    ) -> None:
+        super().__init__(tensor, is_of_function=is_of_function)
+        self.is_of_function = is_of_function
         self._cache = cache
         self.eps: tuple[float | None] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(self, tensor, nbytes, reason)
-
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor with these bytes, and with the version counter of the one that was saved."""
-        return with_counter_of(self.restore(), ViewSpec.of(self.held), storage)
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
@@ -414,7 +357,7 @@ class SavedCounted(_Kept):
         other = copy.copy(self)
         self.memory.users += 1
         self.memory.lent += 1
-        self._cache.finalizers.watch(other, CountedGone(self.memory, is_lent=True))
+        self._cache.ends.watch(other, CountedGone(self.memory, is_lent=True))
         return other
 
 
@@ -440,11 +383,12 @@ class SavedView:
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[float | None] | None = None
-        self.attributes = None if vars(tensor).keys() <= OWN_ATTRIBUTES else attributes_of(tensor)
+        is_plain = vars(tensor).keys() <= OWN_ATTRIBUTES
+        self.attributes = None if is_plain else attributes_of(tensor, is_of_function=record.key.function > 0)
         self._cache = cache
         self.record = record
         self.state = ViewGone(record, offloaded, False)
-        notice = cache.finalizers.watch(self, self.state)
+        notice = cache.ends.watch(self, self.state)
         if offloaded:
             self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)  # autograd compares no version
         else:
@@ -460,6 +404,27 @@ class SavedView:
     def is_lent(self) -> bool:
         """True if it belongs to a recipe."""
         return self.state.is_lent
+
+    @property
+    def is_of_function(self) -> bool:
+        """True if a custom Function has saved it, which may write into what it reads."""
+        return self.record.key.function > 0
+
+    def is_held_by(self, views: int) -> bool:
+        """Return whether nothing but so many views refers to the tensor that this one holds."""
+        held_by_others = self.held is None or self.held._use_count() > 1  # type: ignore[attr-defined]
+        return not held_by_others and sys.getrefcount(self.held) <= views + 1  # and the call that asks
+
+    def in_source(self) -> torch.Tensor | None:
+        """Return the tensor in the storage that was saved, with its version counter; None if that is gone."""
+        storage = self.record.living_source()
+        return None if storage is None else with_counter_of(self._witness.alias, self._spec, storage)
+
+    def rebuild(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the tensor over other bytes of its storage (uint8, 1-D)."""
+        if self.is_of_function:  # whose changes in place are to count for all who have saved the tensor
+            return with_counter_of(self._witness.alias, self._spec, data.untyped_storage())
+        return self._spec.rebuild(data)
 
     def holds(self, key: StorageKey) -> bool:
         """Return whether it holds the storage with this key, as it was saved."""
@@ -480,7 +445,7 @@ class SavedView:
             self.state.is_unpacked = True
             return unmodified(held, self.record.key.version)
         self.check()
-        return self._spec.rebuild(self._cache.load(self))
+        return self._cache.load(self)
 
     def check(self) -> None:
         """Check that the tensor was not modified since it was saved.
@@ -492,16 +457,6 @@ class SavedView:
             held = self.held
             version = self._witness.version if held is None else held._version
             raise _modified(self.spec.form, self.record.key.version, version)
-
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return the tensor with these bytes, and with the version counter of the one that was saved.
-
-        Raises:
-            ActivationModifiedError: as :meth:`check`.
-        """
-        self.check()
-        held = self.held
-        return with_counter_of(self._witness.alias if held is None else held, self.spec, storage)
 
     def signature(self) -> tuple[object, ...]:
         """Return the layout of the tensor."""
@@ -532,21 +487,10 @@ class SavedView:
         other = copy.copy(self)
         self.record.count_lent()
         other.state = ViewGone(self.record, self.state.is_away, True)  # or one end would count for both views
-        notice = self._cache.finalizers.watch(other, other.state)
+        notice = self._cache.ends.watch(other, other.state)
         if other.held is not None:
             self.record.kept_views.append(notice)  # likewise
         return other
-
-    def answered(self, *, is_equal: bool) -> None:
-        """Hold the bytes no longer, if they are those that left. Called under the cache's lock; see ``Doubts``."""
-        record, held, stats = self.record, self.held, self._cache.stats
-        is_elsewhere = not record.is_kept and record.state is not RecordState.DROPPED
-        if held is None or not (is_equal and is_elsewhere and self.holds(record.key)):
-            stats.kept_bytes[CHANGED] += 0 if is_equal else record.nbytes
-            return
-        stats.deduplicated_bytes += nbytes_of(held)
-        record.pending += not self.is_unpacked
-        self.release()
 
     def release(self) -> None:
         """Hold the bytes no longer. Called under the cache's lock."""
@@ -627,6 +571,7 @@ class CountedMemory:
         consumers: streams that may still use the memory when the host lets go of it.
         lent: how many of the users belong to recipes.
         is_watched: the end of the storage is told, since a user does not hold it.
+        is_of_function: a custom Function has saved the storage, so that nothing is rematerialized from it.
     """
 
     users: int = 0
@@ -636,6 +581,7 @@ class CountedMemory:
     consumers: list[Stream] = field(default_factory=list)
     lent: int = 0
     is_watched: bool = False
+    is_of_function: bool = False
 
     @property
     def is_operand(self) -> bool:

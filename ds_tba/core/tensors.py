@@ -22,13 +22,10 @@ _STAMP = "_ds_tba_stamp"  # of storages and tensors
 OWN_ATTRIBUTES = frozenset({_STAMP})  # on tensors
 OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
-_FUNCTION_SAVES = "_ds_tba_function_saves"
 COMPILED = "torch._functorch._aot_autograd"
 # Packages whose Functions write into nothing that they save; but for custom operators, whose kernels are a user's, and
 # for what ``vmap`` makes of a user's Function.
 _TRUSTED, _OF_USERS = ("torch.", "deepspeed."), ("torch._library.", "torch._functorch.autograd_function.")
-# Nodes whose Python type says nothing of what they did: Functions of C++ extensions, and writes into parts of a buffer.
-_UNKNOWN_NODES = frozenset({"CppFunction", "CopySlices"})
 
 # The generation of one storage or version counter, never issued twice in a process. A plain number, because it lies in
 # the __dict__ of users' tensors, which torch.save writes and torch.load reads with weights_only.
@@ -92,43 +89,12 @@ def next_sequence_number() -> int:
     return 0 if tell is None else int(tell())
 
 
-def is_of_a_compiled_graph(context: type) -> bool:
-    """Return whether the class of a context belongs to a graph that ``torch.compile`` has made."""
-    return getattr(context, "_forward_cls", context).__module__.startswith(COMPILED)
-
-
 def is_of_a_users_function(context: type) -> bool:
     """Return whether a class of a node or context is of a Function that neither PyTorch nor DeepSpeed brings."""
     if not issubclass(context, torch.autograd.function.BackwardCFunction):
         return False
     module = getattr(context, "_forward_cls", context).__module__ + "."  # or torchvision would pass for torch
     return not module.startswith(_TRUSTED) or module.startswith(_OF_USERS)
-
-
-def is_read_by_an_extension() -> bool:
-    """Return whether backward runs a Function of a C++ extension in this thread, which reads what it saved."""
-    return type(torch._C._current_autograd_node()).__name__ == "CppFunction"
-
-
-def note_save_by_function(storage: torch.UntypedStorage) -> None:
-    """Count that a Function of the user's saves a storage, whose bytes it may have changed without a version."""
-    setattr(storage, _FUNCTION_SAVES, saves_by_functions(storage) + 1)
-
-
-def saves_by_functions(storage: torch.UntypedStorage) -> int:
-    """Return how often :func:`note_save_by_function` has counted this storage."""
-    count: int = getattr(storage, _FUNCTION_SAVES, 0)
-    return count
-
-
-def is_complete(tensor: torch.Tensor) -> bool:
-    """Return whether one operation of PyTorch has made the whole storage of a tensor, and is over.
-
-    Anything else may be a buffer that is filled after it was saved: by the operation that saves it (autograd packs the
-    noise of ``rrelu`` before the kernel fills it), by a collective that has only begun, or part by part by the user.
-    """
-    node = base_of(tensor).grad_fn
-    return node is not None and type(node).__name__ not in _UNKNOWN_NODES and not is_of_a_users_function(type(node))
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -302,10 +268,16 @@ def has_graph(tensor: torch.Tensor) -> bool:
         return True
 
 
-def attributes_of(tensor: torch.Tensor) -> Mapping[str, object] | None:
-    """Return the Python attributes of a tensor with a graph, as they are now; None where the user has set none."""
-    attributes = vars(tensor)
-    if not has_graph(tensor):
+def attributes_of(tensor: torch.Tensor, *, is_of_function: bool = False) -> Mapping[str, object] | None:
+    """Return the Python attributes of a tensor with a graph, as they are now; None where the user has set none.
+
+    Args:
+        is_of_function: a custom Function saves it, which finds none on its own output: autograd saves that as a new
+            tensor, and an attribute of it could close a cycle.
+    """
+    attributes, node = vars(tensor), node_of(tensor)
+    is_output = is_of_function and node is not None and node._sequence_nr() == next_sequence_number() - 1
+    if not has_graph(tensor) or is_output:
         return None
     # A copy, or an attribute that is set later could refer to the node that saves the tensor, and close a cycle. Our
     # stamp is left out: a tensor with a version counter of its own would pass for a view of this one.

@@ -284,7 +284,7 @@ def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[H
     found = {(one.module, one.op): replace(one) for one in before}
     for key, one in list(seen.items()):
         where = "resident"
-        if isinstance(key, SavedStorage) and key.state in (RecordState.AWAY, RecordState.AHEAD):
+        if isinstance(key, SavedStorage) and key.state is RecordState.AWAY:
             where = "moved" if key.ticket is None or key.ticket.store.keeps_bytes else "again"
         found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
     return sorted((one for one in found.values() if one.saved_bytes), key=attrgetter("saved_bytes"), reverse=True)

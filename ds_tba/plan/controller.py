@@ -103,7 +103,7 @@ class Controller:
         self.in_force: PlanInForce | None = None
         self.plans = 0
         self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
-        cache.room.limit(self._budget_bytes, "activation_budget_bytes")
+        cache.limit(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
         self._is_over, self._recording = True, None
@@ -313,7 +313,7 @@ class Controller:
         self._trace, self.in_force = found.trace, found
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
-        self._cache.room.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
+        self._cache.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
         self.feedback.planned(found, self._machine.rates.resources().rates)
         if not is_new:
             return

@@ -26,7 +26,6 @@ was recorded in it is dropped, and a later step is recorded.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,12 +37,12 @@ from typing import Protocol
 import torch
 
 from ds_tba.core.eligibility import Eligibility
+from ds_tba.core.ends import Ends
 from ds_tba.core.saved import (
     CountedMemory,
     Hooks,
     Origin,
     PassedThrough,
-    RecordState,
     SavedCounted,
     SavedExcluded,
     SavedView,
@@ -53,7 +52,6 @@ from ds_tba.core.tensors import Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
-from ds_tba.storage.finalizers import DeferredFinalizers
 
 RECORDINGS = 2
 # Steps that are recorded at most until there are so many.
@@ -130,10 +128,10 @@ class MicroStepRecord:
     uses: list[tuple[int, int]] = field(default_factory=list)
     ended: object = None
     # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
-    ends: DeferredFinalizers[tuple[_End, int]] = field(init=False)
+    ends: Ends[tuple[_End, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ends = DeferredFinalizers(threading.Lock(), self._note)
+        self.ends = Ends(self._note)
 
     def _note(self, found: tuple[_End, int]) -> None:
         end, index = found
@@ -222,7 +220,7 @@ class MicroStepRecord:
 
 def _leaves(view: SavedView) -> bool:
     """Return whether the bytes of a view have left device memory, or will once the operation that saves them ends."""
-    return view.is_offloaded or view.record.state is RecordState.LEAVING
+    return view.is_offloaded or view.record.is_leaving
 
 
 def _before(times: list[float], moment: int | None) -> float:
@@ -350,7 +348,7 @@ class Recorder:
 
     def end(self) -> None:
         """End the record: backward is over. Idempotent."""
-        self.record.ends.act_if_free()
+        self.record.ends.act()
         if self.record.ended is None:
             self.record.ended = self._clock.mark()
 
@@ -361,10 +359,10 @@ class Recorder:
     @contextmanager
     def _pause(self) -> Iterator[None]:
         """Stop the trace's clock for work of ours; see [Note: Pauses]."""
-        self.record.ends.act_if_free()
+        self.record.ends.act()
         before = self._clock.mark()
         yield
-        self.record.ends.act_if_free()
+        self.record.ends.act()
         self.record.pauses.append((before, self._clock.mark()))
 
     def _open_scope(self, module: str) -> _Scope:

@@ -42,7 +42,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.core.hooks import innermost_hooks, uncompiled_hooks
-from ds_tba.core.originals import Unpacked, keep_originals
 from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
@@ -237,7 +236,7 @@ class RecomputedPass:
     @contextmanager
     def _saving(self, *, is_again: bool = False) -> Iterator[None]:
         """Keep parameters from the checkpoint's hooks, inside of which this is, and tell what they get in backward."""
-        path, originals, hooks = self.path, keep_originals(), innermost_hooks()
+        path, hooks = self.path, innermost_hooks()
         if hooks is None:
             raise StateError("a pass is recomputed outside of a checkpoint; this is a bug in ds_tba")
         checkpoint_pack, checkpoint_unpack = hooks
@@ -253,9 +252,6 @@ class RecomputedPass:
 
         def unpack(held: object) -> torch.Tensor:
             if isinstance(held, torch.Tensor):
-                reading = originals.reading
-                if reading is not None:
-                    reading.tensors.append(Unpacked(held, True))
                 return held
             try:
                 return checkpoint_unpack(held)

@@ -29,7 +29,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import functional
 
-from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.saved import Held, PassedThrough, SavedCounted, SavedView
 from ds_tba.core.tensors import has_plain_storage, is_input, is_owned, is_parameter, node_of
 from ds_tba.remat.rules import NoRecipeError, Operand, Output, Rule, Step, constant, is_passing
 
@@ -51,7 +52,7 @@ class Searched(NamedTuple):
         first_node: number of the first node of the forward that runs.
     """
 
-    cache: Keeper
+    cache: TensorCache
     rules: Mapping[str, Rule]
     first_node: float
 
@@ -158,6 +159,8 @@ class Search:
     def _usable(self, held: Held) -> Held:
         if not held.is_of(self._searched.cache):
             raise NoRecipeError("saved by hooks of another engine")  # whose lock guards its records, not ours
+        if not isinstance(held, PassedThrough) and held.memory.is_of_function:  # which may write into it
+            raise NoRecipeError("an operand that a custom Function has saved")
         if not held.is_unmodified:
             raise NoRecipeError("an operand was changed in place")  # the op took what was there before
         tensor = held.held

@@ -23,7 +23,8 @@ from typing import Protocol
 
 import torch
 
-from ds_tba.core.saved import Keeper, SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.copies import Arrival, PendingCopy
@@ -32,7 +33,6 @@ from ds_tba.errors import ActivationModifiedError, RematerializationError, State
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe
 from ds_tba.remat.search import note
 from ds_tba.storage.base import Loaded, Refusal, Ticket
-from ds_tba.storage.finalizers import DeferredFinalizers
 
 # Bytes of storages that are held until a device has answered their comparison; one may be larger.
 MAX_UNREAD_BYTES = 256 << 20
@@ -106,14 +106,14 @@ class RematStore(TensorStore[RecipeTicket]):
         sites: find recipes, and prove that they give the same bytes.
     """
 
-    def __init__(self, cache: Keeper, sites: Prover) -> None:
+    def __init__(self, cache: TensorCache, sites: Prover) -> None:
         self.sites = sites
         self._cache = cache
         self._accelerator = sites.accelerator
         self._pending: deque[PendingComparison] = deque()
         self._differed: deque[RecipeTicket] = deque()
         self._tickets: dict[RecipeTicket, None] = {}  # with a record
-        self._deferred: DeferredFinalizers[RecipeTicket] = DeferredFinalizers(threading.Lock(), self._free)
+        self._lock = threading.Lock()
 
     # ---- in forward ---------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class RematStore(TensorStore[RecipeTicket]):
     def _may_prove(self, tensor: torch.Tensor, recipe: Recipe) -> bool:
         """Return whether there is room for a comparison now, and it is likely to be worth that."""
         site, nbytes = recipe.site, tensor.untyped_storage().nbytes()
-        if 2 * recipe.work_bytes > self._cache.room.limit_bytes:
+        if 2 * recipe.work_bytes > self._cache.limit_bytes:
             return False
         unread_bytes = sum(one.nbytes for one in self.copies_out())
         if not site.is_proven and unread_bytes and unread_bytes + nbytes > MAX_UNREAD_BYTES:
@@ -182,18 +182,18 @@ class RematStore(TensorStore[RecipeTicket]):
             if not is_out_of_memory(error):
                 raise
             return None
-        with cache.finalizers, cache.finalizers.lock:
+        with cache.lock:
             return recipe.bound()
 
     def _compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None:
         needed_bytes, operands = 2 * recipe.steps[-1].nbytes + recipe.scratch_bytes, set(recipe.records())
-        if not self._cache.room.wait_for(needed_bytes + sum(one.load_bytes for one in operands), operands):
+        if not self._cache.wait_for(needed_bytes + sum(one.load_bytes for one in operands), operands):
             return None
         try:
-            with self._cache.room.scratch(needed_bytes):
+            with self._cache.scratch(needed_bytes):
                 return self.sites.compare(recipe, tensor)
         finally:
-            self._cache.room.end_early()  # what was loaded to compare would stay until backward
+            self._cache.end_early()  # what was loaded to compare would stay until backward
 
     def _new_ticket(self, recipe: Recipe, source: torch.Tensor | None) -> RecipeTicket:
         """Take a storage, whose bytes are held where a comparison is not answered yet."""
@@ -205,7 +205,7 @@ class RematStore(TensorStore[RecipeTicket]):
 
     def _add(self, ticket: RecipeTicket) -> None:
         """Count a storage whose bytes are not saved."""
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             if ticket.recipe is not None:  # else it was released before the answer came
                 ticket.held = None
                 self._cache.stats.rematerialized_bytes += ticket.nbytes
@@ -222,7 +222,7 @@ class RematStore(TensorStore[RecipeTicket]):
     def settle(self) -> None:
         self.read_answers(until=None)
         while self._differed:
-            with self._deferred, self._deferred.lock:
+            with self._lock:
                 ticket = self._differed.popleft() if self._differed else None  # another thread may have taken it
             record = None if ticket is None else ticket.record
             if ticket is None or record is None:
@@ -238,25 +238,21 @@ class RematStore(TensorStore[RecipeTicket]):
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
         while True:
-            with self._deferred, self._deferred.lock:
+            with self._lock:
                 is_wanted = until is not None and until in self._pending  # another thread may have read it
                 if not self._pending or not (is_wanted or self._pending[0].comparison.is_done):
                     return
                 pending = self._pending.popleft()
-            try:
-                is_equal, ticket = self.sites.read(pending.comparison), pending.ticket  # without the lock: it may wait
-            except BaseException as error:  # an interrupt loses an answer, which nobody would ask for again
-                self._deferred.note_exception(error)
-                raise
+            is_equal, ticket = self.sites.read(pending.comparison), pending.ticket  # without the lock: it may wait
             if ticket is not None and is_equal:
                 self._add(ticket)
             elif ticket is not None:
-                with self._deferred, self._deferred.lock:
+                with self._lock:
                     ticket.recipe = None
                     self._differed.append(ticket)
 
     def copies_out(self) -> list[PendingCopy]:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             waiting = [one for one in self._pending if one.ticket is not None and one.ticket.held is not None]
             return list[PendingCopy](waiting)
 
@@ -272,14 +268,14 @@ class RematStore(TensorStore[RecipeTicket]):
     # ---- in backward --------------------------------------------------------------------------------------------
 
     def get(self, ticket: RecipeTicket, device: torch.device) -> Loaded:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             held, recipe = ticket.held, ticket.recipe
         if held is not None:
             unmodified(held.join(), held.version)  # it is the user's memory still, and may have been changed
             return Loaded(held, stored=True)
         if recipe is None:
             raise StateError("a storage was to be made after it was given up; this is a bug in ds_tba")
-        with self._cache.room.scratch(recipe.scratch_bytes):
+        with self._cache.scratch(recipe.scratch_bytes):
             return Loaded(self._arrival(self.sites.make(recipe)), stored=True)
 
     def prefetch(self, ticket: RecipeTicket) -> bool:
@@ -289,14 +285,9 @@ class RematStore(TensorStore[RecipeTicket]):
         return False
 
     def release(self, ticket: RecipeTicket) -> None:
-        self._deferred.leave(ticket)  # waits for no lock: whoever releases it may hold the cache's
-
-    def refuse_broken(self) -> None:
-        self._deferred.refuse_broken()
-
-    def _free(self, ticket: RecipeTicket) -> None:
-        self._tickets.pop(ticket, None)
-        ticket.recipe = ticket.held = ticket.record = None
+        with self._lock:
+            self._tickets.pop(ticket, None)
+            ticket.recipe = ticket.held = ticket.record = None
 
     def close(self) -> None:
         """Give nothing back: there is nothing."""
@@ -304,7 +295,7 @@ class RematStore(TensorStore[RecipeTicket]):
     def _hold_cheaper(self) -> None:
         """Make what takes less than operands that nobody else wants, and hold it; see [Note: Graphs that stay]."""
         cache = self._cache
-        with cache.finalizers, cache.finalizers.lock:
+        with cache.lock:
             found = [one for one in list(self._tickets) if _takes_more(one)]  # a list: others may release meanwhile
         for ticket in found:
             record = ticket.record

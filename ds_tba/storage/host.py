@@ -59,9 +59,7 @@ class SpareMemory:
         self._ranks = ranks
         self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
         self.most_bytes = (free_bytes - self._left_bytes) // ranks
-        self._meter = (
-            MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronous else None
-        )
+        self._meter = MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronous else None
         self.sample()  # peaks count from here on
 
     def sample(self) -> float:

@@ -183,7 +183,7 @@ def test_an_interrupted_step_is_remembered_or_leaves_nothing() -> None:
     while True:
         cache = TensorCache([host], "cpu", 1024)
         cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
-        cache.room.limit(64 << 10)
+        cache.limit(64 << 10)
         interrupted_step(cache, 0)
         if not interrupted_step(cache, at):
             break

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.core.eligibility import Eligibility, Gate
 from ds_tba.core.tensors import mark_owned
+from ds_tba.device.accelerator import Accelerator
 
 E = Eligibility
 CPU = torch.device("cpu")
@@ -51,18 +52,18 @@ CASES: dict[str, tuple[Callable[[], Tensor], Eligibility]] = {
 
 @pytest.mark.parametrize(("make", "expected"), CASES.values(), ids=CASES)
 def test_what_may_leave(make: Callable[[], Tensor], expected: Eligibility) -> None:
-    assert Gate(CPU, 128, None).judge(make(), acts=True, casts_stay=True) is expected
+    assert Gate(CPU, 128, Accelerator()).judge(make(), acts=True, casts_stay=True) is expected
 
 
 def test_with_a_budget_the_plan_says_which_casts_leave() -> None:
     cast = nn.Parameter(torch.randn(64)).to(torch.bfloat16)
-    assert Gate(CPU, 128, None).judge(cast, acts=True, casts_stay=False) is E.ELIGIBLE
+    assert Gate(CPU, 128, Accelerator()).judge(cast, acts=True, casts_stay=False) is E.ELIGIBLE
 
 
 def test_under_a_mode_that_may_not_understand_us_all_stays_if_anything_would_leave() -> None:
     tensor = torch.ones(64)
     with TorchDispatchMode():  # type: ignore[no-untyped-call]
-        judged = [Gate(CPU, 128, None).judge(tensor, acts=acts, casts_stay=True) for acts in (True, False)]
+        judged = [Gate(CPU, 128, Accelerator()).judge(tensor, acts=acts, casts_stay=True) for acts in (True, False)]
     assert judged == [E.UNDER_A_MODE, E.ELIGIBLE]
 
 
@@ -71,7 +72,7 @@ def test_modules_are_excluded_by_more_than_a_tensor_shows() -> None:
         def reason(self) -> str:
             return "excluded by name"
 
-    gate = Gate(CPU, 128, None)
+    gate = Gate(CPU, 128, Accelerator())
     assert gate.excluded_by() == ""
     gate.exclude(Everything())
     assert gate.excluded_by() == "excluded by name"

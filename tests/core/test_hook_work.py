@@ -43,7 +43,7 @@ class CountedLock:
 
 def test_a_kept_tensor_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = CountedLock()
-    monkeypatch.setattr("ds_tba.core.saved.threading.Lock", lambda: lock)
+    monkeypatch.setattr("ds_tba.core.residency.threading.Lock", lambda: lock)
     cache = TensorCache([], "cpu", 1)
     tensors = [torch.randn(8) for _ in range(10)]
     with cache.saving():
@@ -103,12 +103,15 @@ def device(closing: Closing) -> Counting:
     return closing(Counting, LateDevice.end)()
 
 
-def test_a_moved_tensor_takes_few_calls_of_the_device(device: Counting, closing: Closing) -> None:
+def test_a_moved_tensor_takes_few_calls_of_the_device(
+    device: Counting, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each way takes an event before the copy and one after, in one switch. Only the way out shares memory.
 
     Loaded memory is of the consumer's own stream, which waits for the copy.
     """
     count = 10
+    monkeypatch.setattr("ds_tba.core.cache.has_graph", lambda tensor: True)  # as an activation has one
     store = closing(HostStore)(device, 8 * MIB)
     cache = TensorCache([store], "cpu", 1, wait_for_staging=True, accelerator=device)
     tensors = [device.allocate(4096, torch.device("cpu")) for _ in range(count)]

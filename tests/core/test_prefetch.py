@@ -13,7 +13,6 @@ from support.prefetching import KIB, Spy, cache_over, chain
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import RecordState
 from ds_tba.device.copies import PendingCopy
 from ds_tba.errors import ActivationLostError
 from ds_tba.storage.nvme import Lanes, NvmeStore
@@ -295,23 +294,23 @@ def test_a_second_backward_does_not_spoil_the_order_that_was_learned(make_store:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_that_a_storage_is_read_ahead_is_the_state_of_its_record(make_store: StoreFactory, asynchronous: bool) -> None:
+def test_a_storage_that_is_read_ahead_is_counted_once(make_store: StoreFactory, asynchronous: bool) -> None:
     device = EventAccelerator() if asynchronous else None
     store = make_store(accelerator=device or CpuAccelerator())
-    cache, seen = TensorCache([store], "cpu", 64 * KIB, accelerator=device), list[list[RecordState]]()
+    cache, seen = TensorCache([store], "cpu", 64 * KIB, accelerator=device), list[list[bool]]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        look = lambda: seen.append([one.state for one in records])  # noqa: E731
+        look = lambda: seen.append([one in cache._ahead for one in records])  # noqa: E731
         y = Spy.apply(chain(x, 2), torch.ones(4), look)
     records = [one for one in cache.forward.micro_step._records if one is not None]
     wait_for_writes(store)
     before = cache.stats.resident.now
     ahead, cancelled = records[-1], records[0]
     with cache.lock:
-        assert cache.room.prefetch(cancelled) and cancelled.state is RecordState.AHEAD
+        assert cache.prefetch(cancelled) and cancelled in cache._ahead
         assert cache.stats.resident.now == before + asynchronous * cancelled.nbytes
-        assert cache.room.prefetch(cancelled)  # counted once
-        cache.room.end_prefetch(cancelled)
-        assert cancelled.state is RecordState.AWAY and cache.stats.resident.now == before
+        assert cache.prefetch(cancelled)  # counted once
+        cache.end_prefetch(cancelled)
+        assert cancelled not in cache._ahead and cache.stats.resident.now == before
     y.sum().backward()
-    assert set(seen[0]) == {RecordState.AHEAD} and ahead.loaded is None
+    assert set(seen[0]) == {True} and ahead.loaded is None

@@ -84,7 +84,7 @@ def test_autocasts_copies_of_parameters_stay_where_there_is_no_budget(
     store, x = make_store(), torch.randn(8, 256)
     model = nn.Sequential(nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 256))
     cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
-    cache.room.limit(budget_bytes)
+    cache.limit(budget_bytes)
 
     def gradients(saving: Callable[[], Any]) -> list[Tensor]:
         model.zero_grad()

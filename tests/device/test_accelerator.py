@@ -228,7 +228,7 @@ def test_no_event_is_asked_while_a_graph_is_captured(monkeypatch: pytest.MonkeyP
     device = Graphs(capturing=False)
     store = HostStore(device, 8 * MIB)
     cache = TensorCache([store], "cpu", 1024, accelerator=device)
-    cache.room.limit(budget_bytes, "the budget")
+    cache.limit(budget_bytes, "the budget")
     x = torch.randn(64, 64, requires_grad=True)
     asked: list[str] = []
     for name in ("query", "synchronize"):

@@ -81,7 +81,7 @@ def is_ahead(ticket: Any) -> bool:
 def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(device: LateDevice, store: Store[Any]) -> None:
     count, budget_bytes = 24, 8 * MIB
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
-    cache.room.limit(budget_bytes, "the budget")
+    cache.limit(budget_bytes, "the budget")
     saved: list[Any] = []
     for number in range(count):
         stays = number % 3 == 0

@@ -80,7 +80,7 @@ def test_gradients_are_exact_when_rematerialized(make_store: StoreFactory, scena
     cache = cache_over(None if placed == "keep" else make_store(staging_bytes=8 * MIB), wait=True)
     cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
     if placed == "budget":
-        cache.room.limit(8 * SIDE_BYTES)
+        cache.limit(8 * SIDE_BYTES)
     for _ in range(2):  # what is proven in the first pass is left out in the second
         hazards.check(scenario, cache)
 

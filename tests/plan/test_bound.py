@@ -215,7 +215,7 @@ def test_recording_again_follows_the_plan_for_the_rest_of_the_step(make: Make) -
 def bounded(make_store: StoreFactory, bound_bytes: int) -> TensorCache:
     cache = TensorCache([make_store(staging_bytes=4 * MIB)], "cpu", KIB)
     cache._default_policy = cache.forward.policy = Keeping()
-    cache.room.limit(bound_bytes, "the bound")
+    cache.limit(bound_bytes, "the bound")
     return cache
 
 
@@ -276,7 +276,7 @@ def two_backwards_give_twice_the_gradient(cache: TensorCache, x: Tensor, length:
 
 def test_what_a_retained_graph_forwarded_goes_back(make_store: StoreFactory) -> None:
     cache = TensorCache([make_store()], "cpu", KIB, wait_for_staging=True)
-    cache.room.limit(4 * 64 * KIB)
+    cache.limit(4 * 64 * KIB)
     x = torch.randn(128, 128, requires_grad=True)
     two_backwards_give_twice_the_gradient(cache, x, 30)
     assert cache.stats.resident.peak <= 4 * 64 * KIB
@@ -286,7 +286,7 @@ def test_reading_ahead_onto_a_device_is_within_the_bound(make_store: StoreFactor
     device = LateDevice()
     store = make_store(accelerator=device, staging_bytes=8 * MIB)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
-    cache.room.limit(5 * 64 * KIB, "the bound")
+    cache.limit(5 * 64 * KIB, "the bound")
     x = torch.randn(128, 128, requires_grad=True)
     for _ in range(3):
         x.grad = None
@@ -360,7 +360,7 @@ def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, 
     device = TruthfulDevice()
     store = make_store(accelerator=device, staging_bytes=staging)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
-    cache.room.limit(5 * size)
+    cache.limit(5 * size)
     x = torch.randn(size // 4, requires_grad=True)
 
     def around(hooks: Hooks) -> Hooks:
@@ -441,7 +441,7 @@ def test_a_buffer_that_recomputations_save_is_no_longer_counted_after_backward()
 def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_store: StoreFactory) -> None:
     nvme = make_store(ScriptedBackend(slow(0.02)), staging_bytes=MIB, lanes=Lanes(1, 1))
     cache = TensorCache([nvme], "cpu", KIB, wait_for_staging=True)
-    cache.room.limit(4 * MIB)
+    cache.limit(4 * MIB)
     x = torch.randn(384 * KIB, requires_grad=True)
     two_backwards_give_twice_the_gradient(cache, x, 6)
     del x
@@ -491,7 +491,7 @@ def test_a_slice_of_an_activation_counts_as_all_of_it_for_nobody_else_has_the_re
 
 def test_what_cannot_be_moved_counts_too(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
     cache = TensorCache([make_store()], "cpu", KIB, wait_for_staging=True)
-    cache.room.limit(64 * KIB, "the bound")
+    cache.limit(64 * KIB, "the bound")
     x = torch.randn(128, 128, dtype=torch.complex64, requires_grad=True)
     with cache.saving():
         loss = (x * x.sin().conj()).abs().sum()  # a lazy conjugate has bytes that are not its values

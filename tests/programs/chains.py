@@ -724,7 +724,7 @@ class Chains(Kind[Chain]):
         cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
         sites = CountingSites(cache, tally)
         cache.rematerialize(RematStore(cache, sites))
-        cache.room.limit(program.budget_bytes)
+        cache.limit(program.budget_bytes)
         ours = Run(program, cache, used)
         ours.run(range(program.steps))
         is_wrong = bool(ours.watch.wrong)

@@ -179,8 +179,8 @@ class Rematerialized:
         self.saved_bytes: list[int] = []
         self.left: Counter[str] = Counter()
         self._finder = Sites(self.cache, CpuAccelerator())
-        self._offload = self.cache.room.offload
-        self.cache.room.offload = self._look_and_offload
+        self._offload = self.cache.offload
+        self.cache.offload = self._look_and_offload
 
     def forward(self, module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self.left.clear()

@@ -447,7 +447,7 @@ def summed(*parts: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("limit", [3, 6, 8, 12, 20, 30])
 def test_budgets_hold_while_many_operands_are_brought_back(limit: int, make_store: StoreFactory) -> None:
     run, parts = Run(stores=(make_store(),)), [tensor(seed) for seed in range(6)]
-    run.cache.room.limit(limit * parts[0].nbytes)
+    run.cache.limit(limit * parts[0].nbytes)
     for _ in range(5):
         agrees(run, summed, *parts)
         run.cache.end_micro_step()
@@ -461,7 +461,7 @@ def test_what_is_due_and_cannot_be_compared_is_saved(limit: int, make_store: Sto
     run, x, y = Run(stores=(make_store(),)), tensor(), tensor(1)
     for _ in range(2):
         agrees(run, gated, x, y)
-    run.cache.room.limit(limit * x.nbytes)
+    run.cache.limit(limit * x.nbytes)
     wrong = 0
     try:
         for step in range(100):
@@ -591,7 +591,7 @@ def test_budgets_hold_while_sites_are_proven_and_used(make_store: StoreFactory) 
     store = make_store()
     run, x, y = Run(stores=(store,)), tensor(), tensor(1)
     limit = 6 * x.nbytes
-    run.cache.room.limit(limit)
+    run.cache.limit(limit)
     for _ in range(4):
         agrees(run, gated, x, y)
     assert run.nbytes > 0

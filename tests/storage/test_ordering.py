@@ -160,7 +160,7 @@ def test_a_stream_that_saves_uses_the_tensor_although_the_host_has_let_go_of_it(
     store, _ = make(make_store, device)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     if budget_bytes is not None:
-        cache.room.limit(budget_bytes)
+        cache.limit(budget_bytes)
     exact: list[bool] = []
 
     def use(tensor: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -759,22 +759,6 @@ def filled_after_the_function_that_saves_it(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-def a_function_that_reads_twice_and_writes(saving: Saving) -> list[Tensor]:
-    """Without hooks that is one memory."""
-    x = leaf()
-
-    def gradients(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        a, _ = read()
-        a.data.mul_(2)
-        again, b = read()
-        return grad * b + a, grad * again
-
-    reads_twice = function(lambda a, b: (a * b, [a, b]), gradients)
-    with saving():
-        loss = reads_twice(x * 2, x.exp()).sum() + reads_twice(leaf(4) * 3, leaf(4)).sum()
-    return grads_after(loss, x)
-
-
 def a_function_that_saves_sparse_and_jagged_tensors(saving: Saving) -> list[Tensor]:
     x = leaf()
 
@@ -1097,17 +1081,6 @@ def a_gradient_that_was_read_by_the_old_name(saving: Saving) -> list[Tensor]:
     loss.backward()
     x.grad.mul_(2)  # type: ignore[union-attr]
     return [*grads(x), weight]
-
-
-def two_views_of_a_small_operand_that_one_function_saves(saving: Saving) -> list[Tensor]:
-    x, y = leaf(), leaf()
-    with saving():
-        scale = y.mean(1, keepdim=True) * 2
-        scaled = x * scale
-        later = (scaled * scaled * scaled).sum()
-        loss = _saves_twice(writes=True)(x.mean(1, keepdim=True), scale).sum()
-    loss.backward()
-    return [*torch.autograd.grad(later, scaled), *grads(x)]
 
 
 def a_sparse_tensor_of_an_operand(saving: Saving) -> list[Tensor]:

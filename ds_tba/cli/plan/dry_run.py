@@ -42,7 +42,7 @@ from ds_tba.cli.plan.model import (
 )
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import Keeper, nbytes_of
+from ds_tba.core.saved import nbytes_of
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ConfigError, ModelError
@@ -224,7 +224,7 @@ class Passes:
 class AssumedSites(sites.Sites):
     """Sites of a dry run: found as in a run, and taken as proven; nothing is made."""
 
-    def __init__(self, cache: Keeper, exclude: frozenset[str], clock: OpClock) -> None:
+    def __init__(self, cache: TensorCache, exclude: frozenset[str], clock: OpClock) -> None:
         super().__init__(cache, CpuAccelerator(), exclude)
         self._clock = clock
 
