@@ -211,9 +211,7 @@ class Rooms:
         config, tiers, accelerator = self._core.config, self._core.tiers, self._core.accelerator
         # Under a rule the user's word counts, and with min_life_days the drive's life.
         may_drop_codec = config.placement == "adaptive" and config.ssd.min_life_days is None
-        drives = (
-            None if tiers.nvme is None else DriveProbe(tiers.nvme.space, tiers.nvme.io, may_drop_codec=may_drop_codec)
-        )
+        drives = None if tiers.nvme is None else DriveProbe(tiers.nvme, tiers.nvme.io, may_drop_codec=may_drop_codec)
         rates = Rates(drives, accelerator, config.slots_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()
