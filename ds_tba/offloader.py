@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
+from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import KEPT, SHOWS_HOOKS
@@ -30,7 +31,6 @@ from ds_tba.report import OffloadReport, Writer
 from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
 from ds_tba.resting import PROCESS, Resting
 from ds_tba.stats import StoreStats
-from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -212,9 +212,7 @@ class Rooms:
         config, tiers, accelerator = self._core.config, self._core.tiers, self._core.accelerator
         # Under a rule the user's word counts, and with min_life_days the drive's life.
         may_drop_codec = config.placement == "adaptive" and config.ssd.min_life_days is None
-        drives = (
-            None if tiers.nvme is None else DriveProbe(tiers.nvme.space, tiers.nvme.io, may_drop_codec=may_drop_codec)
-        )
+        drives = None if tiers.nvme is None else DriveProbe(tiers.nvme, tiers.nvme.io, may_drop_codec=may_drop_codec)
         rates = Rates(drives, accelerator, config.slots_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()

@@ -109,7 +109,7 @@ class Resting:
             if self._is_over or self._is_resting or self._in_use or self._cache.live_records:
                 return
             if now or idle_s > RESTING_FACTOR * self._waking_s:
-                self._is_awake, self._is_resting = False, self._tiers.rest()
+                self._is_awake, self._is_resting = False, self._tiers.give_back()
 
     def end(self) -> None:
         """Close the tiers; they wake no more."""
@@ -126,7 +126,7 @@ class Resting:
     def _wake(self) -> None:
         started_s, is_whole = time.monotonic(), self._is_resting
         try:
-            self._tiers.wake()
+            self._tiers.open()
             self._is_awake, self._is_resting = True, False
         except (OSError, RuntimeError, MemoryError, PathError) as error:
             if not self._has_warned:

@@ -42,8 +42,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -136,6 +136,24 @@ class _OfThread(threading.local):
         self.leaving: deque[_Leaving] = deque()
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def poisons(method: Callable[Concatenate[TensorCache, P], R]) -> Callable[Concatenate[TensorCache, P], R]:
+    """Have an exception that leaves a method of the cache poison it: see [Note: Poison]."""
+
+    @wraps(method)
+    def guarded(self: TensorCache, /, *args: P.args, **options: P.kwargs) -> R:
+        try:
+            return method(self, *args, **options)
+        except BaseException as error:
+            self.note_exception(error)
+            raise
+
+    return guarded
+
+
 class TensorCache(Residency):
     """Moves saved tensors into a store during forward and back during backward.
 
@@ -192,6 +210,7 @@ class TensorCache(Residency):
         self.act_on_ends()
         return self._live_records
 
+    @poisons
     def act_on_ends(self) -> None:
         """Act on the ends of views and storages that came since the last save or load."""
         if self.ends.left:
@@ -222,15 +241,7 @@ class TensorCache(Residency):
         if not torch.is_grad_enabled():  # an evaluation pass must not end the micro-step before its backward
             yield
             return
-        if self.rematerialization is not None:
-            self.rematerialization.begin_forward()
-        with self.lock:
-            step = self.forward.micro_step
-            if not (continues or step.is_interleaved):
-                step = MicroStep(self.learned_order)
-                self._stats.micro_steps += 1
-            step.begin_forward(lead)
-            self.forward = Forward(step, policy or self._default_policy, is_recorded)  # finds no record of earlier ones
+        step = self._begin_forward(policy or self._default_policy, lead, continues=continues, is_recorded=is_recorded)
         try:
             with hooks_of_forward(self._hooks(step, around)):
                 yield
@@ -241,6 +252,22 @@ class TensorCache(Residency):
         finally:
             step.phase = Phase.WAITING  # also after an error: a backward of what was saved would read nothing ahead
 
+    @poisons
+    def _begin_forward(
+        self, policy: Policy, lead: Sequence[int], *, continues: bool, is_recorded: bool
+    ) -> MicroStep[SavedStorage]:
+        if self.rematerialization is not None:
+            self.rematerialization.begin_forward()
+        with self.lock:
+            step = self.forward.micro_step
+            if not (continues or step.is_interleaved):
+                step = MicroStep(self.learned_order)
+                self._stats.micro_steps += 1
+            step.begin_forward(lead)
+            self.forward = Forward(step, policy, is_recorded)  # finds no record of earlier ones
+        return step
+
+    @poisons
     def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
         """Return hooks for what is saved between the last forward and its backward; None where that is not known.
 
@@ -276,10 +303,11 @@ class TensorCache(Residency):
     @property
     def expects_forward(self) -> bool:
         """True if one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
+        self.act_on_ends()
         with self.lock:
-            self.ends.act()
             return self.forward.micro_step.expects_forward
 
+    @poisons
     def end_micro_step(self) -> None:
         """End the micro-step, whatever is still saved: the next forward begins another.
 
@@ -318,7 +346,7 @@ class TensorCache(Residency):
                 return PassedThrough(tensor)
             return self._keep(tensor, why, "", number)
         except BaseException as error:
-            self._note_exception(error)
+            self.note_exception(error)
             raise
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
@@ -421,6 +449,7 @@ class TensorCache(Residency):
         record.micro_step.saved += 1
         return record
 
+    @poisons
     def _end_operations(self, *, stays: bool = False) -> None:
         """Have leave what operations of this thread have saved that are over.
 
@@ -428,18 +457,14 @@ class TensorCache(Residency):
             stays: it stays in memory, because forward has failed: nobody will want most of it.
         """
         waiting = self._of_thread.leaving
-        try:
-            while waiting:
-                with self.lock:
-                    self.ends.act()
-                    record, choice, _ = waiting.popleft()
-                    record.is_leaving = False
-                    if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
-                        _follow(self._accelerator, record.stream)
-                        self._place(record, choice, stays=stays)
-        except BaseException as error:
-            self._note_exception(error)
-            raise
+        while waiting:
+            with self.lock:
+                self.ends.act()
+                record, choice, _ = waiting.popleft()
+                record.is_leaving = False
+                if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
+                    _follow(self._accelerator, record.stream)
+                    self._place(record, choice, stays=stays)
 
     def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
         """Have a store take the bytes of a record, or keep them."""
@@ -497,7 +522,7 @@ class TensorCache(Residency):
                     micro_step.read_ahead(self.prefetch)
             return tensor
         except BaseException as error:
-            self._note_exception(error)
+            self.note_exception(error)
             raise
 
     def load(self, view: SavedView) -> torch.Tensor:
@@ -572,6 +597,7 @@ class TensorCache(Residency):
         self.rematerialization = store
         self.watched = self.stores if store is None else (store, *self.stores)
 
+    @poisons
     def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
         """Hold the bytes of a record as if no store had them, because its store is about to give them up.
 
@@ -640,12 +666,14 @@ class TensorCache(Residency):
                 "program."
             )
 
-    def _note_exception(self, error: BaseException) -> None:
+    def note_exception(self, error: BaseException) -> None:
+        """Refuse every later forward, unless the exception is a refusal: see [Note: Poison]."""
         # Our own errors are raised before anything was changed, but for a bug's; so is a device's want of memory.
         is_refusal = isinstance(error, DsTbaError) and not isinstance(error, StateError)
         if not is_refusal and (isinstance(error, MemoryError) or not is_out_of_memory(error)):
             self._broken_by = self._broken_by or type(error).__name__  # not itself: it holds frames with all tensors
 
+    @poisons
     def settle(self) -> None:
         """Act on every end, and let go of what finished copies still hold."""
         with self.lock:

@@ -35,7 +35,7 @@ IO = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
 
 
 def drives_of(store: NvmeStore) -> DriveProbe:
-    return DriveProbe(store.space, store.io)
+    return DriveProbe(store, store.io)
 
 
 class Paced(CpuAccelerator):
@@ -303,7 +303,7 @@ def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_r
 ) -> None:
     backend = ModelledDrive(100e6)
     drives = drives_of(make_store(backend, codec=SlowCodec(0.5) if makes_slower else Halving()))
-    (path,) = drives._space.paths
+    (path,) = drives._store.paths
     path.file.reserve_first(64 * MIB)
     path.extents.grow(path.file.size_bytes)
     rates = Rates(drives, CpuAccelerator(), MIB)
@@ -323,7 +323,7 @@ def test_a_codec_that_makes_drives_slower_is_left_off_once_and_for_all(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, may_drop: bool, packed_rate: float
 ) -> None:
     store = make_store(codec=Halving())
-    drives = DriveProbe(store.space, store.io, may_drop_codec=may_drop)
+    drives = DriveProbe(store, store.io, may_drop_codec=may_drop)
     seen: list[bool] = []
 
     def measure(_: object, io: BlockIo) -> None:

@@ -24,9 +24,9 @@ from ds_tba.storage.space import Part, SwapTicket
 
 def wait_for_writes(store: NvmeStore) -> None:
     """Wait until no write is queued or under way."""
-    with store.space.lock:
-        while store.space.writes_under_way and not store.space.closed:
-            store.space.changed.wait(1.0)
+    with store.lock:
+        while store.space.writes_under_way and not store.closed:
+            store.changed.wait(1.0)
 
 
 def part_of(ticket: SwapTicket) -> Part:

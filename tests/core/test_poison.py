@@ -1,0 +1,113 @@
+"""An exception in the middle of our bookkeeping: later steps are exact, or refused with the repair."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import AlarmError
+from support import runs
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.cache import TensorCache
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
+from ds_tba.offloader import ActivationOffloader
+
+
+def signals(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script that ends itself when it hangs."""
+    return runs.python(runs.SCRIPTS / "signals.py", *arguments, timeout_s=600)
+
+
+@pytest.mark.long
+def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
+    """At random moments, most of them in the middle of our own code, which may hold any lock."""
+    times = 10
+    done = signals("closes", tmp_path, times)
+    assert done.returncode == 0, done.stderr
+    ends = re.findall(r"^END \d+ (.*)$", done.stdout, re.MULTILINE)
+    # A handler that raises may leave a lock taken: then closing gives up in time, and the process ends all the same.
+    assert len(ends) == times and set(ends) <= {"0 finished", "0 running"}, done.stdout + done.stderr
+    assert ends.count("0 finished") > times / 2, done.stdout + done.stderr
+    assert "RUN return" in done.stdout
+    assert len(re.findall(r"^RUN \w+ \S+ inside", done.stdout, re.MULTILINE)) > times / 2, done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("placement", ["nvme", "adaptive"])
+def test_a_handler_that_saves_a_checkpoint_and_exits_ends_the_training(tmp_path: Path, placement: str) -> None:
+    """A scheduler sends one signal, and SIGKILL after that: what the handler raises must not be lost."""
+    done = signals("exits", tmp_path, 30, placement)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "LOST 0 OTHERS 0", done.stdout + done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("placement", "every"), [("nvme", 37), ("host", 37), ("adaptive", 97)])
+def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(
+    tmp_path: Path, placement: str, every: int
+) -> None:
+    """A gradient is never wrong: neither is a step that waits for ever."""
+    done = signals("anywhere", tmp_path, 1, every, placement)
+    assert done.returncode == 0, done.stdout + done.stderr
+    exact, refused, others = map(int, re.findall(r"\d+", done.stdout.splitlines()[-1]))
+    assert others == 0 and exact > 5 and refused > 5, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "is_refused"),
+    [
+        (KeyboardInterrupt(), True),
+        (AlarmError(), True),
+        (MemoryError(), True),
+        (StateError("an illegal move"), True),
+        (RuntimeError("a defect"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes"), False),
+        (ActivationModifiedError("modified in place"), False),
+        (ActivationLostError("not read back"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+@pytest.mark.parametrize("where", ["pack", "unpack", "end_micro_step"])
+def test_an_exception_in_our_bookkeeping_poisons_unless_it_is_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, is_refused: bool, where: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    cache = TensorCache([], "cpu", 1)
+    x = torch.randn(8, requires_grad=True)
+    with cache.saving():
+        held = cache.pack(x * 2)
+        if where == "pack":
+            monkeypatch.setattr(cache.ends, "act", fail)
+            with pytest.raises(type(error)):
+                cache.pack(x * 3)
+    if where != "pack":
+        cache.ends.watch(held, None)
+        monkeypatch.setattr(cache.ends, "act", fail)
+        monkeypatch.setattr(cache.ends, "left", [1])
+        with pytest.raises(type(error)):
+            cache.unpack(cache.forward.micro_step, held) if where == "unpack" else cache.end_micro_step()
+    if is_refused:
+        with pytest.raises(StateError, match=f"{type(error).__name__} came in the middle of .* last checkpoint"):
+            cache.refuse_broken()
+    else:
+        cache.refuse_broken()
+    assert not cache.lock.locked()
+
+
+def test_after_an_interrupt_in_our_bookkeeping_no_forward_and_no_step_goes_on(tmp_path: Path) -> None:
+    config = OffloadConfig(nvme_path=str(tmp_path), io={"backend": "posix", "staging_bytes": 1 << 20})
+    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    offloader.cache.note_exception(KeyboardInterrupt())
+    for call in (offloader.saving, offloader.interleaving, offloader.note_micro_step):
+        with pytest.raises(StateError, match="KeyboardInterrupt came in the middle"):
+            call()
+    offloader.close()
+    assert offloader.report().state == "finished"
