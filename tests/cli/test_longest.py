@@ -75,7 +75,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int
 
 def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callable[[int], Setup]:
     offload = OffloadConfig.model_validate({**BLOCK, "enabled": False})
-    training = Training({}, offload, AioConfig(), torch.bfloat16, None, ())
+    training = Training({"optimizer": {"type": "AdamW"}}, offload, AioConfig(), torch.bfloat16, None, ())
     device = Device("cpu", "made up", 0, 1e12, 1e11, 1e10)
 
     def setup_of(sequence: int) -> Setup:
@@ -198,10 +198,14 @@ def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, cli: Cli) 
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**MODELS["Llama"], "vocab_size": 32000}))
     block = {"placement": "nvme", "nvme_path": "/local_nvme", "min_tensor_bytes": 4096}
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"contiguous_gradients": False}}
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"contiguous_gradients": False},
+    }
     (tmp_path / "ds.json").write_text(json.dumps({**config, "activation_nvme_offload": block}))
     rates = ["--drive-tbw", "1", "--write-gbps", "4", "--read-gbps", "4", "--config", str(tmp_path / "ds.json")]
-    given = ["plan", str(tmp_path), "--gpu", "1300MB", "--longest", "--seq", "128", *rates]
+    given = ["plan", str(tmp_path), "--gpu", "1425MB", "--longest", "--seq", "128", *rates]
     plain = json.loads(cli(*given, "--json").out)["longest"]
     aided = json.loads(cli(*given, "--json", "--fused-loss").out)["longest"]
     assert {"as it is", "+ checkpointing", "+ checkpointing and NVMe", "offload all"} <= {one["name"] for one in plain}

@@ -123,6 +123,13 @@ def test_weights_of_a_few_bits_count_as_such(
         planned(tmp_path, {**LLAMA, "quantization_config": quantization}, length=128)
 
 
+def test_a_fused_loss_leaves_the_head_as_it_is(tmp_path: Path) -> None:
+    """Issue: 4.66 GiB of parameters were told of 5.39, as the head's wrapper was left out, not the head."""
+    config = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    plain, fused = (planned(tmp_path, config, 4, aids, 128) for aids in ((), ("--fused-loss",)))
+    assert fused.parameter_bytes == plain.parameter_bytes
+
+
 def test_a_quantization_that_is_not_counted_is_said(tmp_path: Path) -> None:
     found = planned(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "fp8"}}, length=128)
     assert any('"quantization_config" (fp8) is not counted' in note for note in found.notes)

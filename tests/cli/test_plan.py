@@ -65,6 +65,7 @@ def leaving(batch, sequence):
 def failing(batch, sequence):
     return Stack(256, 32), (torch.zeros(batch, sequence, 63),)
 """
+GIB = 14.6 / 16 * 2**30  # of which PyTorch has that part, as of the smallest card in the table
 BLOCK = {"nvme_path": "/nowhere", "min_tensor_bytes": 4096, "recompute": False, "io": {"staging_bytes": 1 << 20}}
 GIVEN = ("--tflops", "1", "--write-gbps", "1e-3", "--read-gbps", "1e-3", "--copy-gbps", "50")
 
@@ -167,7 +168,7 @@ def test_what_fits_the_gpu_is_said_with_everything_that_it_must_hold(directory: 
     kept = found["peak_saved_bytes"] + found["temporary_bytes"]
     assert found["peak_saved_bytes"] < moving / 1.05 <= kept + 1
     for factor, verdict in ((1.2, "fits"), (1.05, "tight"), (0.99, "does not fit")):
-        given = (*GIVEN, "--gpu", f"{factor * need / 2**30:.6f}")
+        given = (*GIVEN, "--gpu", f"{factor * need / GIB:.6f}")
         assert row(estimate(directory, *given), "as it is")["verdict"] == verdict
     divided = estimate(directory, *GIVEN, "--ranks", "4")
     assert divided["rows"][0]["held"]["always"]["gradients"] == held["always"]["gradients"] // 4
@@ -222,7 +223,7 @@ def test_what_is_recommended_is_merged(directory: Path, cli: Cli) -> None:
     write_config(directory, zero_optimization={"stage": 2, "reduce_bucket_size": 1000})
     config = directory / "ds_config.json"
     on_cpu = (*GIVEN, "--memory-gbps", "100", "--batch", "64", "--device", "cpu")
-    gib = row(estimate(directory, *on_cpu, model="gated"), "+ rematerialize")["need_bytes"] / 0.89 / 2**30
+    gib = row(estimate(directory, *on_cpu, model="gated"), "+ rematerialize")["need_bytes"] / 0.89 / GIB
     given = ["--config", str(config), "--seq", "256", "--gpu", f"{gib:.6f}", *on_cpu, "--write", str(config)]
     text = cli("plan", f"{directory}/models.py:gated", *given, "--drive-tbw", "1200").out
     assert "recommended '+ rematerialize': it fits" in text and "rated 1200 TBW as given" in text

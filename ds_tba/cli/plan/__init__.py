@@ -246,7 +246,7 @@ def _head(setup: Setup, row: Row) -> Iterator[str]:
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
     yield f"held        {', '.join(named)}"
     if device.memory_bytes is not None:
-        yield f"GPU         {readable(device.memory_bytes)}, rates of one {device.name}"
+        yield f"GPU         {readable(device.memory_bytes)} for PyTorch, rates of one {device.name}"
 
 
 def _table(setup: Setup, rows: Sequence[Row]) -> Iterator[str]:
@@ -277,6 +277,7 @@ def _table_of_longest(setup: Setup, found: Sequence[Longest]) -> Iterator[str]:
         return
     yield f"longest     {longest.sequence:,} tokens: {longest.row.name!r}"
     yield from _instructions(longest.row)
+    yield from _of_node(setup, longest.row)
     yield from _wear(setup, longest.row)
     sparing = max((one for one in found if one.row.spares_drives), key=attrgetter("sequence"))
     if sparing.sequence < longest.sequence:
@@ -315,7 +316,18 @@ def _verdict(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[
     fastest = f"no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
     yield f"recommended {chosen.name!r}: {how}; {fastest}"
     yield from _instructions(chosen, " (--write FILE merges it)")
+    yield from _of_node(setup, chosen)
     yield from _wear(setup, chosen)
+
+
+def _of_node(setup: Setup, row: Row) -> Iterator[str]:
+    """Say what all GPUs of a node take of its memory and drives: the table has what one takes."""
+    taken = {"host memory": row.host_bytes, "swap space": row.swap_bytes}
+    found = [f"{readable(setup.sharers * nbytes)} of {what}" for what, nbytes in taken.items() if nbytes]
+    if found and setup.sharers > 1:
+        yield f"            the {setup.sharers} GPUs of a node take {' and '.join(found)}"
+    elif found and setup.ranks > 1:
+        yield f"            each GPU of a node takes {' and '.join(found)}: --gpus-per-node adds them up"
 
 
 def _instructions(row: Row, how: str = "") -> Iterator[str]:

@@ -316,7 +316,9 @@ def quantized_linears(subject: Subject) -> list[torch.Tensor]:
         return []
     model: Any = subject.model
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = [one.weight for one in model.modules() if type(one) is nn.Linear and one is not head and _is_frozen(one)]
+    of_head = set() if head is None else set(head.modules())  # a fused loss has put another module around it
+    linears = [one for one in model.modules() if type(one) is nn.Linear and one not in of_head]
+    found = [one.weight for one in linears if _is_frozen(one)]
     if not found:
         raise ModelError(
             'the model\'s "quantization_config" has weights of a few bits, which cannot be trained: train adapters '

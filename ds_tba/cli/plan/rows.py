@@ -44,6 +44,7 @@ TIGHT = 0.9
 SAME_STEP = 1.05
 SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
+NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
 # Of answers of --longest.
 UNIT = 16  # answers are multiples
 NEAR = 0.01  # of the answer: no closer one is sought
@@ -208,7 +209,8 @@ class Setup:
         """Return the row of a setting that makes no plan; see :func:`assign`."""
         assigned = assign(self.trace, placement, recompute=recompute)
         moving_bytes = None if self.run.temporary is None else peak_beside(*assigned, self.run.temporary)
-        return self.row(name, replay(*assigned).cost, merged, CHECKPOINTING if recompute else "", moving_bytes)
+        advice = CHECKPOINTING if recompute else NO_CHECKPOINTING if placement is Placement.NVME else ""
+        return self.row(name, replay(*assigned).cost, merged, advice, moving_bytes)
 
 
 def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
@@ -256,7 +258,7 @@ def _adaptive(setup: Setup) -> tuple[Row, Plan]:
             plan, limits = again, replace(limits, recompute=True)
     budgeted = {} if budget is None else {"activation_budget_bytes": budget}
     block = setup.block("adaptive", recompute=limits.recompute, **budgeted)
-    return setup.row(ADAPTIVE, plan.prediction, block), plan
+    return setup.row(ADAPTIVE, plan.prediction, block, NO_CHECKPOINTING), plan
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
