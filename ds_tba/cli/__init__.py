@@ -1,6 +1,6 @@
 """The command ``ds_tba``: the options of ``plan`` and ``report``; the others each have ``add_parser``.
 
-Imports no torch: what needs it is imported where its command runs, or help and completions would wait for it.
+Imports no torch: what needs it is imported where its command runs, or help would wait for it.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 
-from ds_tba.cli import doctor, page, tune
+from ds_tba.cli import doctor, page
 from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size
 from ds_tba.config import ASSUMED_RATIO, SUPPORTED_DEEPSPEED
 from ds_tba.errors import ReportError
@@ -42,7 +41,6 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit status."""
     parser = _parser()
-    _complete(parser)
     options = parser.parse_args([_dashed(one) for one in (sys.argv[1:] if argv is None else argv)])
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
@@ -82,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     as_what.add_argument("--html", type=Path, metavar="PAGE.html", help="write one page about all of them instead")
     add_json(as_what)
     report.set_defaults(run=partial(show, "report", _reports), needs_deepspeed=False)
-    tune.add_parser(commands)
     return parser
 
 
@@ -129,16 +126,6 @@ def _plan(options: argparse.Namespace) -> Result:
     from ds_tba.cli.plan import planned
 
     return planned(options)
-
-
-def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks for completions, and end, where argcomplete is installed."""
-    if "_ARGCOMPLETE" not in os.environ:
-        return
-    with suppress(ImportError):
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
 
 
 def _dashed(argument: str) -> str:
