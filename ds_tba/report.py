@@ -5,7 +5,6 @@ Knows numbers only: whoever counts fills :class:`OffloadReport` in. What is not 
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -382,16 +381,14 @@ def write_file(path: Path, text: str) -> None:
 
 @dataclass(eq=False)
 class Writer:
-    """An engine as the writer of reports: engines from one config have one path, and one of them may have it.
+    """An engine as the writer of reports.
 
     Attributes:
         rank: of this process; see :func:`rank_path`.
-        claims: the file that each path is written by, of all writers of this process.
-        steps: optimizer steps so far; a writer that has made none leaves the path to one that has.
+        steps: optimizer steps so far.
     """
 
     rank: int
-    claims: dict[Path, ReportFile] = field(default_factory=dict)
     steps: int = 0
 
 
@@ -412,11 +409,9 @@ class ReportFile:
 
     def __init__(self, key: str, path: str | None, writer: Writer) -> None:
         self._key = key
-        self._name = path
         self.writer = writer
-        self.has_lost = False  # the path to an engine that trains
         self.path = checked_path(key, path, writer.rank)
-        self._written_at, self._age_s = -math.inf, 0.0
+        self._written_at, self._age_s, self._made_at_s = -math.inf, 0.0, time.time()
 
     def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
@@ -429,39 +424,14 @@ class ReportFile:
     def write(self, found: Mapping[str, object]) -> None:
         self.write_text(json.dumps(found, indent=2) + "\n")
 
-    def give_up(self) -> None:
-        """Leave the path to whoever writes there next."""
-        if self.path is not None and self.writer.claims.get(self.path) is self:
-            del self.writer.claims[self.path]
-
-    def _claimed(self) -> Path | None:
-        """The path, once it is this engine's; another one beside it where another engine that trains has that."""
-        claims = self.writer.claims
-        for number in itertools.count(2):
-            if self.path is None or self._name is None:
-                return None
-            holder = claims.get(self.path, self)
-            trains = self.writer.steps > 0
-            if (holder is self and not self.has_lost) or (trains and (holder is self or not holder.writer.steps)):
-                claims[self.path], holder.has_lost, self.has_lost = self, True, False
-                return self.path
-            if not trains:
-                self.has_lost = True
-                return None
-            taken, name = self.path, Path(self._name)
-            self.path = rank_path(str(name.with_name(f"{name.stem}.{number}{name.suffix}")), self.writer.rank)
-            if self.path not in claims:
-                logger.info(
-                    "%s %s is of another engine of this process: this one writes %s", self._key, taken, self.path
-                )
-        return None
-
     def write_text(self, text: str) -> None:
-        path = self._claimed()
-        if path is None:
+        if self.path is None:
             return
         try:
-            write_file(path, text)
+            # An engine without a step, such as a reference, leaves the path to one that trains beside it.
+            if not self.writer.steps and self.path.exists() and self.path.stat().st_mtime >= self._made_at_s:
+                return
+            write_file(self.path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
         self._written_at = time.monotonic()
