@@ -21,7 +21,7 @@ from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
 from ds_tba.holders import Holder, table
 from ds_tba.stats import expanded, readable
-from ds_tba.wear import TERABYTE, PathWear
+from ds_tba.wear import TERABYTE, PathWear, rated
 
 logger = logging.getLogger("ds_tba")
 
@@ -190,7 +190,7 @@ class OffloadReport:
         if wear and self.steps:  # else it is the trial's at the start, in no time
             daily_bytes = sum(one.all_bytes_per_day for one in wear)
             worst = min(wear, key=PathWear.days)
-            rating = worst.rating(worst.rated_endurance_tbw)
+            rating = rated(worst.rated_endurance_tbw)
             parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days to {rating})")
         return ", ".join(parts)
 
@@ -451,8 +451,7 @@ def _step(planned_s: float, kept_s: float, measured_s: float | None) -> str:
 
 
 def _wear(path: PathWear) -> str:
-    drive = " ".join(filter(None, (path.device, path.model))) or "unknown drive"
-    text = f"{drive}: {path.all_bytes_per_day / TERABYTE:.2f} TB a day at this rate"
+    text = f"{path.all_bytes_per_day / TERABYTE:.2f} TB a day at this rate"
     text += f" of {path.sharers} ranks" if path.sharers > 1 else ""
     if path.life_days is None:
         text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
@@ -461,10 +460,6 @@ def _wear(path: PathWear) -> str:
             f", {path.life_days:.0f} days to its rated {path.rated_endurance_tbw or 0:g} TBW, if the drive "
             "amplifies these writes no more than those of its rating"
         )
-    if path.percentage_used is not None:
-        text += f"; at the start {path.percentage_used} % of its life was used"
-    if path.drive_written_bytes is not None:
-        text += f", {path.drive_written_bytes / TERABYTE:.1f} TB written in all"
     return text
 
 

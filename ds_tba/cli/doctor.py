@@ -94,9 +94,11 @@ def _aio(paths: Sequence[str]) -> Iterator[Check]:
     unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
     yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
     yield from ((None, f"{lock} exists: {_LOCKED}") for lock in aio.build_locks())
-    obstacle = abandoned or aio.kernel_obstacle(AioConfig(), 5, [one for one in map(expanded, paths) if one.is_dir()])
+    obstacle = abandoned or aio.kernel_obstacle(AioConfig(), 5)
     if obstacle is not None:
-        yield False if abandoned else None, f"io.backend aio cannot run here; null means posix: {obstacle}"
+        yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
+    elif of_paths := aio.kernel_obstacle(AioConfig(), 5, [one for one in map(expanded, paths) if one.is_dir()]):
+        yield None, f"io.backend aio cannot run there; null means posix: {of_paths}"
 
 
 def _entry_point() -> Check:

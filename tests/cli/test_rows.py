@@ -39,7 +39,6 @@ from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 from ds_tba.recompute.blocks import find_blocks
-from ds_tba.wear import Drive
 
 GOOD = """
 import torch
@@ -793,29 +792,15 @@ def test_rates_have_their_source() -> None:
     assert path.write_beside_read_bytes_per_s == 3e9 and path.read_bytes_per_s == 7.1e9
 
 
-@pytest.mark.parametrize(
-    ("used", "terabytes", "rated"),
-    [(10, 60, 600.0), (100, 1200, 1200.0), (4, 24, None), (None, 60, None), (10, None, None)],
-)
-def test_a_drive_s_rating_is_what_its_smart_data_come_to(
-    monkeypatch: pytest.MonkeyPatch, used: int | None, terabytes: int | None, rated: float | None
-) -> None:
-    """Of a drive that has used up a tenth of its life with 60 TB, 600 TB are the whole of it."""
-    written = None if terabytes is None else terabytes * 10**12
-    drive = Drive("nvme0n1", percentage_used=used, drive_written_bytes=written)
-    assert drive.rating(None) == ((600.0, "assumed") if rated is None else (rated, "by SMART"))
-    monkeypatch.setattr("ds_tba.cli.plan.examine", lambda _: drive)
-    offload = OffloadConfig.model_validate({"nvme_path": ["/a", "/b"]})  # both on one drive
-    training = replace(training_with({}), offload=offload)
-    assert _endurance(None, training) == (drive.rating(None), 1, min(terabytes or 0, drive.rating(None).tbw))
-    assert _endurance(50.0, training) == ((50.0, "as given"), 1, 0.0)
-    configured = OffloadConfig.model_validate({"nvme_path": "/a", "ssd": {"rated_endurance_tbw": 70}})
-    assert _endurance(None, replace(training, offload=configured))[:2] == ((70.0, "as the config has it"), 1)
-
-
-def test_directories_of_another_machine_are_drives_of_their_own() -> None:
-    offload = OffloadConfig.model_validate({"nvme_path": ["/no/a", "/no/b"], "ssd": {"rated_endurance_tbw": 70}})
-    assert _endurance(None, replace(training_with({}), offload=offload)) == ((140.0, "as the config has it"), 2, 0.0)
+def test_a_node_s_rating_is_as_given_or_that_of_each_of_its_drives() -> None:
+    two = {"nvme_path": ["/no/a", "/no/b"]}
+    for ssd, told in (
+        ({}, (1200.0, 2, "600 TBW assumed each, 2 of them")),
+        ({"rated_endurance_tbw": 70}, (140.0, 2, "70 TBW each, 2 of them")),
+    ):
+        training = replace(training_with({}), offload=OffloadConfig.model_validate({**two, "ssd": ssd}))
+        assert _endurance(None, training) == told
+        assert _endurance(50.0, training) == (50.0, 2, "50 TBW as given")
 
 
 def test_the_network_carries_what_the_stage_of_the_row_does() -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -56,7 +56,7 @@ from ds_tba.plan.trace import PathRates
 from ds_tba.report import write_file
 from ds_tba.stats import aligned, expanded, readable
 from ds_tba.storage.tiers import probe
-from ds_tba.wear import Drive, Rating, examine
+from ds_tba.wear import ASSUMED_TBW, drive_of, rated
 
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
@@ -131,7 +131,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
     given = options.tflops, options.memory_gbps, options.copy_gbps
     device = device_of(options.device, options.gpu, training.autocast or training.dtype or torch.float32, given)
     paths, drives = _drives(training, options.write_gbps, options.read_gbps, options.gpus_per_node)
-    endurance = _endurance(options.drive_tbw, training)
+    tbw, drive_count, rating = _endurance(options.drive_tbw, training)
     stored_share, compression_notes = _compression(options.compression_ratio, offload.io.compression)
     ranks, sharers = options.ranks or options.nodes * options.gpus_per_node, options.gpus_per_node
     where = offload.nvme_path or "/local_nvme"
@@ -143,8 +143,8 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
     def setup_of(sequence: int) -> Setup:
         run = dry_run(recipe, options.batch, sequence, training, device, paths, options.lora, aids)
         return Setup(
-            run, training, device, ranks, endurance.rating.tbw / sharers, where, sharers, endurance.drives,
-            used_tbw=endurance.used_tbw / sharers, batch=options.batch, aids=aids, stored_share=stored_share,
+            run, training, device, ranks, tbw / sharers, where, sharers, drive_count, batch=options.batch, aids=aids,
+            stored_share=stored_share,
         )  # fmt: skip
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
@@ -157,7 +157,7 @@ def _setup(options: argparse.Namespace) -> tuple[Setups, str, list[str]]:
         f"rates of one {device.name}{', but those that were given' if any(given) else ''}: {device.flops / 1e12:.3g} "
         f"TFLOP/s, memory {device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s",
         f"rates of the drives {drives}{f'; each GPU has 1/{sharers} of them' if sharers > 1 else ''}",
-        f"drives of a node rated {endurance.rating} (--drive-tbw has yours, together); TB a day, host memory and swap "
+        f"drives of a node rated {rating} (--drive-tbw has yours, together); TB a day, host memory and swap "
         "space in the table are one GPU's",
         *compression_notes,
         "an operation takes the time of its FLOPs, of its bytes or of its launch, whichever is longest; communication "
@@ -216,25 +216,14 @@ def _compression(given: float | None, configured: str | None) -> tuple[float, li
     return ratio, [f"compression leaves {ratio:g} of the bytes that are written a day ({source})"]
 
 
-class Endurance(NamedTuple):
-    """The rating of all drives of a node together, how many there are, and what of it they report as written."""
-
-    rating: Rating
-    drives: int
-    used_tbw: float
-
-
-def _endurance(given: float | None, training: Training) -> Endurance:
-    """Examine the drives; a rating that is given is of drives elsewhere, which nobody has written to yet."""
-    examined = {path: examine(expanded(path)) for path in training.offload.nvme_paths} or {"": Drive()}
-    # By device: two directories of one drive share its rating, and do not double it.
-    drives = {one.device or path: one for path, one in examined.items()}  # no device: another machine's
+def _endurance(given: float | None, training: Training) -> tuple[float, int, str]:
+    """Return the terabytes that all drives of a node are rated for, how many there are, and the first in words."""
+    paths = training.offload.nvme_paths
+    drives = len({drive_of(expanded(path)) for path in paths if expanded(path).exists()}) or max(1, len(paths))
     if given:
-        return Endurance(Rating(given, "as given"), len(drives), 0.0)
-    rated = training.offload.ssd.rated_endurance_tbw
-    found = [one.rating(rated) for one in drives.values()]
-    rating = Rating(sum(one.tbw for one in found), found[0].source or "as the config has it")
-    return Endurance(rating, len(drives), rating.tbw - sum(one.left_tbw(rated) for one in drives.values()))
+        return given, drives, f"{given:.4g} TBW as given"
+    tbw = training.offload.ssd.rated_endurance_tbw
+    return drives * (tbw or ASSUMED_TBW), drives, f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------

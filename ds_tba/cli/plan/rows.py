@@ -94,7 +94,7 @@ class Setup:
     """The training, the device and the drives of some rows.
 
     Attributes:
-        tbw: terabytes that this rank's part of the drives is rated for, of which ``used_tbw`` are written already.
+        tbw: terabytes that this rank's part of the drives is rated for.
         nvme_path: to paste.
         sharers: GPUs that share the drives.
         drives: of a node.
@@ -113,7 +113,6 @@ class Setup:
     nvme_path: str | list[str]
     sharers: int = 1
     drives: int = 1
-    used_tbw: float = 0.0
     batch: int = 1
     aids: frozenset[str] = frozenset()
     stored_share: float = 1.0
@@ -153,8 +152,7 @@ class Setup:
     def limits(self) -> Limits:
         """The config's limits; the room that the device has for activations is the budget where it is known."""
         offload, device = self.training.offload, self.device
-        left_tbw = self.tbw - self.used_tbw
-        write_limit = write_limit_bytes_per_step(left_tbw, offload.ssd.min_life_days, self.trace.step_s)
+        write_limit = write_limit_bytes_per_step(self.tbw, offload.ssd.min_life_days, self.trace.step_s)
         limits = Limits.of(offload, write_limit / self.stored_share)
         if device.memory_bytes is None:
             return limits
@@ -201,7 +199,7 @@ class Setup:
         per_day = written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
         host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
         swap_bytes = zero.swap_bytes + cost.written_bytes // training.micro_steps
-        life, merged = life_days(self.tbw - self.used_tbw, per_day), {**merged, **self.merged}
+        life, merged = life_days(self.tbw, per_day), {**merged, **self.merged}
         name = f"{name}{self.ending}"
         return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
