@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from conftest import Cli
 from support.cuda_doubles import FakeKvikio
+from test_plan import LLAMA
 
 from ds_tba.cli import main
 from ds_tba.cli.doctor import build_aio
@@ -123,15 +124,13 @@ def test_a_build_that_fails_is_told_with_its_last_lines(
 
 
 def test_a_pipe_that_closes_ends_a_command_quietly(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(
-        "import torch\ndef make(batch, sequence): return torch.nn.Linear(1, 1), [torch.ones(8, 1)]\n"
-    )
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     values: dict[Any, Any] = {"str": "", "int": 1, "float": 1.0, "list[str]": []}
     report = {one.name: values[one.type] for one in fields(OffloadReport) if one.default is one.default_factory}
     (tmp_path / "run.json").write_text(json.dumps(report))
     reader, writer = os.pipe()
     os.close(reader)
-    commands = ["env"], ["doctor"], ["report", "run.json"], ["plan", "model.py:make", "--seq", "8"]
+    commands = ["env"], ["doctor"], ["report", "run.json"], ["plan", "config.json", "--seq", "8"]
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "ds_tba", *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
@@ -164,7 +163,7 @@ def test_the_version_is_told(cli: Cli) -> None:
     assert cli("--version", status=0, exits=True).out.startswith("ds_tba 0.")
 
 
-@pytest.mark.parametrize("arguments", [("doctor",), ("env",), ("plan", "x.py:f")])
+@pytest.mark.parametrize("arguments", [("doctor",), ("env",), ("plan", "config.json")])
 def test_without_deepspeed_a_line_has_the_repair(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:

@@ -35,50 +35,44 @@ MASTER_BYTES = 4  # of the fp32 copy of a 16-bit parameter, and of its gradient 
 _NOT_COUNTED = (
     "tensor_parallel.autotp_size", "sequence_parallel_size", "activation_checkpointing.cpu_checkpointing",
     "activation_checkpointing.partition_activations", "zero_optimization.offload_optimizer.ratio",
-    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled",
 )  # fmt: skip
 _OF_NO_EFFECT = (None, False, 0, 1)
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
 HOST_UPDATE_BYTES, HOST_BYTES_PER_S = 30, 60e9
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
     """The result of one micro-step.
 
     Attributes:
-        runs_on: ``"meta"`` or ``"cpu"``.
         peak_saved_bytes: peak of saved tensors, as the cache counts them.
-        parameters, parameter_bytes: number and size of all parameters.
-        trained: number of the parameters that have gradients.
-        hidden_size: of a Hugging Face model's config, else 0.
         temporary_bytes: peak of other tensors.
         kept_bytes: peak of both together, which need not coincide.
-        attention: the attention kernels that ran.
-        ops: of each storage of the trace, the op that could make it again; empty where there is none.
-        notes: limitations of this result, for the reader.
-        trained_bytes: size of the parameters that have gradients.
+        parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
+        hidden_size: of the model's config, else 0.
+        attention: the attention kernels that ran.
+        notes: limitations of this result, for the reader.
         temporary: other tensors by time; None where that is not known.
     """
 
-    trace: Trace
-    runs_on: str
+    trace: Trace = field(kw_only=False)
     peak_saved_bytes: int
-    packed_tensors: int
+    temporary_bytes: int
+    kept_bytes: int
     parameters: int
     parameter_bytes: int
     trained: int
-    hidden_size: int
-    temporary_bytes: int
-    kept_bytes: int
-    attention: list[str]
-    ops: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    trained_bytes: int = 0
+    trained_bytes: int
     largest_module: int = 0
+    hidden_size: int = 0
+    packed_tensors: int = 0
+    attention: Sequence[str] = ()
+    notes: tuple[str, ...] = ()
     temporary: Spans | None = field(default=None, compare=False)
 
     @property
@@ -121,12 +115,11 @@ GPUS = {
     "V100": Gpu(32, 31.7, 60, 12, 900, 12),
     "T4": Gpu(16, 14.6, 25, 6, 320, 12),
 }
-CPU = Gpu(0, 0, 0.2, 0.2, 20, 10)
 LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
 
 
 class Device(NamedTuple):
-    """The training device: ``"cuda"`` or ``"cpu"``, whose rates are taken, what PyTorch has of its memory, if known.
+    """The training device, ``"cuda"`` or ``"cpu"``: whose rates are taken, what PyTorch has of its memory, if known.
 
     Rates are per second, of matrix products, of its memory and of copies from and to the host; ``launch_s`` is the time
     to launch an operation.
@@ -141,22 +134,20 @@ class Device(NamedTuple):
     launch_s: float = 0.0
 
 
-def device_of(kind: str, gpu: str | None, dtype: torch.dtype, given: Sequence[float | None] = (None,) * 3) -> Device:
-    """Return the training device, with the table's rates where none are given.
+def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
+    """Return a GPU with the table's rates.
 
     Args:
-        gpu: name ("RTX 4090") or memory as cards are sold ("24GB", in GiB without a unit), of which PyTorch has less.
-        given: FLOP/s, bytes per second of its memory and of copies, where the user gave them.
+        text: name ("RTX 4090"), or memory as cards are sold ("24GB", in GiB without a unit), of which PyTorch has less.
 
     Raises:
-        ConfigError: ``gpu`` is neither.
+        ConfigError: it is neither.
     """
-    name, memory_bytes = ("H100", None) if gpu is None else _gpu_of(gpu)
-    name, found = ("small CPU", CPU) if kind == "cpu" else (name, GPUS[name])
+    name, memory_bytes = ("H100", None) if text is None else _gpu_of(text)
+    found = GPUS[name]
     tflops = found.tflops if dtype.itemsize == 2 else found.tflops_32_bit
-    usual = 1e12 * tflops, 1e9 * found.memory_gbps, 1e9 * found.copy_gbps
-    flops, memory, copy = (one or rate for one, rate in zip(given, usual, strict=True))
-    return Device(kind, name, memory_bytes, flops, memory, copy, 0.0 if kind == "cpu" else LAUNCH_S)
+    rates = 1e12 * tflops, 1e9 * found.memory_gbps, 1e9 * found.copy_gbps
+    return Device("cuda", name, memory_bytes, *rates, LAUNCH_S)
 
 
 def _gpu_of(text: str) -> tuple[str, int]:
@@ -186,7 +177,6 @@ class Training:
         config: the whole ``ds_config.json``.
         offload: the block, or its defaults where there is none.
         dtype: of parameters; None where they stay as the model has them.
-        autocast: the dtype of ``torch_autocast``, if it is on.
         notes: assumptions, for the reader.
     """
 
@@ -194,7 +184,6 @@ class Training:
     offload: OffloadConfig
     aio: AioConfig
     dtype: torch.dtype | None = None
-    autocast: torch.dtype | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -267,7 +256,7 @@ def read_training(path: Path | None) -> Training:
     found, notes = ASSUMED, ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
     if path is not None:
         notes = []
-        found = read_config("--config", path)
+        found = _read_config(path)
     refuse_misnamed(found)
     parse_update_block(found)  # refuses here what training would refuse
     parsed = parse_block(found)
@@ -283,8 +272,6 @@ def read_training(path: Path | None) -> Training:
     set_keys = [key for key, value in values.items() if value is True or value not in _OF_NO_EFFECT]
     if set_keys:
         notes.append(f"NOT COUNTED, though they change memory: {', '.join(set_keys)}")
-    autocast = _section(found, "torch_autocast")
-    cast = _DTYPES.get(str(autocast.get("dtype")), torch.bfloat16) if autocast.get("enabled") is True else None
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if found.get(key) == "auto":
             notes.append(f'"{key}" is "auto", which the trainer decides: 1 is assumed')
@@ -294,10 +281,10 @@ def read_training(path: Path | None) -> Training:
             dtype = _DTYPES[name]
             if wanted == "auto":
                 notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
-    return Training(found, *parsed, dtype, cast, tuple(notes))
+    return Training(found, *parsed, dtype, tuple(notes))
 
 
-def read_config(option: str, path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """Read a config as DeepSpeed does: comments are allowed.
 
     Raises:
@@ -307,9 +294,9 @@ def read_config(option: str, path: Path) -> dict[str, Any]:
         found = hjson.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{option} {path} cannot be read as ds_config.json: {why}") from error
+        raise ConfigError(f"--config {path} cannot be read as ds_config.json: {why}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{option} {path} holds {type(found).__name__}: ds_config.json is an object.")
+        raise ConfigError(f"--config {path} holds {type(found).__name__}: ds_config.json is an object.")
     return found
 
 
