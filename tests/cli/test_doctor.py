@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import Cli
 from support.cuda_doubles import FakeKvikio
-from test_plan import LLAMA
+from support.planned import LLAMA
 
 from ds_tba.cli import main
 from ds_tba.cli.doctor import build_aio

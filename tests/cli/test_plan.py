@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 from conftest import Cli
+from support.planned import LAYERS, LLAMA, WIDTH
 
 pytest.importorskip("transformers")
-WIDTH, LAYERS, WORDS = 256, 4, 512
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": WORDS, "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
-}  # fmt: skip
 GIB = 14.6 / 16 * 2**30  # of which PyTorch has that part, as of the smallest card in the table
 BLOCK = {"nvme_path": "/nowhere", "min_tensor_bytes": 4096, "recompute": False, "io": {"staging_bytes": 1 << 20}}
 ADAM = {"type": "AdamW"}
