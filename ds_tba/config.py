@@ -39,12 +39,12 @@ UPDATE_BLOCK = "interleaved_optimizer_update"
 BLOCKS = (BLOCK, UPDATE_BLOCK)
 SUPPORTED_DEEPSPEED = SpecifierSet(">=0.19.5,<0.20", prereleases=True)
 NEAR_MISS_RATIO = 0.8
-# A key with both words of a pair is a near miss of the block. "optimizer" and "update" alone are not: DeepSpeed's own
-# keys have them, too.
-_TELLING_WORDS = {
-    BLOCK: (("activation", "nvme"), ("activation", "offload"), ("nvme", "offload")),
-    UPDATE_BLOCK: (("interleav", "optimi"), ("interleav", "update")),
-}
+# What people call our blocks, words in the order of the alphabet.
+_NAMES = {
+    "activation_nvme_offload": BLOCK, "nvme_offload": BLOCK, "activation_offload": BLOCK,
+    "interleaved_optimizer_update": UPDATE_BLOCK, "interleaved_update": UPDATE_BLOCK,
+    "interleaved_optimizer": UPDATE_BLOCK,
+}  # fmt: skip
 _LIKELY_PLACES = ((), ("zero_optimization",), ("activation_checkpointing",))
 # The package's name in place of the block's: DeepSpeed would ignore such a key, and the run would go on without us.
 _OUR_NAMES = ("ds_tba", "dstba", "tba")
@@ -430,7 +430,7 @@ def refuse_misnamed(ds_config: DsConfig) -> None:
                 f'ds_config.json, beside "{outer[0]}".'
             )
         is_ours = name.lower().replace("-", "_") in _OUR_NAMES and isinstance(value, Mapping)
-        meant = BLOCK if is_ours else next((block for block in BLOCKS if _is_like(name, block)), None)
+        meant = BLOCK if is_ours else _block_like(name)
         if meant is not None and outer in _LIKELY_PLACES:
             raise ConfigError(
                 f'ds_config.json has a key "{".".join(keys)}", which nobody reads; did you mean "{meant}", at the top '
@@ -451,17 +451,11 @@ def _entries(blocks: DsConfig, *outer: str) -> Iterator[tuple[tuple[str, ...], o
             yield from _entries(value, *outer, str(key))
 
 
-def _is_like(key: str, block: str) -> bool:
-    """Return whether a key is nearly a block's name, by two of its words or by its letters."""
-    if not key[:1].isalpha():
-        return False
-    words = _sorted_words(key)
-    has_words = any(one in words and other in words for one, other in _TELLING_WORDS[block])
-    return has_words or difflib.SequenceMatcher(None, words, _sorted_words(block)).ratio() >= NEAR_MISS_RATIO
-
-
-def _sorted_words(key: str) -> str:
-    return "_".join(sorted(key.lower().replace("-", "_").split("_")))
+def _block_like(key: str) -> str | None:
+    """Return the block whose name a key nearly is; a key that begins with no letter is a comment."""
+    words = "_".join(sorted(key.lower().replace("-", "_").split("_")))
+    close = difflib.get_close_matches(words, _NAMES, n=1, cutoff=NEAR_MISS_RATIO) if key[:1].isalpha() else []
+    return _NAMES[close[0]] if close else None
 
 
 def _refuse_auto(block: DsConfig, at: str) -> None:

@@ -271,7 +271,7 @@ class ActivationOffloader:
         self._has_trained = False
         self._meter: ModelMeter | None = None
         self._undo: list[Undo] = []
-        files = ReportFiles(config.report, Writer(rank, PROCESS.claims))
+        files = ReportFiles(config.report, Writer(rank))
         started_s = time.monotonic()
         self._tiers = tiers = Tiers(
             config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
@@ -488,7 +488,6 @@ class ActivationOffloader:
     def _close(self) -> None:  # in the closer's thread
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
             last.callback(atexit.unregister, self.close)
-            last.callback(self._core.files.give_up)
             last.callback(self._reporter.end, has_trained=self._has_trained)
             last.callback(self._note_last_failure)
             last.callback(self._follow_graphs)

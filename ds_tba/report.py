@@ -5,7 +5,6 @@ Knows numbers only: whoever counts fills :class:`OffloadReport` in. What is not 
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
 from ds_tba.holders import Holder, table
 from ds_tba.stats import expanded, readable
-from ds_tba.wear import TERABYTE, PathWear
+from ds_tba.wear import TERABYTE, PathWear, rated
 
 logger = logging.getLogger("ds_tba")
 
@@ -191,7 +190,7 @@ class OffloadReport:
         if wear and self.steps:  # else it is the trial's at the start, in no time
             daily_bytes = sum(one.all_bytes_per_day for one in wear)
             worst = min(wear, key=PathWear.days)
-            rating = worst.rating(worst.rated_endurance_tbw)
+            rating = rated(worst.rated_endurance_tbw)
             parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days to {rating})")
         return ", ".join(parts)
 
@@ -382,16 +381,14 @@ def write_file(path: Path, text: str) -> None:
 
 @dataclass(eq=False)
 class Writer:
-    """An engine as the writer of reports: engines from one config have one path, and one of them may have it.
+    """An engine as the writer of reports.
 
     Attributes:
         rank: of this process; see :func:`rank_path`.
-        claims: the file that each path is written by, of all writers of this process.
-        steps: optimizer steps so far; a writer that has made none leaves the path to one that has.
+        steps: optimizer steps so far.
     """
 
     rank: int
-    claims: dict[Path, ReportFile] = field(default_factory=dict)
     steps: int = 0
 
 
@@ -412,11 +409,9 @@ class ReportFile:
 
     def __init__(self, key: str, path: str | None, writer: Writer) -> None:
         self._key = key
-        self._name = path
         self.writer = writer
-        self.has_lost = False  # the path to an engine that trains
         self.path = checked_path(key, path, writer.rank)
-        self._written_at, self._age_s = -math.inf, 0.0
+        self._written_at, self._age_s, self._made_at_s = -math.inf, 0.0, time.time()
 
     def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
@@ -429,39 +424,14 @@ class ReportFile:
     def write(self, found: Mapping[str, object]) -> None:
         self.write_text(json.dumps(found, indent=2) + "\n")
 
-    def give_up(self) -> None:
-        """Leave the path to whoever writes there next."""
-        if self.path is not None and self.writer.claims.get(self.path) is self:
-            del self.writer.claims[self.path]
-
-    def _claimed(self) -> Path | None:
-        """The path, once it is this engine's; another one beside it where another engine that trains has that."""
-        claims = self.writer.claims
-        for number in itertools.count(2):
-            if self.path is None or self._name is None:
-                return None
-            holder = claims.get(self.path, self)
-            trains = self.writer.steps > 0
-            if (holder is self and not self.has_lost) or (trains and (holder is self or not holder.writer.steps)):
-                claims[self.path], holder.has_lost, self.has_lost = self, True, False
-                return self.path
-            if not trains:
-                self.has_lost = True
-                return None
-            taken, name = self.path, Path(self._name)
-            self.path = rank_path(str(name.with_name(f"{name.stem}.{number}{name.suffix}")), self.writer.rank)
-            if self.path not in claims:
-                logger.info(
-                    "%s %s is of another engine of this process: this one writes %s", self._key, taken, self.path
-                )
-        return None
-
     def write_text(self, text: str) -> None:
-        path = self._claimed()
-        if path is None:
+        if self.path is None:
             return
         try:
-            write_file(path, text)
+            # An engine without a step, such as a reference, leaves the path to one that trains beside it.
+            if not self.writer.steps and self.path.exists() and self.path.stat().st_mtime >= self._made_at_s:
+                return
+            write_file(self.path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
         self._written_at = time.monotonic()
@@ -481,8 +451,7 @@ def _step(planned_s: float, kept_s: float, measured_s: float | None) -> str:
 
 
 def _wear(path: PathWear) -> str:
-    drive = " ".join(filter(None, (path.device, path.model))) or "unknown drive"
-    text = f"{drive}: {path.all_bytes_per_day / TERABYTE:.2f} TB a day at this rate"
+    text = f"{path.all_bytes_per_day / TERABYTE:.2f} TB a day at this rate"
     text += f" of {path.sharers} ranks" if path.sharers > 1 else ""
     if path.life_days is None:
         text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
@@ -491,10 +460,6 @@ def _wear(path: PathWear) -> str:
             f", {path.life_days:.0f} days to its rated {path.rated_endurance_tbw or 0:g} TBW, if the drive "
             "amplifies these writes no more than those of its rating"
         )
-    if path.percentage_used is not None:
-        text += f"; at the start {path.percentage_used} % of its life was used"
-    if path.drive_written_bytes is not None:
-        text += f", {path.drive_written_bytes / TERABYTE:.1f} TB written in all"
     return text
 
 

@@ -51,11 +51,6 @@ class ReportFiles:
         self.trace = ReportFile("report.trace_path", config.trace_path, writer)
         self.timeline = ReportFile("report.timeline_path", config.timeline_path, writer)
 
-    def give_up(self) -> None:
-        """Leave the paths to whoever writes there next."""
-        for file in (self.report, self.trace, self.timeline):
-            file.give_up()
-
 
 @dataclass(frozen=True, slots=True)
 class Core:

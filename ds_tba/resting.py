@@ -17,11 +17,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import PathError
-from ds_tba.report import ReportFile
 from ds_tba.storage.tiers import Tiers
 
 logger = logging.getLogger(__name__)
@@ -35,12 +33,10 @@ class Process:
 
     Attributes:
         open: the resting of each offloader that is not closed.
-        claims: the report file that each path is written by.
     """
 
     def __init__(self) -> None:
         self.open: list[Resting] = []
-        self.claims: dict[Path, ReportFile] = {}
 
     def rest(self, *, now: bool = False, but: Resting | None = None) -> None:
         """Have all rest but one; see :meth:`Resting.rest`."""

@@ -97,12 +97,6 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
-def make_model(batch: int, sequence: int) -> tuple[GPT, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the model of the defaults and its inputs, for ``ds_tba plan examples/train_gpt.py:make_model``."""
-    inputs = torch.zeros(batch, sequence, dtype=torch.int64)
-    return GPT(WIDTH, DEPTH, sequence), (inputs, inputs)
-
-
 # ---- the data -------------------------------------------------------------------------------------------------------
 
 

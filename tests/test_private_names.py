@@ -155,7 +155,7 @@ NAMES = [
          f"{ZERO_3}._reassign_or_swap_out_partitioned_parameters"),
     Name("._unflatten_partitioned_parameters", UPDATE, f"{ZERO_3}._unflatten_partitioned_parameters"),
     *(Name(f".ds_{what}", ZERO3, f"source of {PARAMETERS}")
-      for what in ("id", "numel", "shape", "tensor", "active_sub_modules")),
+      for what in ("id", "shape", "tensor", "active_sub_modules")),
 ]  # fmt: skip
 
 # Not somebody else's: of named tuples and Python, and of classes of this package from another file.

@@ -1,6 +1,6 @@
 """The command ``ds_tba``: the options of ``plan`` and ``report``; the others each have ``add_parser``.
 
-Imports no torch: what needs it is imported where its command runs, or help and completions would wait for it.
+Imports no torch: what needs it is imported where its command runs, or help would wait for it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
 
-from ds_tba.cli import doctor, page, tune
+from ds_tba.cli import doctor, page
 from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size
-from ds_tba.config import ASSUMED_RATIO, SUPPORTED_DEEPSPEED
+from ds_tba.config import SUPPORTED_DEEPSPEED
 from ds_tba.errors import ReportError
 from ds_tba.report import OffloadReport, is_replaceable, write_file
 
@@ -28,13 +27,10 @@ recommends one, and prints what to paste into ds_config.json. If nothing fits: w
 With --longest: the longest sequence that each setting trains on the GPU.
 """
 _MODELS = """\
-MODEL is the config.json, folder or name of a Hugging Face model on this machine (inputs are made up), or
-FILE.py:function: called with the keyword arguments batch and sequence, it returns (model, inputs); inputs are a tuple
-or a dict of arguments of the model. The model returns the loss, an object or dict with "loss", or tensors of which the
-first is summed. Tensors made in the function are on the meta device.
+MODEL is the config.json, folder or name of a Hugging Face model on this machine; inputs are made up.
 
 example:
-    ds_tba plan Llama-3.1-8B/config.json --gpu 24GB --seq 32k --lora 16 --write ds_config.json
+    ds_tba plan Llama-3.1-8B/config.json --gpu 24GB --seq 32k --lora 16
     ds_tba plan Llama-3.1-8B/config.json --gpu 80GB --longest --fused-loss --config ds_config.json
 """
 
@@ -42,7 +38,6 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit status."""
     parser = _parser()
-    _complete(parser)
     options = parser.parse_args([_dashed(one) for one in (sys.argv[1:] if argv is None else argv)])
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
@@ -82,63 +77,36 @@ def _parser() -> argparse.ArgumentParser:
     as_what.add_argument("--html", type=Path, metavar="PAGE.html", help="write one page about all of them instead")
     add_json(as_what)
     report.set_defaults(run=partial(show, "report", _reports), needs_deepspeed=False)
-    tune.add_parser(commands)
     return parser
 
 
 def _add_plan(commands: Commands) -> None:
-    """Add the subcommand, and its old name, which no help lists."""
-    parsers = {
-        "plan": commands.add_parser("plan", help="say what fits the GPU, and what to set"),
-        "estimate": commands.add_parser("estimate"),
-    }
-    for name, parser in parsers.items():
-        parser.description, parser.epilog = _PLAN, _MODELS
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
-        add = parser.add_argument
-        add("model", metavar="MODEL", help="see below")
-        add("--seq", type=size, help="tokens of a sequence, such as 32k; needed without --longest")
-        add("--longest", action="store_true", help="say the longest sequence of each setting on --gpu")
-        add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
-        add("--gpu", help='its memory or name: 24GB, "RTX 4090"')
-        add("--ranks", type=size, help="ranks that ZeRO divides among (default: all GPUs)")
-        add("--nodes", type=size, default=1, help="of the job: what ZeRO moves between them is told, too (default: 1)")
-        add("--gpus-per-node", type=size, default=1, help="GPUs that share the drives of a node (default: 1)")
-        add("--lora", type=size, metavar="RANK", help="train adapters of this rank on all linear layers, not the model")
-        add("--fused-loss", action="store_true", help="the loss never makes all logits (Liger's, TRL's, DeepSpeed's)")
-        add("--tiled-mlp", action="store_true", help="MLPs run on pieces of the sequence (DeepSpeed's TiledMLP)")
-        add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
-        add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
-        add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")
-        ratio = f"bytes that io.compression leaves of one (default: {ASSUMED_RATIO}, assumed, where the config has it)"
-        add("--compression-ratio", metavar="RATIO", type=in_units_of(1), help=ratio)
-        add("--write", type=Path, metavar="FILE", help="merge what is recommended into FILE; a backup is kept")
-        add("--details", action="store_true", default=name == "estimate", help="also what is saved where, and more")
-        add("--device", choices=("cuda", "cpu"), default="cuda", help="training device (default: cuda)")
-        default = "default: measured, or of the data sheet"
-        add("--tflops", type=in_units_of(1e12), help=f"TFLOP/s of matrix products ({default})")
-        add("--network-gbps", type=in_units_of(1e9), default=50e9, help="GB/s into a node, and out of it (default: 50)")
-        for option, of in (("memory", "device memory"), ("copy", "copies between device and host"),
-                           ("write", "writes to all drives of a node"), ("read", "reads of them")):  # fmt: skip
-            add(f"--{option}-gbps", type=in_units_of(1e9), help=f"GB/s of {of} ({default})")
-        add_json(parser)
-        parser.set_defaults(run=partial(show, name, _plan))
+    parser = commands.add_parser("plan", help="say what fits the GPU, and what to set", description=_PLAN)
+    parser.epilog, parser.formatter_class = _MODELS, argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="see below")
+    add("--seq", type=size, help="tokens of a sequence, such as 32k; needed without --longest")
+    add("--longest", action="store_true", help="say the longest sequence of each setting on --gpu")
+    add("--batch", type=size, help="sequences per micro-step and rank (default: the config's, else 1)")
+    add("--gpu", help='its memory or name: 24GB, "RTX 4090"')
+    add("--ranks", type=size, help="ranks that ZeRO divides among (default: the GPUs of the node)")
+    add("--gpus-per-node", type=size, default=1, help="GPUs that share drives and memory of a node (default: 1)")
+    add("--lora", type=size, metavar="RANK", help="train adapters of this rank on all linear layers, not the model")
+    add("--fused-loss", action="store_true", help="the loss never makes all logits (Liger's, TRL's, DeepSpeed's)")
+    add("--tiled-mlp", action="store_true", help="MLPs run on pieces of the sequence (DeepSpeed's TiledMLP)")
+    add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
+    add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
+    add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")
+    add("--write-gbps", type=in_units_of(1e9), help="GB/s of writes to all drives of a node (default: 4.2)")
+    add("--read-gbps", type=in_units_of(1e9), help="GB/s of reads of them (default: 7.1)")
+    add_json(parser)
+    parser.set_defaults(run=partial(show, "plan", _plan))
 
 
 def _plan(options: argparse.Namespace) -> Result:
     from ds_tba.cli.plan import planned
 
     return planned(options)
-
-
-def _complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks for completions, and end, where argcomplete is installed."""
-    if "_ARGCOMPLETE" not in os.environ:
-        return
-    with suppress(ImportError):
-        import argcomplete
-
-        argcomplete.autocomplete(parser)
 
 
 def _dashed(argument: str) -> str:

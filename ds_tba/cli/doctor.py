@@ -1,13 +1,12 @@
 """``ds_tba doctor`` and ``ds_tba env``: can this machine run, and what should an issue say of it?
 
-The doctor names the repair for each problem; ``--build`` also builds DeepSpeed's aio op, once, with every core.
+The doctor names the repair for each problem; ``--build`` also builds DeepSpeed's aio op, once, with every core. It
+measures no drive: DeepSpeed's ``ds_nvme_tune`` and fio do.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
 import os
 import platform
 import subprocess
@@ -15,10 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from importlib.metadata import Distribution, PackageNotFoundError, distributions, entry_points, version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import TypeAlias
-from urllib.parse import unquote, urlsplit
 
 from packaging.specifiers import SpecifierSet
 
@@ -27,12 +24,12 @@ from ds_tba.cli.format import Commands, Result, add_json, show, size
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
 _LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
 _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
-PACKAGES = (
-    "ds_tba", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "pydantic",
-    "kvikio-cu12", "kvikio-cu13",
-)  # fmt: skip
+PACKAGES = ("ds_tba", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "pydantic", "kvikio-cu12",
+            "kvikio-cu13")  # fmt: skip
 # Of the environment: what changes which code runs. Values of others may be secrets.
 VARIABLES = ("CUDA_", "CUFILE_", "DS_ACCELERATOR", "DS_TBA_", "KVIKIO_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
+# A verdict, None where something is missing that a run can do without, and what to say.
+Check: TypeAlias = tuple[bool | None, str]
 
 
 def add_parsers(commands: Commands) -> None:
@@ -48,18 +45,11 @@ def add_parsers(commands: Commands) -> None:
     parser.set_defaults(run=partial(show, "env", _environment))
 
 
-# ---- the doctor -----------------------------------------------------------------------------------------------------
-
-
-# A verdict, None where something is missing that a run can do without, and what to say.
-Check: TypeAlias = tuple[bool | None, str]
-
-
 def _examine(options: argparse.Namespace) -> Result:
     """Return one line per check, and status 1 if any failed."""
     if options.build and (status := build_aio()):
         return Result(status, [], {"ok": False, "checks": [{"ok": False, "what": "DeepSpeed's aio op did not build"}]})
-    found = list(checks(options))
+    found = list(checks(options.nvme_path, options.staging_bytes))
     is_good = all(good is not False for good, _ in found)
     told = [{"ok": good, "what": what} for good, what in found]
     verdict = "ready" if is_good else "not ready: repair what is marked FAIL"
@@ -67,97 +57,75 @@ def _examine(options: argparse.Namespace) -> Result:
     return Result(1 - is_good, lines, {"ok": is_good, "checks": told})
 
 
-def checks(options: argparse.Namespace) -> Iterator[Check]:
+def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     """Check versions, the entry point, backends and directories."""
     from ds_tba.config import SUPPORTED_DEEPSPEED
-    from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
-    from ds_tba.storage.backends import aio, kvikio
+    from ds_tba.storage.backends import kvikio
     from ds_tba.storage.swap_file import SwapFile, check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
     yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
     yield _entry_point()
-    built = aio.is_built()
-    unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
-    yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
-    abandoned = aio.abandoned_build()
-    if abandoned is not None:
-        yield False, abandoned
-    else:
-        yield from ((None, f"{lock} exists: {_LOCKED}") for lock in aio.build_locks())
-    if can_lock(options.staging_bytes):
-        yield True, f"{options.staging_bytes >> 20} MiB can be locked, as aio needs without a GPU"
-    else:
-        need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
-        yield None, f"{options.staging_bytes >> 20} MiB cannot be locked: {need}"
-    yield True, "io.backend posix can run here"
-    yield _aio(options.nvme_path, built=built)
+    yield from _aio(paths)
     problem = kvikio.obstacle()
-    for name, can in (("kvikio", "can run here; the start-up line shows its mode"), ("gds", "is tried by a run")):
-        yield None if problem else True, f"io.backend {name} {f'cannot run here: {problem}' if problem else can}"
-    for path in options.nvme_path:
+    yield None if problem else True, f"io.backend kvikio and gds: {problem or 'can be tried by a run'}"
+    for path in paths:
         try:
-            (directory,) = check_directories((path,), options.staging_bytes, 1)
+            (directory,) = check_directories((path,), staging_bytes, 1)
             # Space is reserved as in a run: otherwise quotas and limits of file sizes would not show.
-            with closing(SwapFile(directory.path, options.staging_bytes)) as file:
-                file.reserve_first(options.staging_bytes)
+            with closing(SwapFile(directory.path, staging_bytes)) as file:
+                file.reserve_first(staging_bytes)
         except PathError as error:
             yield False, str(error)
         else:
             slow = "" if file.preallocates else ", without fallocate: the swap file is written once as it grows"
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free{slow}"
+            yield None, f"how fast {path} is, tell ds_nvme_tune (of DeepSpeed) and fio"
 
 
-def _aio(paths: Sequence[str], *, built: bool) -> Check:
-    """Check that the kernel and the directories let DeepSpeed's op work, and that it loads."""
-    from ds_tba.config import AioConfig, IoConfig
-    from ds_tba.errors import BackendUnavailableError
+def _aio(paths: Sequence[str]) -> Iterator[Check]:
+    """Check that DeepSpeed's op is built, and that the kernel and the directories let it work."""
+    from ds_tba.config import AioConfig
     from ds_tba.stats import expanded
     from ds_tba.storage.backends import aio
 
-    handles = (IoConfig().write_lanes + IoConfig().read_lanes) * max(1, len(paths)) + 1
-    obstacle = aio.kernel_obstacle(AioConfig(), handles)
-    if obstacle is None and built and not aio.build_locks():  # else loading waits for it
-        try:
-            aio.AioBackend(AioConfig(), handles)
-        except BackendUnavailableError as error:
-            obstacle = str(error).rstrip(".")
+    built, abandoned = aio.is_built(), aio.abandoned_build()
+    unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
+    yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
+    yield from ((None, f"{lock} exists: {_LOCKED}") for lock in aio.build_locks())
+    obstacle = abandoned or aio.kernel_obstacle(AioConfig(), 5)
     if obstacle is not None:
-        return False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
-    of_paths = aio.kernel_obstacle(AioConfig(), handles, [one for one in map(expanded, paths) if one.is_dir()])
-    if of_paths is not None:
-        return None, f"io.backend aio cannot run there; null means posix: {of_paths}"
-    return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")
+        yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
+    elif of_paths := aio.kernel_obstacle(AioConfig(), 5, [one for one in map(expanded, paths) if one.is_dir()]):
+        yield None, f"io.backend aio cannot run there; null means posix: {of_paths}"
 
 
 def _entry_point() -> Check:
-    """Check that ``import torch`` will load this very package."""
+    """Check that ``import torch`` will load this package."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        return (
-            False,
-            'TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: unset it, or put "import ds_tba" into the training script',
-        )
+        put = 'unset it, or put "import ds_tba" into the training script'
+        return False, f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: {put}"
+    problem = "there is none"
+    for point in entry_points(group="torch.backends", name="ds_tba"):
+        try:
+            point.load()
+            return True, f"torch loads ds_tba {version('ds_tba')} by its entry point"
+        except (ImportError, AttributeError) as error:
+            problem = str(error)
     repair = f"{sys.executable} -m pip uninstall ds_tba, until none is left, then pip install it again"
-    points = list(entry_points(group="torch.backends", name="ds_tba"))
-    if not points:
-        return False, f"torch does not load ds_tba: there is no entry point of it in {sys.prefix}: {repair}"
+    return False, f"torch does not load ds_tba by its entry point in {sys.prefix} ({problem}): {repair}"
+
+
+def _version(package: str, wanted: SpecifierSet) -> Check:
     try:
-        home = Path(inspect.getfile(points[0].load())).parent
-    except (ImportError, AttributeError) as error:
-        return False, f"torch does not load ds_tba: its entry point {points[0].value} fails ({error}): {repair}"
-    copies = dict.fromkeys((one.version, _source(one)) for one in distributions(name="ds_tba"))
-    if len(copies) > 1:  # pip takes out one, and imports find another
-        found = ", ".join(f"{number} in {where}" for number, where in copies)
-        return False, f"ds_tba is installed {len(copies)} times ({found}): {repair}"
-    return True, f"torch loads ds_tba {version('ds_tba')} from {home} by its entry point"
-
-
-def _source(found: Distribution) -> Path:
-    """Return where its code is; an editable installation has an ``egg-info`` there, and a ``dist-info`` elsewhere."""
-    told = json.loads(found.read_text("direct_url.json") or "{}")
-    is_editable = told.get("dir_info", {}).get("editable") is True
-    return (Path(unquote(urlsplit(told["url"]).path)) if is_editable else Path(str(found.locate_file("")))).resolve()
+        found = version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return False, f'{package} is not installed: pip install "{package}{wanted}"'
+    is_right = found in wanted
+    return is_right, f"{package} {found}" + (
+        "" if is_right else f' is outside {wanted}: pip install "{package}{wanted}"'
+    )
 
 
 def build_aio() -> int:
@@ -172,13 +140,9 @@ def build_aio() -> int:
     verb, cost = ("checking", "") if aio.is_built() else ("building", " (once; minutes on few cores)")
     sys.stdout.write(f"{verb} DeepSpeed's aio op{cost}\n")
     sys.stdout.flush()  # a compiler says nothing for minutes
-    build = subprocess.run(
-        [sys.executable, "-c", _BUILD],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={"MAX_JOBS": str(os.cpu_count() or 1), **os.environ},
-        check=False,
-    )
+    env = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    build = subprocess.run([sys.executable, "-c", _BUILD], **pipes, env=env, check=False)  # type: ignore[call-overload]
     if build.returncode:
         sys.stdout.writelines(f"{line}\n" for line in build.stdout.decode(errors="replace").splitlines()[-40:])
         sys.stdout.write(
@@ -186,19 +150,6 @@ def build_aio() -> int:
             'libaio-devel (Fedora); without them, train with "io": {"backend": "posix"}.\n'
         )
     return build.returncode
-
-
-def _version(package: str, wanted: SpecifierSet) -> Check:
-    try:
-        found = version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return False, f'{package} is not installed: pip install "{package}{wanted}"'
-    if found in wanted:
-        return True, f"{package} {found}"
-    return False, f'{package} {found} is outside {wanted}: pip install "{package}{wanted}"'
-
-
-# ---- what an issue should say ---------------------------------------------------------------------------------------
 
 
 def _environment(_: argparse.Namespace) -> Result:
@@ -226,5 +177,4 @@ def environment() -> dict[str, str]:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     found["processors"], found["memory"] = str(os.cpu_count()), f"{pages * page_bytes / 2**30:.0f} GiB"
     found["DeepSpeed's aio op"] = "built" if aio.is_built() else "not built"
-    found |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
-    return found
+    return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}

@@ -1,92 +1,51 @@
-"""Is there a block that nobody reads? Asked at the exit of a script without an engine."""
+"""Is there a block that nobody reads? Asked at the exit of a script without an engine that reads one."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 VARIABLE = "DS_TBA_BLOCK"
 MOST_BYTES = 1 << 20  # of a file that may be a config
-_HOOKED = "_ds_tba_hooked"  # the mark of ds_tba/engine.py on methods of an engine that has a block
-_KEY = re.compile(r"""(?<![\w])activation_nvme_offload["']?\s*:""")
-_OFF = re.compile(r"""["']?enabled["']?\s*:\s*false""")
-_LAUNCHERS = ("/deepspeed/launcher/", "/torch/distributed/")  # which run no training themselves
+_BLOCK = re.compile(r'"activation_nvme_offload"\s*:\s*{([^{}]*)')
+_OFF = re.compile(r'"enabled"\s*:\s*false')
 
 
 def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return what to say at exit, empty where no block is in sight, or an engine has one."""
-    script = argv[0] if argv else ""
-    is_accelerate = Path(script).name.startswith("accelerate")
-    is_training = script.endswith(".py") and not any(one in script for one in _LAUNCHERS)
-    if not (is_accelerate or is_training) or _is_other_process(environ) or _has_engine():
+    """Return what to say at exit, empty where no block is in sight, the script failed, or an engine has one."""
+    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
+    processes = sys.modules.get("multiprocessing.process")
+    is_worker = processes is not None and processes.parent_process() is not None  # of a data loader
+    is_hooked = hasattr(getattr(engine, "forward", None), "_ds_tba_hooked")  # by ds_tba/engine.py
+    script, is_first = argv[0] if argv else "", environ.get("RANK", "0") in ("", "0")
+    # A launcher trains nothing itself, and a script that failed has an error to read.
+    is_training = script.endswith(".py") and not any(one in script for one in ("/deepspeed/launcher/", "/torch/"))
+    if (
+        is_hooked
+        or is_worker
+        or not is_training
+        or not is_first
+        or hasattr(sys, "last_value")
+        or {"-h", "--help"} & set(argv)
+    ):
         return ""
-    # A script that failed has its own error to read; a line about a config below it would hide that.
-    if hasattr(sys, "last_value") or {"-h", "--help"} & set(argv):
-        return ""
-    variable = environ.get(VARIABLE, "")
-    if variable.strip() and not _OFF.search(variable):
-        if is_accelerate:
-            return ""
-        return (
-            f"ds_tba: {VARIABLE} is set, but this script built no DeepSpeed engine that trains, so no activation was "
-            "offloaded: train with DeepSpeed (--deepspeed ds_config.json of the Trainer, or deepspeed.initialize), or "
-            f"unset {VARIABLE}.\n"
-        )
-    for path in _configs(argv, environ, is_accelerate=is_accelerate):
-        is_yaml = path.suffix in (".yaml", ".yml")
-        if (is_accelerate and not is_yaml) or not _has_block(path):
-            continue
-        if is_yaml:
+    paths = [Path(one.rpartition("=")[2]) for one in argv[1:]]
+    texts = {VARIABLE: environ.get(VARIABLE, "")} | {str(one): _text(one) for one in paths}
+    for where, text in texts.items():
+        found = _BLOCK.search(text) or (re.search("(.+)", text, re.DOTALL) if where == VARIABLE else None)
+        if found is not None and _OFF.search(found[1]) is None:
             return (
-                f'ds_tba: "activation_nvme_offload" in {path} is read by nobody: Accelerate gives only its own keys to '
-                "DeepSpeed. Put the block into a ds_config.json that deepspeed_config_file names, or set "
-                f"{VARIABLE}.\n"
+                f"ds_tba: the block in {where} was read by no DeepSpeed engine that trains, so no activation was "
+                "offloaded: give it to DeepSpeed (--deepspeed of the Trainer, or deepspeed.initialize).\n"
             )
-        return (
-            f'ds_tba: "activation_nvme_offload" in {path} was read by no DeepSpeed engine that trains, so no '
-            "activation was offloaded: give the file to DeepSpeed (--deepspeed, or deepspeed.initialize).\n"
-        )
     return ""
 
 
-def _has_block(path: Path) -> bool:
-    """Return whether a file has a key with the block's name that is not switched off, wherever it stands."""
+def _text(path: Path) -> str:
     try:
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
-            return False
-        text = path.read_text(errors="replace")
+        is_config = path.suffix == ".json" and path.stat().st_size <= MOST_BYTES
+        return path.read_text(errors="replace") if is_config else ""
     except OSError:
-        return False
-    if _KEY.search(text) is None:
-        return False
-    try:
-        found = json.loads(text)["activation_nvme_offload"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return True
-    return not (isinstance(found, dict) and found.get("enabled") is False)
-
-
-def _configs(argv: Sequence[str], environ: Mapping[str, str], *, is_accelerate: bool) -> Iterator[Path]:
-    for argument in argv[1:]:
-        path = Path(argument.rpartition("=")[2])
-        if path.suffix in (".json", ".yaml", ".yml"):
-            yield path
-    if is_accelerate:
-        cache = environ.get("HF_HOME") or os.path.join(environ.get("HOME", ""), ".cache", "huggingface")
-        yield Path(cache, "accelerate", "default_config.yaml")
-
-
-def _is_other_process(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a worker of a data loader, or a rank but the first."""
-    multiprocessing = sys.modules.get("multiprocessing.process")
-    is_worker = multiprocessing is not None and multiprocessing.parent_process() is not None
-    return is_worker or environ.get("RANK", "0") not in ("", "0")
-
-
-def _has_engine() -> bool:
-    engine = getattr(sys.modules.get("deepspeed.runtime.engine"), "DeepSpeedEngine", None)
-    return hasattr(getattr(engine, "forward", None), _HOOKED)
+        return ""

@@ -25,7 +25,7 @@ from ds_tba.storage.path import SwapPath
 from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
-from ds_tba.wear import Drive, PathWear, examine, path_wear, share_a_drive
+from ds_tba.wear import ASSUMED_TBW, PathWear, drive_of, path_wear, rated, share_a_drive
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,6 @@ class Tiers:
         self._zero_paths = zero_paths
         self.selection: Selection | None = None
         self.directories: list[SwapDirectory] = []
-        self._drives: list[Drive] = []
         self.nvme: NvmeStore | None = None
         self.host: HostStore | None = None
         self.by_placement: dict[Placement, AnyStore] = {}
@@ -160,16 +159,16 @@ class Tiers:
             elapsed_s: time that counts for its rate.
             before: bytes that each path had been written when that time began; empty for none.
         """
-        rated, ranks = self._config.ssd.rated_endurance_tbw, self._ranks_on_node
+        tbw, ranks = self._config.ssd.rated_endurance_tbw, self._ranks_on_node
         return [
-            path_wear(path.file.directory, drive, path.written_bytes, elapsed_s, rated, ranks, before_bytes)
-            for path, drive, before_bytes in zip(self.paths, self._drives, before or [0] * len(self.paths), strict=True)
+            path_wear(path.file.directory, path.written_bytes, elapsed_s, tbw, ranks, before_bytes)
+            for path, before_bytes in zip(self.paths, before or [0] * len(self.paths), strict=True)
         ]
 
     def left_tbw(self) -> float:
-        """Return the terabytes that all drives together still take, as one rank's share."""
-        drives = {drive.device or str(number): drive for number, drive in enumerate(self._drives)}.values()
-        return sum(drive.left_tbw(self._config.ssd.rated_endurance_tbw) for drive in drives) / self._ranks_on_node
+        """Return the terabytes that all drives together are rated for, as one rank's share."""
+        drives = {drive_of(directory.path) for directory in self.directories}
+        return len(drives) * (self._config.ssd.rated_endurance_tbw or ASSUMED_TBW) / self._ranks_on_node
 
     def stored_share(self) -> float:
         """Return the bytes that the drives were written for a byte of storages; 1 without compression."""
@@ -238,23 +237,9 @@ class Tiers:
                 closing.callback(store.close)
 
     def _places(self) -> list[str]:
-        """Name each directory with its file system, drive and rating: an empty mount point is on the wrong one."""
-        rated = self._config.ssd.rated_endurance_tbw
-        return [
-            f"{directory.path} ({' on '.join(filter(None, (directory.file_system, drive.device)))}, "
-            f"{drive.rating(rated)})"
-            for directory, drive in zip(self.directories, self._drives, strict=True)
-        ]
-
-    def _warn_of_spinning_disks(self) -> None:
-        for directory, drive in zip(self.directories, self._drives, strict=True):
-            if drive.rotational and self._rank == 0:
-                logger.warning(
-                    "nvme_path %s is on %s, which the system takes for a spinning disk: activations would wait for it. "
-                    "Name a directory on an NVMe drive",
-                    directory.path,
-                    drive.device,
-                )
+        """Name each directory with its file system and rating: an empty mount point is on the wrong one."""
+        tbw = self._config.ssd.rated_endurance_tbw
+        return [f"{one.path} ({', '.join(filter(None, (one.file_system, rated(tbw))))})" for one in self.directories]
 
     def _open_nvme(self, aio_config: AioConfig, accelerator: Accelerator) -> NvmeStore:
         config = self._config
@@ -262,8 +247,6 @@ class Tiers:
         needed = limit_bytes or config.io.ring_bytes
         lower = "set io.staging_bytes to less, " if limit_bytes is None else "lower io.swap_file_bytes, "
         self.directories = check_directories(config.nvme_paths, needed, self._ranks_on_node, lower)
-        self._drives = [examine(directory.path) for directory in self.directories]
-        self._warn_of_spinning_disks()
         self.selection = select_backend(
             config,
             aio_config,

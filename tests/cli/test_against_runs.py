@@ -100,7 +100,7 @@ def made(directory: Path, model: str, way: Way) -> Callable[[int, int], Subject]
 
 def estimated(directory: Path, model: str, way: Way) -> DryRun:
     offload = OffloadConfig(enabled=False, min_tensor_bytes=MIN_BYTES)
-    training = Training({}, offload, AioConfig(), torch.bfloat16, None, ())
+    training = Training({}, offload, AioConfig(), torch.bfloat16)
     device = Device("cpu", "made up", None, 1e12, 1e11, 1e10)
     return dry_run(made(directory, model, way), BATCH, SEQUENCE, training, device, (), way.lora_rank)
 

@@ -1,35 +1,41 @@
-"""The shell's completion."""
+"""Numbers as people write them, and results as they are printed."""
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentParser
-from types import ModuleType
+import json
+from argparse import ArgumentTypeError, Namespace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ds_tba.cli import main
+from ds_tba.cli.format import show, size
 
 
-def test_a_shell_that_asks_gets_completions_where_argcomplete_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class CompletedError(Exception):
-        """In the place of ``os._exit``, with which argcomplete ends."""
-
-    def autocomplete(parser: ArgumentParser) -> None:
-        raise CompletedError(parser.prog)
-
-    double = ModuleType("argcomplete")
-    double.autocomplete = autocomplete  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "argcomplete", double)
-    with pytest.raises(SystemExit):
-        main([])  # no shell asks
-    monkeypatch.setenv("_ARGCOMPLETE", "1")
-    with pytest.raises(CompletedError, match="ds_tba"):
-        main([])
+def test_sizes_are_as_people_write_them() -> None:
+    assert [size(text) for text in ("1", "32k", "24GB", "24 GiB", "0.5M", "1T")] == [
+        1, 32 << 10, 24 << 30, 24 << 30, 1 << 19, 1 << 40
+    ]  # fmt: skip
+    with pytest.raises(ArgumentTypeError, match="must be a whole number"):
+        size("9" * 400)
 
 
-def test_without_argcomplete_a_shell_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_ARGCOMPLETE", "1")
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    with pytest.raises(SystemExit):
-        main([])
+def test_an_output_that_takes_nothing_is_told(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert show("env", lambda _: (0, ["a line"], {}), Namespace(json=False)) == 2
+    assert "ds_tba env: the standard output cannot be written: No space left on device" in capfd.readouterr().err
+
+
+def test_json_is_alone_on_the_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    def make(_: Namespace) -> tuple[int, list[str], Any]:
+        print("of a model's own")
+        return 3, ["a line"], {"a": 1}
+
+    assert show("plan", make, Namespace(json=True)) == 3
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"a": 1} and told.err == "of a model's own\n"
+    assert show("plan", make, Namespace(json=False)) == 3
+    assert capsys.readouterr().out == "of a model's own\na line\n"

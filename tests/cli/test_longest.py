@@ -75,7 +75,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int
 
 def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callable[[int], Setup]:
     offload = OffloadConfig.model_validate({**BLOCK, "enabled": False})
-    training = Training({}, offload, AioConfig(), torch.bfloat16, None, ())
+    training = Training({"optimizer": {"type": "AdamW"}}, offload, AioConfig(), torch.bfloat16)
     device = Device("cpu", "made up", 0, 1e12, 1e11, 1e10)
 
     def setup_of(sequence: int) -> Setup:
@@ -151,11 +151,12 @@ def made_up(sequence: int, power: int = 1) -> Setup:
     spans = Spans(np.array([3.8]), np.array([3.9]), np.array([head_bytes]))
     kept = 4 * nbytes + head_bytes
     run = DryRun(
-        trace, "meta", 4 * nbytes, 4, 10, 20, 10, 0, head_bytes, kept, [], ("",) * 4, trained_bytes=20, temporary=spans
-    )
+        trace, peak_saved_bytes=4 * nbytes, temporary_bytes=head_bytes, kept_bytes=kept, parameters=10,
+        parameter_bytes=20, trained=10, trained_bytes=20, temporary=spans,
+    )  # fmt: skip
     config = {"zero_optimization": {"contiguous_gradients": False}}
     offload = OffloadConfig(enabled=False, rematerialize=False)
-    training = Training(config, offload, AioConfig(), torch.bfloat16, None, ())
+    training = Training(config, offload, AioConfig(), torch.bfloat16)
     return Setup(run, training, Device("cpu", "", 1 << 30, 1e12, 1e12, 1e12), 1, 600.0, "/x")
 
 
@@ -198,10 +199,14 @@ def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, cli: Cli) 
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**MODELS["Llama"], "vocab_size": 32000}))
     block = {"placement": "nvme", "nvme_path": "/local_nvme", "min_tensor_bytes": 4096}
-    config = {"bf16": {"enabled": True}, "zero_optimization": {"contiguous_gradients": False}}
+    config = {
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"contiguous_gradients": False},
+    }
     (tmp_path / "ds.json").write_text(json.dumps({**config, "activation_nvme_offload": block}))
     rates = ["--drive-tbw", "1", "--write-gbps", "4", "--read-gbps", "4", "--config", str(tmp_path / "ds.json")]
-    given = ["plan", str(tmp_path), "--gpu", "1300MB", "--longest", "--seq", "128", *rates]
+    given = ["plan", str(tmp_path), "--gpu", "1425MB", "--longest", "--seq", "128", *rates]
     plain = json.loads(cli(*given, "--json").out)["longest"]
     aided = json.loads(cli(*given, "--json", "--fused-loss").out)["longest"]
     assert {"as it is", "+ checkpointing", "+ checkpointing and NVMe", "offload all"} <= {one["name"] for one in plain}

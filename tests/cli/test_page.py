@@ -205,7 +205,7 @@ def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, cli: Cli
     )
     (tmp_path / "report.json").write_text(json.dumps(bare))
     out = cli("report", str(tmp_path / "report.json")).out
-    assert "nvme0n1 Fast 9000: 42.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
+    assert "42.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
 
 
 def test_a_script_reads_what_all_reports_have(tmp_path: Path, cli: Cli) -> None:

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 from support import runs
-from support.culprits import CULPRITS
 
 pytestmark = pytest.mark.engine
-
-QUICK = ("leak", "mlp")
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -47,17 +44,3 @@ def test_a_program_that_goes_on_with_less_ends_where_it_ends_without_us(tmp_path
     assert expected.returncode == found.returncode == 0, found.output
     assert found.lines("PARAMETERS") == expected.lines("PARAMETERS") != []
     assert found.output.count("memory ran out") == 4
-
-
-@pytest.mark.parametrize(
-    "culprit", [pytest.param(one, marks=() if one in QUICK else pytest.mark.thorough) for one in CULPRITS]
-)
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.thorough)])
-def test_what_fills_the_memory_is_named_and_the_advice_makes_it_run(culprit: str, seed: int) -> None:
-    done = runs.python(runs.SCRIPTS / "memory_runs.py", "--culprits", culprit, "--seeds", seed, timeout_s=600)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["ran_without_limit"], found["output"]
-    assert found["has_died"]
-    assert found["is_named"], found["verdict"]
-    assert found["lives"], "\n".join([*found["messages"], found["output"]])

@@ -189,21 +189,6 @@ def test_a_reference_that_never_trains_takes_nothing_and_reports_nothing(
     assert reports(tmp_path) == {"report.json": 3}
 
 
-def test_a_second_engine_that_trains_reports_beside_the_first_and_says_so(
-    make: Factory, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    block = {"report": {"path": str(tmp_path / "report.json")}}
-    with caplog.at_level(logging.INFO, logger="ds_tba"):
-        for steps in (1, 2, 3):
-            engine = make(**block)
-            for _ in range(steps):
-                engine.step()
-        for engine in make._made:
-            engine.offloader.close()
-    assert reports(tmp_path) == {"report.json": 1, "report.2.json": 2, "report.3.json": 3}
-    assert len([one for one in caplog.messages if "another engine of this process" in one]) == 2
-
-
 def test_an_engine_after_one_that_was_destroyed_has_the_path_to_itself(make: Factory, tmp_path: Path) -> None:
     for steps in (1, 2):
         engine = make(report={"path": str(tmp_path / "report.json")})

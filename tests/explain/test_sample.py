@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity, profile
 from ds_tba.core.tensors import form_of
 from ds_tba.explain.explainer import failure_of
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.remat.where import RunningModule
 
 LAYERS = 3
 Made = tuple[Stack, ActivationOffloader]
@@ -146,7 +145,7 @@ def test_odd_tensors_in_the_frames_of_an_error_are_no_second_error() -> None:
         held(**odd_tensors(torch.randn(4, 64, 64)))
     for name, tensor in odd_tensors(torch.randn(4, 64, 64)).items():
         assert form_of(tensor), name
-    failure = failure_of(raised.value, RunningModule(), torch.device("cpu"))
+    failure = failure_of(raised.value)
     assert failure.asked_bytes == 2 << 30
 
 

@@ -173,11 +173,7 @@ def options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
 def page_of_commands() -> str:
     """``cli.md``, with what lies behind :data:`BEGIN` made from the parsers."""
     text = COMMANDS.read_text().partition(BEGIN)[0] + BEGIN
-    found = parsers()
-    for name, parser in found.items():
-        if name == "estimate" and _help(parser) == _help(found["plan"]):
-            text += "\n## `ds_tba estimate`\n\n`ds_tba plan --details`, with the same options.\n"
-            continue
+    for name, parser in parsers().items():
         usage = [shown for shown, action in options(parser).items() if not action.option_strings or action.required]
         text += f"\n## `ds_tba {name}`\n"
         text += f"\n{parser.description.rstrip()}\n" if parser.description else ""
@@ -186,11 +182,6 @@ def page_of_commands() -> str:
         text += "".join(f"| `{shown}` | {_value(one)} | {one.help} |\n" for shown, one in options(parser).items())
         text += f"\n```text\n{parser.epilog.rstrip()}\n```\n" if parser.epilog else ""
     return text
-
-
-def _help(parser: argparse.ArgumentParser) -> Any:
-    """Whatever a page has of a command."""
-    return parser.description, parser.epilog, [(name, one.help) for name, one in options(parser).items()]
 
 
 def _value(action: argparse.Action) -> str:

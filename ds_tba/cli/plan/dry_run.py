@@ -1,8 +1,7 @@
 """One micro-step of a model without its memory: on the meta device, through the cache and the recorder of a real run.
 
-The same code as in a run decides eligibility, views, deduplication and blocks. A model under ``torch_autocast`` runs on
-the CPU instead, and takes its memory there: the meta device casts nothing. What could be rematerialized is found as in
-a run, and taken as equal; nothing is made again here.
+The same code as in a run decides eligibility, views, deduplication and blocks. Nothing is taken as rematerialized: a
+run has lower peaks where it is.
 
 [Note: The roofline] An operation takes as long as its FLOPs at the rate that matrix products reach, or as its inputs
 and outputs at the rate of device memory, or as its launch, whichever is longest. Blind spots: kernels fused into one,
@@ -20,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,19 +41,13 @@ from ds_tba.cli.plan.model import (
 )
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import nbytes_of
 from ds_tba.core.tensors import mark_inputs, mark_owned
-from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.recompute.blocks import Blocks, find_blocks
 from ds_tba.recompute.passes import Block
-from ds_tba.remat import recipe as recipes
-from ds_tba.remat import sites
-from ds_tba.remat.rules import is_supported
-from ds_tba.remat.store import RematStore
 from ds_tba.remat.where import ChosenModules, RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
@@ -78,39 +71,34 @@ def dry_run(
         aids: ``--fused-loss`` and ``--tiled-mlp``, where the model has them.
 
     Raises:
-        ConfigError: the config excludes an op that there is no rule for, or names what the model lacks.
+        ConfigError: the config names what the model lacks.
         ModelError: the model does not run, or needs values, which the meta device does not have.
     """
-    offload, excluded = training.offload, sites.excluded_ops(training.offload)
-    runs_on = "meta" if training.autocast is None else "cpu"
+    offload = training.offload
     clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
     # No stores: everything is kept and recorded, and the settings are replayed from that.
-    cache = TensorCache([], runs_on, offload.min_tensor_bytes)
-    if offload.rematerialize_enabled and is_supported():
-        cache.rematerialize(RematStore(cache, AssumedSites(cache, excluded, clock)))
+    cache = TensorCache([], "meta", offload.min_tensor_bytes)
     doing = "making the model"
     try:
-        # A function that makes its tensors by itself would take the memory of the whole model.
-        with torch.device(runs_on):
+        with torch.device("meta"):
             subject = recipe(batch, sequence)
             layers = [one.module for one in find_blocks(subject.model, None)]
             owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
-            largest = max(sum(one.numel() for one in each) for each in owned)
             if lora_rank is not None:
                 add_lora(subject.model, layers, lora_rank)
             if "--fused-loss" in aids:
                 fuse_loss(subject.model)
             if "--tiled-mlp" in aids:
                 tile_mlps(layers)
-            subject = subject.to(runs_on, training.dtype)
+            subject = subject.to("meta", training.dtype)
             quantized = quantized_linears(subject)
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
-        with device_kernels(device.kind, runs_on) as attention:
+        with device_kernels(device.kind) as attention:
             recorder, meter = _micro_step(subject, blocks, training, cache, clock)
     except (ConfigError, ModelError):
         raise
-    except (Exception, SystemExit) as error:  # the user's model may raise anything
+    except Exception as error:  # the model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
         (first_line, *_) = str(error).splitlines() or [""]
         what = f"{doing} failed{where}: {type(error).__name__}: {first_line}"
@@ -118,40 +106,33 @@ def dry_run(
             what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
         raise ModelError(what) from error
     notes = [*subject.notes]
-    if training.autocast is not None:
-        notes.append("torch_autocast: the model ran on the CPU, which casts nearly the same operations as CUDA")
-    if offload.rematerialize_enabled and not is_supported():
-        notes.append(f"nothing is rematerialized: PyTorch {torch.__version__} does not show what its graph holds")
     if clock.answers:
         notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
     if not blocks:
         notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
+    trained = [one for one in parameters if one.requires_grad]
     resources = Resources(paths, copy, copy, offload.slots_bytes, is_synchronous=device.kind == "cpu")
-    origins = [one.origin for one in recorder.record.storages]
-    whole_bytes = [one.numel() * one.element_size() for one in quantized]  # of each while it is used
+    whole_bytes = [one.nbytes for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     passing_bytes = max(whole_bytes, default=0)
     config: Any = getattr(subject.model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    trace = recorder.record.trace(resources, micro_steps=training.micro_steps)
     return DryRun(
-        trace,
-        runs_on,
-        cache.stats.saved.peak,
-        cache.stats.packed_tensors,
-        sum(one.numel() for one in parameters),
-        sum(one.numel() * one.element_size() for one in parameters) - saved_by_bits,
-        sum(one.numel() for one in parameters if one.requires_grad),
-        getattr(config, "hidden_size", 0) or 0,
-        meter.peak_bytes + passing_bytes,
-        meter.whole_peak_bytes + passing_bytes,
-        sorted(attention),
-        tuple("" if one is None else one.op for one in origins),
-        tuple(notes),
-        sum(one.numel() * one.element_size() for one in parameters if one.requires_grad),
-        largest,
-        spans_of(meter.samples, passing_bytes),
+        recorder.record.trace(resources, micro_steps=training.micro_steps),
+        peak_saved_bytes=cache.stats.saved.peak,
+        packed_tensors=cache.stats.packed_tensors,
+        parameters=sum(one.numel() for one in parameters),
+        parameter_bytes=sum(one.nbytes for one in parameters) - saved_by_bits,
+        trained=sum(one.numel() for one in trained),
+        trained_bytes=sum(one.nbytes for one in trained),
+        largest_module=max(sum(one.numel() for one in each) for each in owned),
+        hidden_size=getattr(config, "hidden_size", 0) or 0,
+        temporary_bytes=meter.peak_bytes + passing_bytes,
+        kept_bytes=meter.whole_peak_bytes + passing_bytes,
+        temporary=spans_of(meter.samples, passing_bytes),
+        attention=sorted(attention),
+        notes=tuple(notes),
     )
 
 
@@ -159,7 +140,7 @@ def _micro_step(
     subject: Subject, blocks: Sequence[Block], training: Training, cache: TensorCache, clock: OpClock
 ) -> tuple[Recorder, PeakMeter]:
     """Run one forward and one backward."""
-    model, autocast = subject.model, training.autocast
+    model = subject.model
     running = RunningModule()
     running.watch(model)
     chosen = ChosenModules(running, training.offload.patterns)
@@ -176,12 +157,10 @@ def _micro_step(
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
     meter = PeakMeter([one.untyped_storage() for one in held], cache.stats.saved, clock)
-    casting = torch.autocast("cpu", autocast) if autocast else nullcontext()
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
             Blocks(blocks, cache, may_recompute=False).listening(Passes(recorder, excluded)),
-            casting,
         ):
             output = subject.forward()
         loss = loss_of(output)
@@ -218,36 +197,6 @@ class Passes:
         self._recorder.leave()
 
 
-# ---- what could be made again ---------------------------------------------------------------------------------------
-
-
-class AssumedSites(sites.Sites):
-    """Sites of a dry run: found as in a run, and taken as proven; nothing is made."""
-
-    def __init__(self, cache: TensorCache, exclude: frozenset[str], clock: OpClock) -> None:
-        super().__init__(cache, CpuAccelerator(), exclude)
-        self._clock = clock
-
-    def site_of(self, recipe: recipes.Recipe) -> recipes.Site:
-        """Return a site with the time that the bytes of its ops take on the device."""
-        moving_s = self._clock.moving_s(_moved_bytes(recipe))
-        return recipes.Site(recipe.steps[-1].rule.op, 0, equal_in=self.step, measured_s=moving_s)
-
-
-def _moved_bytes(recipe: recipes.Recipe) -> int:
-    """Return the bytes that an op and the steps between read and write."""
-
-    def nbytes(one: Any) -> int:
-        if isinstance(one, int):
-            output = recipe.steps[one].output
-            return output.shape.numel() * output.dtype.itemsize
-        tensor = getattr(one, "held", one)
-        return 0 if tensor is None else nbytes_of(tensor)
-
-    steps = [(at, step.operands) for at, step in enumerate(recipe.steps) if not step.rule.is_view]
-    return sum(nbytes(at) + sum(map(nbytes, operands)) for at, operands in steps)
-
-
 # ---- time and memory of the device ----------------------------------------------------------------------------------
 
 
@@ -281,10 +230,6 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def elapsed_s(self, earlier: float, later: float) -> float:
         return later - earlier
 
-    def moving_s(self, nbytes: int) -> float:
-        """Return the seconds of an operation that reads and writes so many bytes."""
-        return max(nbytes / self._memory_bytes_per_s, self._launch_s)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -304,8 +249,8 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
             tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
-            moved_s = self.moving_s(sum(one.numel() * one.element_size() for one in tensors.values()))
-            self.now_s += max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s)
+            moved_s = sum(one.numel() * one.element_size() for one in tensors.values()) / self._memory_bytes_per_s
+            self.now_s += max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
         return result
 
 
@@ -401,24 +346,21 @@ FLASH_HEAD_DIM = 256
 
 
 @contextmanager
-def device_kernels(target: str, runs_on: str) -> Iterator[set[str]]:
-    """Have operations inside save what the kernels of another device would save; yields the attention kernels that ran.
+def device_kernels(target: str) -> Iterator[set[str]]:
+    """Have operations inside save what the kernels of a device would save; yields the attention kernels that ran.
 
-    Changes PyTorch's dispatch table for tensors of ``runs_on`` that need a gradient, in all threads.
+    Changes PyTorch's dispatch table for tensors of the meta device that need a gradient, in all threads.
 
     Args:
         target: the training device, ``"cuda"`` or ``"cpu"``.
-        runs_on: device of the tensors, ``"meta"`` or ``"cpu"``. The CPU runs its own attention and norm.
     """
     taken: set[str] = set()
-    key = f"Autograd{'Meta' if runs_on == 'meta' else 'CPU'}"
     library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
-        if runs_on == "meta":
-            library.impl("scaled_dot_product_attention", partial(_attend, target, taken), key)
+        library.impl("scaled_dot_product_attention", partial(_attend, target, taken), "AutogradMeta")
         if target == "cuda":
-            library.impl("dropout", _dropout, key)
-        if target == "cuda" and runs_on == "meta" and hasattr(_aten, "_fused_rms_norm_backward"):
+            library.impl("dropout", _dropout, "AutogradMeta")
+        if target == "cuda" and hasattr(_aten, "_fused_rms_norm_backward"):
             # Autograd's own node saves the tensors, if there is a kernel below it. ``library.impl`` refuses one for the
             # meta device where an operation has a composite kernel, too, which CUDA does not run.
             library.m.impl("_fused_rms_norm", "Meta", _rms_norm, False)

@@ -1,20 +1,14 @@
-"""Which model is asked about: a Hugging Face config or a function of the user's, with inputs, and what changes it.
+"""Which model is asked about: the config.json of a Hugging Face model, with inputs, and what changes it.
 
 LoRA, weights in 4 or 8 bits, a fused loss and tiled MLPs save and hold here what the libraries' own do; none is run.
-
-[Note: The contract of the function] The function is called with the keyword arguments ``batch`` and ``sequence`` and
-returns ``(model, inputs)``: inputs are a tuple or a dict of arguments of ``model``. The model returns the loss, an
-object or a dict with ``loss``, or tensors of which the first is summed. The call is made on the meta device, where
-tensors have shapes and no values (under ``torch_autocast`` on the CPU). Blind spot: the images of a model that takes
-text as well, whose number the text decides.
+Models are made on the meta device, where tensors have shapes and no values. Blind spot: the images of a model that
+takes text as well, whose number the text decides.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import runpy
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,15 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from ds_tba.errors import ModelError
 
-_CONTRACT = (
-    "it is called with the keyword arguments batch and sequence, and must return (model, inputs), inputs being a tuple "
-    "or a dict of arguments of the model"
-)
 # Architectures whose labels are tokens, and those whose labels are one class for each sequence or image.
 _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
 _CLASS_LABELS = ("ForSequenceClassification", "ForImageClassification")
@@ -39,19 +28,19 @@ _CLASS_LABELS = ("ForSequenceClassification", "ForImageClassification")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, the positional or keyword arguments of its forward, and remarks for the reader.
+    """A model, the arguments of its forward by name, and remarks for the reader.
 
     ``element_bytes`` is the size of an element of its linear layers where they are quantized, else None.
     """
 
     model: nn.Module
-    inputs: tuple[Any, ...] | dict[str, Any]
+    inputs: dict[str, Any]
     notes: tuple[str, ...] = ()
     element_bytes: float | None = None
 
     def forward(self) -> Any:
         """Call the model with its inputs."""
-        return self.model(**self.inputs) if isinstance(self.inputs, dict) else self.model(*self.inputs)
+        return self.model(**self.inputs)
 
     def to(self, device: str, dtype: torch.dtype | None) -> Subject:
         """Return the subject in training mode on a device; floating-point tensors are cast if a dtype is given."""
@@ -60,7 +49,7 @@ class Subject:
             return one.to(device, dtype if one.is_floating_point() else None)
 
         inputs = tree_map_only(torch.Tensor, moved, self.inputs)
-        return Subject(self.model.to(device=device, dtype=dtype).train(), inputs, self.notes, self.element_bytes)
+        return replace(self, model=self.model.to(device=device, dtype=dtype).train(), inputs=inputs)
 
 
 class Recipe(Protocol):
@@ -70,80 +59,33 @@ class Recipe(Protocol):
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the scalar that backward starts from; see [Note: The contract of the function].
+    """Return the scalar that backward starts from: the loss, or the sum of the first tensor.
 
     Raises:
         ModelError: the output has no tensor that needs a gradient.
     """
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if found is None:
-        found = list(output.values()) if isinstance(output, Mapping) else output
-        if isinstance(found, Sequence) and found:
-            found = found[0]
+        found = next(iter(output.values() if isinstance(output, Mapping) else output), None)
     if not isinstance(found, torch.Tensor) or not found.requires_grad:
-        raise ModelError(
-            f"the model returned {type(output).__name__} without a loss: it must return a tensor that needs a "
-            "gradient, an object with .loss, or a tuple or dict that begins with such a tensor."
-        )
-    return found if found.dim() == 0 else found.sum()
+        raise ModelError(f"the model returned {type(output).__name__} without a loss that needs a gradient.")
+    return found.sum()
 
 
 def recipe_of(text: str) -> Recipe:
     """Return what makes the subject for a batch and a sequence length.
 
     Args:
-        text: ``FILE.py:function``, or the ``config.json``, folder or name of a Hugging Face model on this machine.
+        text: the ``config.json``, folder or name of a Hugging Face model on this machine.
 
     Raises:
         ModelError: ``text`` is none of these.
     """
-    file, _, name = (text if ":" in text else f"{text}:").rpartition(":")
-    return _from_function(Path(file), name) if file.endswith(".py") else _from_hf_config(text)
-
-
-# ---- a function -----------------------------------------------------------------------------------------------------
-
-
-def _from_function(path: Path, name: str) -> Recipe:
-    """Run the file with its directory on the path, as a script is."""
-    at = f"MODEL {path}:{name}"
-    if not path.is_file():
-        raise ModelError(f"{at}: there is no file {path}; give its path from here.")
-    directory = str(path.resolve().parent)
-    # A script has its directory there, too: without it the file could not import what lies beside it.
-    sys.path.insert(0, directory)
-    try:
-        found = runpy.run_path(str(path), run_name=f"ds_tba_plan_{path.stem}")
-    except (Exception, SystemExit) as error:  # the user's file may raise anything
-        raise ModelError(f"{at}: running {path} failed: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(directory)
-    function = found.get(name)
-    if not callable(function):
-        functions = ", ".join(one for one, value in found.items() if inspect.isfunction(value))
-        raise ModelError(f"{at}: {path} has no function {name!r}; it has {functions or 'none'}.")
-
-    def make(batch: int, sequence: int) -> Subject:
-        made = function(batch=batch, sequence=sequence)
-        match made:
-            case (nn.Module() as model, (dict() | tuple() | list()) as inputs):
-                return Subject(model, inputs if isinstance(inputs, dict) else tuple(inputs))
-        classes = [type(one).__name__ for one in (made if isinstance(made, tuple) else [made])]
-        raise ModelError(f"{name} returned {', '.join(classes)}: {_CONTRACT}.")
-
-    return make
-
-
-# ---- a Hugging Face config ------------------------------------------------------------------------------------------
-
-
-def _from_hf_config(text: str) -> Recipe:
     try:
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"MODEL {text!r}: a Hugging Face model needs transformers: pip install transformers, or name a function "
-            "(FILE.py:function)."
+            f"MODEL {text!r}: transformers makes the model from its config.json: pip install transformers."
         ) from error
     try:
         # No download: a name with a slip would otherwise wait for a network, or fetch gigabytes.
@@ -153,8 +95,8 @@ def _from_hf_config(text: str) -> Recipe:
         if not Path(text).exists():
             why = "there is no such file or folder, and no model of this name in Hugging Face's cache"
         raise ModelError(
-            f"MODEL {text!r} cannot be read: it must be FILE.py:function, or the config.json, folder or name of a "
-            f"Hugging Face model that is on this machine: {why if len(why) <= 200 else f'{why[:200]}...'}"
+            f"MODEL {text!r} cannot be read: it must be the config.json, folder or name of a Hugging Face model "
+            f"that is on this machine: {why if len(why) <= 200 else f'{why[:200]}...'}"
         ) from error
     match config.architectures:
         case [str(architecture), *_]:
@@ -168,7 +110,7 @@ def _from_hf_config(text: str) -> Recipe:
     if made is None:
         raise ModelError(
             f"MODEL {text!r}: transformers {transformers.__version__} has no {architecture!r}: install a version that "
-            "has it, or name a function (FILE.py:function)."
+            "has it."
         )
     quantization = getattr(config, "quantization_config", None)
     wanted = getattr(made, "config_class", None) or type(config)
@@ -214,7 +156,7 @@ def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, s
         if sequence > longest:
             notes = (f"the config ends at max_position_embeddings {longest}: training of {sequence} tokens may fail",)
         if {"pixel_values", "input_features"} & set(taken):
-            notes += ("images and sound are left out: name a function (FILE.py:function) that makes them",)
+            notes += ("images and sound are left out: their number is that of the text",)
     elif "pixel_values" in taken and hasattr(config, "image_size"):
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
@@ -222,8 +164,7 @@ def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, s
         notes = (f"images of {height} x {width}; the sequence length is not used",)
     else:
         raise ModelError(
-            f"{architecture} takes neither input_ids nor images of a size in its config, so its inputs cannot be made "
-            f"up: name a function (FILE.py:function); {_CONTRACT}."
+            f"{architecture} takes neither input_ids nor images of a size in its config: inputs cannot be made up."
         )
     if "labels" in taken and architecture.endswith(_TOKEN_LABELS):
         inputs["labels"] = torch.zeros(batch, sequence, dtype=torch.int64)
@@ -252,47 +193,14 @@ class _Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x)) * 2.0
 
 
-class _Experts(nn.Module):
-    """A parametrization: frozen weights of all experts in one tensor, with an adapter for each."""
-
-    def __init__(self, weight: torch.Tensor, rank: int) -> None:
-        super().__init__()
-        experts, rows, columns = weight.shape
-        self.up = nn.Parameter(weight.new_empty(experts, rows, rank))
-        self.down = nn.Parameter(weight.new_empty(experts, rank, columns))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.baddbmm(weight, self.up, self.down, alpha=2.0)
-
-
-def _adapt_experts(module: nn.Module, rank: int) -> None:
-    """Put adapters on the three-dimensional weights of a module, as peft's ``target_parameters`` does.
-
-    The sum of a weight and its adapter is made anew in each forward, as large as the weight, and saved for backward.
-    """
-    weights = [(name, one) for name, one in module.named_parameters(recurse=False) if one.dim() == 3]
-    if not weights or type(module).__module__.startswith("torch.nn"):  # a convolution's weight has three, too
-        return
-    for name, weight in weights:
-        parametrize.register_parametrization(module, name, _Experts(weight, rank), unsafe=True)
-    plain = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with parametrize.cached():  # made once, however many experts read it
-            return plain(*args, **kwargs)
-
-    module.forward = forward
-
-
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
     """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does.
 
-    Experts whose weights are one tensor have them, too.
+    Experts whose weights are one tensor have none: peft leaves them out, too.
     """
     model.requires_grad_(False)
     for layer in layers:
         for parent in list(layer.modules()):
-            _adapt_experts(parent, rank)
             for name, child in list(parent.named_children()):
                 if type(child).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"):
                     weight: Any = child.weight
@@ -316,7 +224,9 @@ def quantized_linears(subject: Subject) -> list[torch.Tensor]:
         return []
     model: Any = subject.model
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    found = [one.weight for one in model.modules() if type(one) is nn.Linear and one is not head and _is_frozen(one)]
+    of_head = set() if head is None else set(head.modules())  # a fused loss has put another module around it
+    linears = [one for one in model.modules() if type(one) is nn.Linear and one not in of_head]
+    found = [one.weight for one in linears if _is_frozen(one)]
     if not found:
         raise ModelError(
             'the model\'s "quantization_config" has weights of a few bits, which cannot be trained: train adapters '

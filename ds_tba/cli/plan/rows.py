@@ -2,26 +2,23 @@
 
 [Note: Need] Forward and backward need what is held, and what is saved and temporary, with ``FRAGMENTATION`` of the
 latter for what the allocator cannot use; the optimizer's step may need more. A need above ``TIGHT`` of the memory is
-tight. The peak of saved tensors and that of temporary ones need not coincide. Settings that make no plan are replayed
-beside the temporary tensors of each operation; for a plan both peaks are added. With everything kept both
-together are measured, and no other row needs more. Staging counts where it is memory of the training device: all of
-it, although on a CPU up to half of it may be the memory of tensors that were loaded.
+tight. Settings that make no plan are replayed beside the temporary tensors of each operation; for a plan both peaks are
+added. With everything kept both together are measured, and no other row needs more. Staging counts where it is memory
+of the training device.
 
 [Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
 backward take as long as all of it takes in one direction at least, and the optimizer's step as long as its states take
 to be read and written, where they are on a drive.
 
 [Note: Longest] Memory grows with the sequence in a straight line, or faster where attention makes scores. So the line
-through two lengths says where the limit is crossed, and one more micro-step there says whether it is. The next line is
-through the longest that fits and the shortest that does not, where there are both. Nothing is extrapolated: each answer
-is a length that was run on shapes.
+through two lengths says where the limit is crossed, and one more micro-step there says whether it is. Nothing is
+extrapolated: each answer is a length that was run on shapes.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import itemgetter
 from typing import NamedTuple, Protocol
@@ -29,9 +26,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ds_tba.cli.plan.training import Beside, Device, DryRun, Held, Training, beside, held_of
-from ds_tba.config import BLOCK, DsConfig, Placement, zero_block
-from ds_tba.holders import merged as merged_path
-from ds_tba.plan.plan import Limits, Plan, Prediction
+from ds_tba.config import BLOCK, DsConfig, Placement
+from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import peak_beside, replay
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Assignment, Timeline
@@ -44,14 +40,11 @@ TIGHT = 0.9
 SAME_STEP = 1.05
 SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
-# Of answers of --longest.
-UNIT = 16  # answers are multiples
-NEAR = 0.01  # of the answer: no closer one is sought
-MOST = 1 << 24
-FURTHER = 16  # times the longest that was tried, at most
+NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
+UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
 _TRIES = 16
 LOGITS = "logits and other temporary tensors"
-ADAPTIVE, OFFLOADED = "+ adaptive in a budget", ", offloaded optimizer"
+ADAPTIVE = "+ adaptive in a budget"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +71,9 @@ class Row:
     written_bytes_per_day: float
     life_days: float | None
     merged: DsConfig
-    advice: str = ""
-    host_bytes: int = 0
-    swap_bytes: int = 0
+    advice: str
+    host_bytes: int
+    swap_bytes: int
 
     @property
     def spares_drives(self) -> bool:
@@ -93,15 +86,13 @@ class Setup:
     """The training, the device and the drives of some rows.
 
     Attributes:
-        tbw: terabytes that this rank's part of the drives is rated for, of which ``used_tbw`` are written already.
+        tbw: terabytes that this rank's part of the drives is rated for.
         nvme_path: to paste.
         sharers: GPUs that share the drives.
         drives: of a node.
         batch: sequences of a micro-step.
         aids: of ``--fused-loss`` and ``--tiled-mlp`` those that the run has.
         stored_share: bytes that the drives are written for a byte of saved tensors.
-        ending: of the rows' names.
-        merged: what makes the config that of ``training``.
     """
 
     run: DryRun
@@ -112,12 +103,9 @@ class Setup:
     nvme_path: str | list[str]
     sharers: int = 1
     drives: int = 1
-    used_tbw: float = 0.0
     batch: int = 1
     aids: frozenset[str] = frozenset()
     stored_share: float = 1.0
-    ending: str = ""
-    merged: DsConfig = field(default_factory=dict)
 
     @cached_property
     def held(self) -> Held:
@@ -132,28 +120,24 @@ class Setup:
     @cached_property
     def trace(self) -> Trace:
         """The trace with the optimizer's time."""
-        update_s, resources = (
-            self.training.update_s(self.run.trained, self.ranks, self.device),
-            self.run.trace.resources,
-        )
+        update_s = self.training.update_s(self.run.trained, self.ranks, self.device)
+        resources, zero = self.run.trace.resources, self.zero
         if self.training.offloads("optimizer") == "nvme" and resources.paths:
-            drive, zero = resources.drives, self.zero
-            swap_s = zero.state_read_bytes / drive.read_bytes_per_s + zero.written_bytes / drive.write_bytes_per_s
-            update_s = max(update_s, swap_s)
+            read_s = zero.state_read_bytes / resources.drives.read_bytes_per_s
+            update_s = max(update_s, read_s + zero.written_bytes / resources.drives.write_bytes_per_s)
         return replace(self.run.trace, optimizer_s=update_s)
 
     @cached_property
     def staging_on_device(self) -> int:
         """Bytes of staging that are memory of the training device: on a CPU, and with GPUDirect Storage."""
-        offload = self.training.offload
-        return offload.io.ring_bytes if self.trace.resources.is_synchronous or offload.io.backend == "gds" else 0
+        io = self.training.offload.io
+        return io.ring_bytes if self.trace.resources.is_synchronous or io.backend == "gds" else 0
 
     @cached_property
     def limits(self) -> Limits:
         """The config's limits; the room that the device has for activations is the budget where it is known."""
         offload, device = self.training.offload, self.device
-        left_tbw = self.tbw - self.used_tbw
-        write_limit = write_limit_bytes_per_step(left_tbw, offload.ssd.min_life_days, self.trace.step_s)
+        write_limit = write_limit_bytes_per_step(self.tbw, offload.ssd.min_life_days, self.trace.step_s)
         limits = Limits.of(offload, write_limit / self.stored_share)
         if device.memory_bytes is None:
             return limits
@@ -183,13 +167,13 @@ class Setup:
         Args:
             moving_bytes: the peak of saved and temporary tensors together, where that is known.
         """
-        training, held, zero, memory_bytes = self.training, self.held, self.zero, self.device.memory_bytes
+        held, zero, memory_bytes = self.held, self.zero, self.device.memory_bytes
         cost = self.paced(cost)
         if moving_bytes is None:
             moving_bytes = cost.peak_saved_bytes + self.run.temporary_bytes
         # Both peaks together may never come: with everything kept their sum was measured, and no setting holds more.
         moving = min(self.run.kept_bytes, moving_bytes)
-        staging_bytes = training.offload.io.ring_bytes if cost.written_bytes else 0
+        staging_bytes = self.training.offload.io.ring_bytes if cost.written_bytes else 0
         staged_on_device = min(staging_bytes, self.staging_on_device)
         stepping = sum(held.always.values()) + held.stepping_bytes
         need = staged_on_device + max(stepping, held.nbytes + int(moving * (1 + FRAGMENTATION)))
@@ -199,64 +183,44 @@ class Setup:
         written_bytes = self.stored_share * cost.written_bytes + zero.written_bytes
         per_day = written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
         host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
-        swap_bytes = zero.swap_bytes + cost.written_bytes // training.micro_steps
-        life, merged = life_days(self.tbw - self.used_tbw, per_day), {**merged, **self.merged}
-        name = f"{name}{self.ending}"
+        swap_bytes = zero.swap_bytes + cost.written_bytes // self.training.micro_steps
+        life = life_days(self.tbw, per_day)
         return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
     def fixed_row(self, name: str, placement: Placement, merged: DsConfig, *, recompute: bool = False) -> Row:
         """Return the row of a setting that makes no plan; see :func:`assign`."""
         assigned = assign(self.trace, placement, recompute=recompute)
         moving_bytes = None if self.run.temporary is None else peak_beside(*assigned, self.run.temporary)
-        return self.row(name, replay(*assigned).cost, merged, CHECKPOINTING if recompute else "", moving_bytes)
+        advice = CHECKPOINTING if recompute else NO_CHECKPOINTING if placement is Placement.NVME else ""
+        return self.row(name, replay(*assigned).cost, merged, advice, moving_bytes)
 
 
-def rows_of(setup: Setup) -> tuple[list[Row], Plan]:
-    """Return the rows, each also with an offloaded optimizer, and the plan of the adaptive one."""
-    found, plans = list[Row](), list[Plan]()
-    for one in setups_of(setup):
-        row, plan = _adaptive(one)
-        found += [*fixed_rows(one), row]
-        plans.append(plan)
-    return found, plans[0]
-
-
-def setups_of(setup: Setup) -> Iterator[Setup]:
-    """Yield the setup as configured, and with the optimizer in host memory."""
-    yield setup
-    training = setup.training
-    if not training.offloads("optimizer"):
-        zero = {"stage": max(2, training.stage), "offload_optimizer": {"device": "cpu"}}
-        config = {**training.config, "zero_optimization": {**zero_block(training.config), **zero}}
-        merged = {"zero_optimization": zero}
-        yield replace(setup, training=replace(training, config=config), ending=OFFLOADED, merged=merged)
+def rows_of(setup: Setup) -> list[Row]:
+    """Return the rows."""
+    return [*fixed_rows(setup), _adaptive(setup)]
 
 
 def fixed_rows(setup: Setup) -> Iterator[Row]:
     """Yield settings that make no plan."""
     yield setup.fixed_row("as it is", Placement.KEEP, {})
-    if setup.training.offload.rematerialize_enabled:
-        block = {BLOCK: {"enabled": True, "placement": "keep"}}
-        yield setup.fixed_row("+ rematerialize", Placement.REMATERIALIZE, block)
     if setup.trace.blocks:
         yield setup.fixed_row("+ checkpointing", Placement.KEEP, {}, recompute=True)
         yield setup.fixed_row("+ checkpointing and NVMe", Placement.NVME, setup.block("nvme"), recompute=True)
     yield setup.fixed_row("offload all", Placement.NVME, setup.block("nvme"))
 
 
-def _adaptive(setup: Setup) -> tuple[Row, Plan]:
+def _adaptive(setup: Setup) -> Row:
     """Plan the default block in the budget; with recomputation where only that fits, or is faster."""
     limits = setup.limits
-    plan, budget = adaptive(setup.trace, limits), limits.activation_budget_bytes
+    cost, budget = adaptive(setup.trace, limits).prediction, limits.activation_budget_bytes
     if budget is not None and not limits.recompute:
-        again = adaptive(setup.trace, replace(limits, recompute=True))
-        costs = plan.prediction, again.prediction
-        held, held_again = (max(cost.peak_saved_bytes, budget) for cost in costs)
-        if held_again < held or (held_again == held and costs[1].step_s * SAME_STEP < costs[0].step_s):
-            plan, limits = again, replace(limits, recompute=True)
+        again = adaptive(setup.trace, replace(limits, recompute=True)).prediction
+        held, held_again = (max(one.peak_saved_bytes, budget) for one in (cost, again))
+        if held_again < held or (held_again == held and again.step_s * SAME_STEP < cost.step_s):
+            cost, limits = again, replace(limits, recompute=True)
     budgeted = {} if budget is None else {"activation_budget_bytes": budget}
     block = setup.block("adaptive", recompute=limits.recompute, **budgeted)
-    return setup.row(ADAPTIVE, plan.prediction, block), plan
+    return setup.row(ADAPTIVE, cost, block, NO_CHECKPOINTING)
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
@@ -282,30 +246,6 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
     return timeline, Assignment(np.array(places, np.int8), np.array(again, bool))
 
 
-def scale(setup: Setup, row: Row, nodes: int, network_bytes_per_s: float) -> dict[str, float]:
-    """Return what a step moves in one of so many nodes: to and from its drives, and over its network, each way.
-
-    ZeRO-3 gathers all parameters in forward and again in backward, and reduces all gradients, in each micro-step. The
-    other stages reduce gradients, stage 2 in each micro-step, and gather what was updated once. Of all of it a node has
-    its own part already.
-    """
-    run, training, cost = setup.run, setup.training, row.cost
-    stage = row.merged.get("zero_optimization", {}).get("stage", training.stage)  # of what the row turns on
-    times = training.micro_steps if stage >= 2 else 1
-    gathered_bytes = 2 * times * run.parameter_bytes if stage == 3 else run.trained_bytes
-    network_bytes = (gathered_bytes + times * run.trained_bytes) * (nodes - 1) / nodes
-    step_s = cost.step_s or 1.0
-    return {
-        "nodes": nodes,
-        "stage": stage,
-        "written_bytes": setup.sharers * cost.written_bytes,
-        "write_bytes_per_s": setup.sharers * cost.written_bytes / step_s,
-        "read_bytes_per_s": setup.sharers * cost.read_bytes / step_s,
-        "network_bytes": int(network_bytes),
-        "network_s": network_bytes / network_bytes_per_s,
-    }
-
-
 def recommended(rows: Sequence[Row]) -> Row | None:
     """Choose the first of the fastest that fit, else that are tight; one that spares the drives if any does."""
     for spares, verdict in ((True, "fits"), (True, "tight"), (False, "fits"), (False, "tight")):
@@ -325,28 +265,20 @@ def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
 
 def remedy(holder: str, setup: Setup) -> str:
     """Say what makes a holder smaller, of what is not done yet, with the option that counts it."""
-    smaller = ["a smaller batch"] if setup.batch > 1 else []
-    ranks = "sequence parallelism over more ranks"
-    fused = "a fused loss, which never makes all logits (--fused-loss counts it)"
-    tiled = "an MLP in tiles (--tiled-mlp counts it)"
-    lora = "LoRA (--lora 16)"
-    offloaded = "offload_optimizer to cpu"
+    shorter = ["a smaller batch"] * (setup.batch > 1) + ["a shorter sequence"]
+    aids = {"--fused-loss": "a fused loss, which never makes all logits", "--tiled-mlp": "an MLP in tiles"}
+    offloads = {"stage": max(2, setup.training.stage), "offload_optimizer": {"device": "cpu"}}
     found = {
         "parameters": ["ZeRO stage 3 over more ranks", "offload_param"],
-        "gradients": ["ZeRO stage 2 with offload_optimizer", lora],
-        "optimizer states": [offloaded, "more ranks", lora],
+        "gradients": ["ZeRO stage 2 with offload_optimizer", "LoRA (--lora 16)"],
+        "optimizer states": [f'"zero_optimization": {offloads}'.replace("'", '"'), "more ranks", "LoRA (--lora 16)"],
         "gathered parameters": ["a lower stage3_max_live_parameters, which a module's own parameters may exceed"],
         "ZeRO's buckets": ["a lower reduce_bucket_size"],
-        "saved tensors": [*smaller, "a shorter sequence", ranks],
-        LOGITS: [
-            *([] if "--fused-loss" in setup.aids else [fused]),
-            *([] if "--tiled-mlp" in setup.aids else [tiled]),
-            *smaller,
-            "a shorter sequence",
-        ],
+        "saved tensors": [*shorter, "sequence parallelism over more ranks"],
+        LOGITS: [*(f"{what} ({name} counts it)" for name, what in aids.items() if name not in setup.aids), *shorter],
         "CUDA context": ["a larger GPU"],
     }[holder]
-    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 # ---- the longest sequence -------------------------------------------------------------------------------------------
@@ -380,7 +312,7 @@ def longest_of(setup_of: Setups, first: int) -> list[Longest]:
 
     @cache
     def rows(sequence: int) -> dict[str, Row]:
-        return {row.name: row for one in setups_of(setup_of(sequence)) for row in fixed_rows(one)}
+        return {row.name: row for row in fixed_rows(setup_of(sequence))}
 
     def longest(name: str) -> Longest:
         """See [Note: Longest]."""
@@ -407,41 +339,8 @@ def _crossing(needs: dict[int, int], limit_bytes: int) -> int:
     if len(needs) == 1:
         return 2 * fitting[0] if fitting else others[0] // (2 * UNIT) * UNIT
     low, high = (*fitting[-1:], *others[:1]) if fitting and others else tuple(fitting[-2:] or others[:2])
-    slope, most = (needs[high] - needs[low]) / (high - low), FURTHER * high
+    slope, most = (needs[high] - needs[low]) / (high - low), 16 * high
     if slope <= 0:  # something else needs more than a micro-step, as the optimizer's step may
         return most if fitting else UNIT
     found = low + (limit_bytes - needs[low]) / slope
     return int(min(most, found * (1 - NEAR / 4))) // UNIT * UNIT
-
-
-# ---- in detail ------------------------------------------------------------------------------------------------------
-
-
-def groups_of(trace: Trace) -> list[dict[str, str | int]]:
-    """Return what blocks, and modules outside of blocks, save, the largest first; layers of a list are one group.
-
-    ``count`` is the number of passes, 0 outside; bytes are of all passes together. A storage that several blocks save
-    counts in the first.
-    """
-    passes = Counter(merged_path(block.module) for block in trace.blocks)
-    saved, movable = Counter(dict.fromkeys(passes, 0)), Counter[str]()
-    for storage in trace.storages:
-        if storage.blocks:
-            is_outside = storage.blocks[0] == OUTSIDE
-            module = storage.module or "the model itself" if is_outside else trace.blocks[storage.blocks[0]].module
-            name = f"outside: {merged_path(module)}" if is_outside else merged_path(module)
-            saved[name] += storage.nbytes
-            movable[name] += storage.nbytes if storage.is_movable else 0
-    return [
-        {"name": name, "count": passes[name], "saved_bytes": nbytes, "movable_bytes": movable[name]}
-        for name, nbytes in saved.most_common()
-    ]
-
-
-def made_again(run: DryRun, placements: Sequence[Placement] | None = None) -> dict[str, int]:
-    """Return bytes by op, the largest first: of all that can be rematerialized, or of what a plan rematerializes."""
-    found: Counter[str] = Counter()
-    for index, (op, storage) in enumerate(zip(run.ops, run.trace.storages, strict=True)):
-        if op and (placements is None or placements[index] is Placement.REMATERIALIZE):
-            found[op] += storage.nbytes
-    return dict(found.most_common())

@@ -31,47 +31,48 @@ ASSUMED = {
 }  # fmt: skip
 CONTEXT_BYTES = 1 << 30  # of CUDA, its libraries and NCCL
 MASTER_BYTES = 4  # of the fp32 copy of a 16-bit parameter, and of its gradient in the optimizer's step
+# Keys that change memory in ways that are not counted here, if they are not at one of these values.
+_NOT_COUNTED = (
+    "tensor_parallel.autotp_size", "sequence_parallel_size", "activation_checkpointing.cpu_checkpointing",
+    "activation_checkpointing.partition_activations", "zero_optimization.offload_optimizer.ratio",
+    "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled",
+)  # fmt: skip
+_OF_NO_EFFECT = (None, False, 0, 1)
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
 HOST_UPDATE_BYTES, HOST_BYTES_PER_S = 30, 60e9
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
     """The result of one micro-step.
 
     Attributes:
-        runs_on: ``"meta"`` or ``"cpu"``.
         peak_saved_bytes: peak of saved tensors, as the cache counts them.
-        parameters, parameter_bytes: number and size of all parameters.
-        trained: number of the parameters that have gradients.
-        hidden_size: of a Hugging Face model's config, else 0.
         temporary_bytes: peak of other tensors.
         kept_bytes: peak of both together, which need not coincide.
-        attention: the attention kernels that ran.
-        ops: of each storage of the trace, the op that could make it again; empty where there is none.
-        notes: limitations of this result, for the reader.
-        trained_bytes: size of the parameters that have gradients.
+        parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
+        hidden_size: of the model's config, else 0.
+        attention: the attention kernels that ran.
+        notes: limitations of this result, for the reader.
         temporary: other tensors by time; None where that is not known.
     """
 
-    trace: Trace
-    runs_on: str
+    trace: Trace = field(kw_only=False)
     peak_saved_bytes: int
-    packed_tensors: int
+    temporary_bytes: int
+    kept_bytes: int
     parameters: int
     parameter_bytes: int
     trained: int
-    hidden_size: int
-    temporary_bytes: int
-    kept_bytes: int
-    attention: list[str]
-    ops: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    trained_bytes: int = 0
+    trained_bytes: int
     largest_module: int = 0
+    hidden_size: int = 0
+    packed_tensors: int = 0
+    attention: Sequence[str] = ()
+    notes: tuple[str, ...] = ()
     temporary: Spans | None = field(default=None, compare=False)
 
     @property
@@ -84,8 +85,13 @@ class DryRun:
 
 
 class Gpu(NamedTuple):
-    """GiB of memory; TFLOP/s of 16-bit and of 32-bit products; GB/s of its memory, and of each way to the host."""
+    """A GPU as it is sold, and what PyTorch has of it.
 
+    GiB of memory that its name says, and that PyTorch reports, with ECC where that is on by default; TFLOP/s of 16-bit
+    and of 32-bit products; GB/s of its memory, and of each way to the host.
+    """
+
+    named_gib: float
     memory_gib: float
     tflops: float
     tflops_32_bit: float
@@ -95,26 +101,25 @@ class Gpu(NamedTuple):
 
 # Of several with the memory that is asked for, the first is taken.
 GPUS = {
-    "H100": Gpu(80, 400, 50, 3350, 50),
-    "H200": Gpu(141, 400, 50, 4800, 50),
-    "B200": Gpu(180, 800, 70, 8000, 50),
-    "A100": Gpu(80, 190, 60, 2000, 25),
-    "A100-40": Gpu(40, 190, 60, 1555, 25),
-    "L40S": Gpu(48, 150, 40, 864, 25),
-    "A6000": Gpu(48, 80, 30, 768, 25),
-    "RTX 5090": Gpu(32, 120, 50, 1790, 50),
-    "RTX 4090": Gpu(24, 100, 45, 1008, 25),
-    "RTX 3090": Gpu(24, 45, 20, 936, 25),
-    "A10": Gpu(24, 60, 15, 600, 25),
-    "V100": Gpu(32, 60, 12, 900, 12),
-    "T4": Gpu(16, 25, 6, 320, 12),
+    "H100": Gpu(80, 79.1, 400, 50, 3350, 50),
+    "H200": Gpu(141, 139.8, 400, 50, 4800, 50),
+    "B200": Gpu(180, 178.3, 800, 70, 8000, 50),
+    "A100": Gpu(80, 79.1, 190, 60, 2000, 25),
+    "A100-40": Gpu(40, 39.4, 190, 60, 1555, 25),
+    "L40S": Gpu(48, 44.4, 150, 40, 864, 25),
+    "A6000": Gpu(48, 47.5, 80, 30, 768, 25),
+    "RTX 5090": Gpu(32, 31.3, 120, 50, 1790, 50),
+    "RTX 4090": Gpu(24, 23.6, 100, 45, 1008, 25),
+    "RTX 3090": Gpu(24, 23.6, 45, 20, 936, 25),
+    "A10": Gpu(24, 22.0, 60, 15, 600, 25),
+    "V100": Gpu(32, 31.7, 60, 12, 900, 12),
+    "T4": Gpu(16, 14.6, 25, 6, 320, 12),
 }
-CPU = Gpu(0, 0.2, 0.2, 20, 10)
 LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
 
 
 class Device(NamedTuple):
-    """The training device: ``"cuda"`` or ``"cpu"``, whose rates are taken, its memory (None where that is not known).
+    """The training device, ``"cuda"`` or ``"cpu"``: whose rates are taken, what PyTorch has of its memory, if known.
 
     Rates are per second, of matrix products, of its memory and of copies from and to the host; ``launch_s`` is the time
     to launch an operation.
@@ -129,22 +134,20 @@ class Device(NamedTuple):
     launch_s: float = 0.0
 
 
-def device_of(kind: str, gpu: str | None, dtype: torch.dtype, given: Sequence[float | None] = (None,) * 3) -> Device:
-    """Return the training device, with the table's rates where none are given.
+def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
+    """Return a GPU with the table's rates.
 
     Args:
-        gpu: name ("RTX 4090") or memory ("24GB", in GiB without a unit).
-        given: FLOP/s, bytes per second of its memory and of copies, where the user gave them.
+        text: name ("RTX 4090"), or memory as cards are sold ("24GB", in GiB without a unit), of which PyTorch has less.
 
     Raises:
-        ConfigError: ``gpu`` is neither.
+        ConfigError: it is neither.
     """
-    name, memory_bytes = ("H100", None) if gpu is None else _gpu_of(gpu)
-    name, found = ("small CPU", CPU) if kind == "cpu" else (name, GPUS[name])
+    name, memory_bytes = ("H100", None) if text is None else _gpu_of(text)
+    found = GPUS[name]
     tflops = found.tflops if dtype.itemsize == 2 else found.tflops_32_bit
-    usual = 1e12 * tflops, 1e9 * found.memory_gbps, 1e9 * found.copy_gbps
-    flops, memory, copy = (one or rate for one, rate in zip(given, usual, strict=True))
-    return Device(kind, name, memory_bytes, flops, memory, copy, 0.0 if kind == "cpu" else LAUNCH_S)
+    rates = 1e12 * tflops, 1e9 * found.memory_gbps, 1e9 * found.copy_gbps
+    return Device("cuda", name, memory_bytes, *rates, LAUNCH_S)
 
 
 def _gpu_of(text: str) -> tuple[str, int]:
@@ -158,8 +161,9 @@ def _gpu_of(text: str) -> tuple[str, int]:
         memory_bytes = size(f"{text}GiB" if text.replace(".", "").isdigit() else text)
     except ArgumentTypeError:
         raise ConfigError(f"--gpu {text!r} must be a size such as 24GB, or one of {', '.join(GPUS)}") from None
-    distances = {name: abs(gpu.memory_gib - memory_bytes / 2**30) for name, gpu in GPUS.items()}
-    return min(distances, key=distances.__getitem__), memory_bytes
+    distances = {name: abs(gpu.named_gib - memory_bytes / 2**30) for name, gpu in GPUS.items()}
+    nearest = min(distances, key=distances.__getitem__)
+    return nearest, int(memory_bytes * GPUS[nearest].memory_gib / GPUS[nearest].named_gib)
 
 
 # ---- the config -----------------------------------------------------------------------------------------------------
@@ -173,7 +177,6 @@ class Training:
         config: the whole ``ds_config.json``.
         offload: the block, or its defaults where there is none.
         dtype: of parameters; None where they stay as the model has them.
-        autocast: the dtype of ``torch_autocast``, if it is on.
         notes: assumptions, for the reader.
     """
 
@@ -181,7 +184,6 @@ class Training:
     offload: OffloadConfig
     aio: AioConfig
     dtype: torch.dtype | None = None
-    autocast: torch.dtype | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -206,18 +208,43 @@ class Training:
         return -(-int(elements) // ranks) if self.stage >= divided_from else int(elements)
 
     @property
+    def optimizer(self) -> str:
+        """The optimizer's name in small letters, empty where the program brings its own."""
+        return str(_section(self.config, "optimizer").get("type", "")).lower()
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a parameter's master copy, and of its gradient in the optimizer's step."""
+        in_16_bit = _section(self.config, "bf16").get("bf16_master_weights_and_grads") is True
+        return 2 if in_16_bit else MASTER_BYTES
+
+    @property
+    def moment_bytes(self) -> int:
+        return 2 if _section(self.config, "bf16").get("bf16_optimizer_states") is True else 4
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer's states, for each trained parameter."""
-        optimizer = str(_section(self.config, "optimizer").get("type", "adam")).lower()
-        moments = 4 if any(name in optimizer for name in ONE_MOMENT) else 8
-        return moments + (MASTER_BYTES if self.dtype is not None else 0)
+        moments = 1 if any(name in self.optimizer for name in ONE_MOMENT) else 2
+        return moments * self.moment_bytes + (self.master_bytes if self.dtype is not None else 0)
+
+    @property
+    def stepping_bytes(self) -> int:
+        """Bytes for each parameter in the optimizer's step alone: its gradient for the master, and temporary ones.
+
+        PyTorch's AdamW updates many tensors at once, with the roots of all second moments beside them. DeepSpeed's own
+        FusedAdam, which it takes for the config's name, has none.
+        """
+        of_torch = not self.optimizer or _value_at(self.config, "optimizer.params.torch_adam") is True
+        gradient_bytes = self.master_bytes if self.dtype is not None else 0
+        return gradient_bytes + (self.moment_bytes if of_torch else 0)
 
     def update_s(self, trained: int, ranks: int, device: Device) -> float:
         """Return the seconds of the optimizer's update of so many parameters, where its states are."""
         trained = self.part(trained, ranks)
         if self.offloads("optimizer"):
             return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
-        return trained * 2 * (self.state_bytes + MASTER_BYTES) / device.memory_bytes_per_s
+        return trained * 2 * (self.state_bytes + self.master_bytes) / device.memory_bytes_per_s
 
 
 def read_training(path: Path | None) -> Training:
@@ -229,7 +256,7 @@ def read_training(path: Path | None) -> Training:
     found, notes = ASSUMED, ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
     if path is not None:
         notes = []
-        found = read_config("--config", path)
+        found = _read_config(path)
     refuse_misnamed(found)
     parse_update_block(found)  # refuses here what training would refuse
     parsed = parse_block(found)
@@ -237,9 +264,14 @@ def read_training(path: Path | None) -> Training:
         notes += [] if path is None else [f'{path} has no enabled "{BLOCK}" block: its defaults are used']
         parsed = OffloadConfig(enabled=False), AioConfig()
     if "type" not in _section(found, "optimizer"):
-        notes.append('no "optimizer" is named: the states of Adam are counted')
-    autocast = _section(found, "torch_autocast")
-    cast = _DTYPES.get(str(autocast.get("dtype")), torch.bfloat16) if autocast.get("enabled") is True else None
+        notes.append(
+            'no "optimizer" is named: the states of Adam and the temporary tensors of PyTorch\'s AdamW are counted; an '
+            "optimizer of 8 bits takes less"
+        )
+    values = {key: _value_at(found, key) for key in _NOT_COUNTED}
+    set_keys = [key for key, value in values.items() if value is True or value not in _OF_NO_EFFECT]
+    if set_keys:
+        notes.append(f"NOT COUNTED, though they change memory: {', '.join(set_keys)}")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if found.get(key) == "auto":
             notes.append(f'"{key}" is "auto", which the trainer decides: 1 is assumed')
@@ -249,10 +281,10 @@ def read_training(path: Path | None) -> Training:
             dtype = _DTYPES[name]
             if wanted == "auto":
                 notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
-    return Training(found, *parsed, dtype, cast, tuple(notes))
+    return Training(found, *parsed, dtype, tuple(notes))
 
 
-def read_config(option: str, path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """Read a config as DeepSpeed does: comments are allowed.
 
     Raises:
@@ -262,15 +294,22 @@ def read_config(option: str, path: Path) -> dict[str, Any]:
         found = hjson.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{option} {path} cannot be read as ds_config.json: {why}") from error
+        raise ConfigError(f"--config {path} cannot be read as ds_config.json: {why}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{option} {path} holds {type(found).__name__}: ds_config.json is an object.")
+        raise ConfigError(f"--config {path} holds {type(found).__name__}: ds_config.json is an object.")
     return found
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = config.get(key)
     return value if isinstance(value, dict) else {}
+
+
+def _value_at(config: Mapping[str, Any], path: str) -> Any:
+    *outer, key = path.split(".")
+    for one in outer:
+        config = _section(config, one)
+    return config.get(key)
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:
@@ -322,7 +361,7 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
     if stage and zero.get("contiguous_gradients", True):
         buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
         bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
-    stepping = 0 if is_on_host or training.dtype is None else part(1, run.trained)
+    stepping = 0 if is_on_host else part(1, run.trained)
     # ZeRO-3 steps through one sub-group at a time: the whole would be counted many times too large.
     if stage == 3:
         stepping = min(stepping, int(elements("sub_group_size", 1e9)))
@@ -334,7 +373,7 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
             "CUDA context": CONTEXT_BYTES if device == "cuda" else 0,
         },
         {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
-        MASTER_BYTES * stepping,
+        training.stepping_bytes * stepping,
     )
 
 

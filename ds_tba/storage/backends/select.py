@@ -1,4 +1,4 @@
-"""Which backend serves this run, and why? Cannot see whether a named backend is the fastest: ``tune`` measures that."""
+"""Which backend serves this run, and why? Cannot see which is the fastest."""
 
 from __future__ import annotations
 
