@@ -39,7 +39,7 @@ from ds_tba.config import (
     zero_block,
     zero_paths,
 )
-from ds_tba.core.hooks import skip_frames, uncompiled
+from ds_tba.core.hooks import KEPT, skip_frames, uncompiled
 from ds_tba.core.tensors import OwnedStorages, mark_owned
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError
@@ -385,6 +385,8 @@ def _wrapped(original: Callable[..., object], around: Around | None) -> Callable
         # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
         if around in (_forward, None):
             refuse_half_updated(getattr(self, "optimizer", None))
+        if around is _forward and offloader is None and torch.is_grad_enabled():
+            KEPT.close()  # of an engine that may be given up: an exception that the program keeps holds it
         if around is None or (offloader is None and around is not _destroy):
             return original(self, *args, **kwargs)
         try:
@@ -407,8 +409,6 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
     skip_frames((_mark_owned,))
     # In each forward: a parameter that was replaced meanwhile would be taken for an activation, and offloaded.
     engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
-    if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
-        offloader.stop_saving()
     try:
         with offloader.saving(inputs=(original.args, original.keywords)):
             result = original()

@@ -11,9 +11,10 @@ import logging
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,9 +22,9 @@ from torch import nn
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import KEPT, SHOWS_HOOKS
+from ds_tba.core.hooks import KEPT, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
-from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
+from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 from ds_tba.report import OffloadReport, Writer
@@ -272,6 +273,7 @@ class ActivationOffloader:
         self._has_trained = False
         self._meter: ModelMeter | None = None
         self._undo: list[Undo] = []
+        self._kept = weakref.WeakSet[ForwardHooks]()  # open after a forward, of each thread
         files = ReportFiles(config.report, Writer(rank, PROCESS.claims))
         started_s = time.monotonic()
         self._tiers = tiers = Tiers(
@@ -330,9 +332,11 @@ class ActivationOffloader:
             inputs: arguments of the forward: nothing is rematerialized from tensors that their owner may refill.
 
         Raises:
-            IncompatibleError: the stream is being captured into a graph.
+            IncompatibleError: the stream is being captured into a graph, or PyTorch clones what is saved.
             StateError: an exception came in the middle of our bookkeeping.
         """
+        if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
+            KEPT.close()
         self.cache.refuse_broken()
         if self._core.accelerator.is_capturing():
             raise IncompatibleError(
@@ -343,6 +347,11 @@ class ActivationOffloader:
             return nullcontext()
         if not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
             return self._rooms.saver.saving()
+        if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+            raise IncompatibleError(
+                "torch.autograd.graph.allow_mutation_on_saved_tensors clones what forward saved when it is changed in "
+                f'place, which is not there any more: take forward out of that context, or remove "{BLOCK}".'
+            )
         self._has_trained = True
         self._reporter.refresh()
         return self._forward(self._rooms.saving(inputs))
@@ -369,10 +378,11 @@ class ActivationOffloader:
             return
         hooks = self._rooms.saver.after_forward()
         if hooks is not None:
+            self._kept.add(hooks)
             KEPT.open(hooks, self)
 
     def stop_saving(self) -> None:
-        """End that: backward, or another forward, begins."""
+        """End that: backward begins."""
         KEPT.close(self)
 
     def interleaving(self) -> AbstractContextManager[None]:
@@ -475,6 +485,7 @@ class ActivationOffloader:
         """
         if self._is_forked():
             return
+        self._end_hooks()
         self._closer.ask()
         if not self._closer.wait(CLOSE_LIMIT_S):
             rank = self._core.writer.rank
@@ -484,7 +495,13 @@ class ActivationOffloader:
     def close_soon(self) -> None:
         """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
         if not self._is_forked():
+            self._end_hooks()
             self._closer.ask()
+
+    def _end_hooks(self) -> None:
+        """Have no thread save through hooks of ours any more that are open after a forward."""
+        for hooks in list(self._kept):
+            hooks.end()
 
     def _close(self) -> None:  # in the closer's thread
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
@@ -492,7 +509,6 @@ class ActivationOffloader:
             last.callback(self._core.files.give_up)
             last.callback(self._reporter.end, has_trained=self._has_trained)
             last.callback(self._note_last_failure)
-            last.callback(self._follow_graphs)
             last.callback(self._resting.end)
             last.callback(self.cache.settle)
             if self._rooms.controller is not None:
@@ -503,16 +519,6 @@ class ActivationOffloader:
     def _note_last_failure(self) -> None:
         """Explain an error of a backward that no engine has called: the interpreter leaves it here before it exits."""
         self.note_failure(getattr(sys, "last_value", None))
-
-    def _follow_graphs(self) -> None:
-        """Free what graphs that outlive this hold: their host memory goes with them, and no hook runs any more."""
-
-        def is_held() -> bool:
-            return self.cache.live_records > 0
-
-        if is_held():
-            follow = partial(self.cache.finalizers.follow, is_held)
-            new_thread(self._core.accelerator, follow, "ds_tba-graphs").start()
 
 
 def _measure_together(rates: Rates, agreement: Agreement) -> None:

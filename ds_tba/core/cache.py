@@ -36,12 +36,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.fingerprint import Doubts
 from ds_tba.core.functions import Functions
-from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
+from ds_tba.core.hooks import Bystander, ForwardHooks, hooks_of_forward
 from ds_tba.core.operations import Operations
 from ds_tba.core.originals import Unpacked, keep_originals
 from ds_tba.core.prefetch import MicroStep, Phase
@@ -102,6 +101,10 @@ class Forward:
     policy: Policy
     is_recorded: bool = False
     by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
+
+
+def _pass_by(tensor: torch.Tensor) -> Bystander:
+    return Bystander(PassedThrough(tensor).restore)
 
 
 class HooksObserver(Protocol):
@@ -217,7 +220,7 @@ class TensorCache(Keeper):
         finally:
             step.phase = Phase.WAITING  # also after an error: a backward of what was saved would read nothing ahead
 
-    def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
+    def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> ForwardHooks | None:
         """Return hooks for what is saved between the last forward and its backward; None where that is not known.
 
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
@@ -231,12 +234,12 @@ class TensorCache(Keeper):
             self.rematerialization.begin_forward()
         return self._hooks(step, around)
 
-    def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> saved_tensors_hooks:
+    def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> ForwardHooks:
         hooks: Hooks = (self.pack, partial(self.unpack, step))
         for observer in self._observers:
             hooks = observer.around(hooks)
         pack, unpack = hooks if around is None else around(hooks)
-        return uncompiled_hooks(partial(unseen, pack), partial(unseen, unpack))
+        return ForwardHooks(pack, unpack, _pass_by)
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
@@ -418,7 +421,7 @@ class TensorCache(Keeper):
             present: the operation that saves now; without one all are over.
             stays: what they have saved stays in memory, because forward has failed: nobody will want most of it.
         """
-        if not self._operations.are_over(present):
+        if os.getpid() != self._pid or not self._operations.are_over(present):
             return
         with self.finalizers, self.finalizers.lock:
             for record, choice, *_ in self._operations.ended():
