@@ -303,7 +303,6 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     except BaseException:
         offloader.close()
         raise
-    offloader.rest(now=True)  # until its engine trains: a reference model's may have the config of one that does
     if own_rank() == 0:
         logger.info("%s", offloader.start_line())
         logger.debug("%s", offloader.start_details())

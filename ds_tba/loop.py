@@ -157,7 +157,6 @@ class Offloader:
 
             agreement = Ranks()
         self._offloader.watch(self._model, agreement)
-        self._offloader.rest(now=True)  # until the loop begins
 
 
 def _ranks() -> int:

@@ -10,11 +10,11 @@ import atexit
 import logging
 import os
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,10 +27,9 @@ from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
-from ds_tba.report import OffloadReport, Writer
+from ds_tba.report import OffloadReport, ReportFile, Writer
 from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
-from ds_tba.resting import PROCESS, Resting
-from ds_tba.stats import StoreStats
+from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.finalizers import Closer
 from ds_tba.storage.tiers import Tiers
 
@@ -233,8 +232,47 @@ class Rooms:
         return Machine(config, tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
 
+class Engines:
+    """The offloaders of this process: what one of them takes another may want.
+
+    DeepSpeed keeps every engine alive, and most programs never call ``destroy()``: a cell of a notebook that runs
+    again, a search for the batch size, a sweep. So those before give back what they hold when another engine is made,
+    and take it again if they train on.
+
+    Attributes:
+        open: those that are not closed.
+        report_files: the file that each path is written by.
+    """
+
+    def __init__(self) -> None:
+        self.open: weakref.WeakSet[ActivationOffloader] = weakref.WeakSet()
+        self.report_files = weakref.WeakValueDictionary[Path, ReportFile]()
+
+    def give_back(self) -> None:
+        """Have all give back what is not in use."""
+        for one in list(self.open):
+            one.give_back()
+
+    def beside(self, new: ActivationOffloader) -> str:
+        """Return what the start line of a new one says of those that train beside it."""
+        configs = [one.config for one in list(self.open) if one is new or one.has_trained]
+        if len(configs) == 1:
+            return ""
+        staging_bytes = sum(config.io.ring_bytes for config in configs if config.uses_nvme)
+        return (
+            f"; {len(configs) - 1} more engine(s) of this process have trained: if they train on beside this one, all "
+            f"together take {readable(staging_bytes)} of staging, and each has lanes and swap files of its own"
+        )
+
+
+ENGINES = Engines()
+
+
 class ActivationOffloader:
     """The object at ``engine.activation_offloader``.
+
+    Attributes:
+        has_trained: a forward with gradients has begun.
 
     Args:
         config: the block.
@@ -265,33 +303,31 @@ class ActivationOffloader:
                 "out, or compute the loss inside of the model's forward."
             )
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
-        PROCESS.rest(now=True)
+        ENGINES.give_back()
         is_host = accelerator.is_synchronized_device()
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._pid = os.getpid()
-        self._has_trained = False
+        self.has_trained = self._is_closed = False
         self._meter: ModelMeter | None = None
         self._undo: list[Undo] = []
         self._kept = weakref.WeakSet[ForwardHooks]()  # open after a forward, of each thread
-        files = ReportFiles(config.report, Writer(rank, PROCESS.claims))
-        started_s = time.monotonic()
+        files = ReportFiles(config.report, Writer(rank, ENGINES.report_files))
         self._tiers = tiers = Tiers(
             config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
         )
-        waking_s = time.monotonic() - started_s
         try:
             self.cache = _open_cache(config, tiers, accelerator)
             self._core = Core(config, tiers, self.cache, accelerator, files)
             self._reporter = Reporter(self._core)
             self._rooms = Rooms(self._core, self._reporter, ranks_on_node)
             self._closer = Closer(self._close, accelerator)
-            self._resting = Resting(tiers, self.cache, rank, waking_s)  # last: the process knows it from here on
         except BaseException:  # its lanes would never end, nor its swap file
             tiers.close()
             raise
         # Most programs never close an engine: without this nobody would write the last report.
         atexit.register(self.close)
+        ENGINES.open.add(self)
 
     def watch(
         self,
@@ -316,8 +352,8 @@ class ActivationOffloader:
                 measure its drives.
         """
         self._meter = meter
-        with self._resting.using():
-            self._rooms.watch(model, agreement, planner, everyone)
+        self._rooms.watch(model, agreement, planner, everyone)
+        self.give_back()  # until its engine trains: a reference model's may have the config of one that does
 
     def on_close(self, undo: Undo) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -352,14 +388,10 @@ class ActivationOffloader:
                 "torch.autograd.graph.allow_mutation_on_saved_tensors clones what forward saved when it is changed in "
                 f'place, which is not there any more: take forward out of that context, or remove "{BLOCK}".'
             )
-        self._has_trained = True
+        self.has_trained = True
         self._reporter.refresh()
-        return self._forward(self._rooms.saving(inputs))
-
-    @contextmanager
-    def _forward(self, saving: AbstractContextManager[None]) -> Iterator[None]:
-        with self._resting.using(), saving:
-            yield
+        self._tiers.ready()
+        return self._rooms.saving(inputs)
 
     @property
     def shared_keys(self) -> str:
@@ -369,7 +401,7 @@ class ActivationOffloader:
     @property
     def is_closed(self) -> bool:
         """True once it was closed, or is about to be."""
-        return self._resting.is_over
+        return self._is_closed
 
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
@@ -394,8 +426,9 @@ class ActivationOffloader:
         self.cache.refuse_broken()
         if self._is_forked():
             return nullcontext()
-        self._has_trained = True
-        return self._forward(self._rooms.saver.interleaving())
+        self.has_trained = True
+        self._tiers.ready()
+        return self._rooms.saver.interleaving()
 
     def note_micro_step(self) -> None:
         """Record that backward is over.
@@ -411,18 +444,13 @@ class ActivationOffloader:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
         if self._is_forked():
             return
-        with self._resting.using():
-            self._core.writer.steps += 1
-            self._rooms.end_step()
-        PROCESS.rest(but=self._resting)
+        self._core.writer.steps += 1
+        self._rooms.end_step()
 
-    def rest(self, *, now: bool = False) -> None:
-        """Give lanes, staging and disk space back where nothing is in their care; see ``resting.py``.
-
-        Args:
-            now: also where the engine may go on in a moment.
-        """
-        self._resting.rest(now=now)
+    def give_back(self) -> None:
+        """Give lanes, staging and disk space back until the next save, if nothing is in their care."""
+        if not (self._is_forked() or self._is_closed or self.cache.live_records):
+            self._tiers.give_back()
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -464,7 +492,7 @@ class ActivationOffloader:
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
-        return start_line(self.config, self._tiers)
+        return start_line(self.config, self._tiers) + ENGINES.beside(self)
 
     def start_details(self) -> str:
         """Return what else will run, for a log at level DEBUG."""
@@ -500,6 +528,7 @@ class ActivationOffloader:
 
     def _end_hooks(self) -> None:
         """Have no thread save through hooks of ours any more that are open after a forward."""
+        self._is_closed = True
         for hooks in list(self._kept):
             hooks.end()
 
@@ -507,9 +536,10 @@ class ActivationOffloader:
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
             last.callback(atexit.unregister, self.close)
             last.callback(self._core.files.give_up)
-            last.callback(self._reporter.end, has_trained=self._has_trained)
+            last.callback(ENGINES.open.discard, self)
+            last.callback(self._reporter.end, has_trained=self.has_trained)
             last.callback(self._note_last_failure)
-            last.callback(self._resting.end)
+            last.callback(self._tiers.close)
             last.callback(self.cache.settle)
             if self._rooms.controller is not None:
                 last.callback(self._rooms.controller.close)

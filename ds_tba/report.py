@@ -5,7 +5,6 @@ Knows numbers only: whoever counts fills :class:`OffloadReport` in. What is not 
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -13,7 +12,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -319,16 +318,16 @@ def write_file(path: Path, text: str) -> None:
 
 @dataclass(eq=False)
 class Writer:
-    """An engine as the writer of reports: engines from one config have one path, and one of them may have it.
+    """An engine as the writer of reports: engines from one config have one path, and the first to write has it.
 
     Attributes:
         rank: of this process; see :func:`rank_path`.
-        claims: the file that each path is written by, of all writers of this process.
-        steps: optimizer steps so far; a writer that has made none leaves the path to one that has.
+        files: the file that each path is written by, of all writers of this process.
+        steps: optimizer steps so far.
     """
 
     rank: int
-    claims: dict[Path, ReportFile] = field(default_factory=dict)
+    files: MutableMapping[Path, ReportFile] = field(default_factory=dict)
     steps: int = 0
 
 
@@ -351,7 +350,6 @@ class ReportFile:
         self._key = key
         self._name = path
         self.writer = writer
-        self.has_lost = False  # the path to an engine that trains
         self.path = checked_path(key, path, writer.rank)
         self._written_at, self._age_s = -math.inf, 0.0
 
@@ -368,33 +366,22 @@ class ReportFile:
 
     def give_up(self) -> None:
         """Leave the path to whoever writes there next."""
-        if self.path is not None and self.writer.claims.get(self.path) is self:
-            del self.writer.claims[self.path]
+        if self.path is not None and self.writer.files.get(self.path) is self:
+            del self.writer.files[self.path]
 
-    def _claimed(self) -> Path | None:
-        """The path, once it is this engine's; another one beside it where another engine that trains has that."""
-        claims = self.writer.claims
-        for number in itertools.count(2):
-            if self.path is None or self._name is None:
-                return None
-            holder = claims.get(self.path, self)
-            trains = self.writer.steps > 0
-            if (holder is self and not self.has_lost) or (trains and (holder is self or not holder.writer.steps)):
-                claims[self.path], holder.has_lost, self.has_lost = self, True, False
-                return self.path
-            if not trains:
-                self.has_lost = True
-                return None
-            taken, name = self.path, Path(self._name)
+    def _own_path(self) -> Path | None:
+        """The path, or one beside it where another engine of this process writes that one."""
+        first, number = self.path, 2
+        while self.path is not None and self.writer.files.setdefault(self.path, self) is not self:
+            name = Path(str(self._name))
             self.path = rank_path(str(name.with_name(f"{name.stem}.{number}{name.suffix}")), self.writer.rank)
-            if self.path not in claims:
-                logger.info(
-                    "%s %s is of another engine of this process: this one writes %s", self._key, taken, self.path
-                )
-        return None
+            number += 1
+        if self.path != first:
+            logger.info("%s %s is of another engine of this process: this one writes %s", self._key, first, self.path)
+        return self.path
 
     def write_text(self, text: str) -> None:
-        path = self._claimed()
+        path = self._own_path()
         if path is None:
             return
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_bytes
-from ds_tba.errors import BackendUnavailableError, ConfigError
+from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.base import AnyStore, Refusal
@@ -70,6 +70,7 @@ class Tiers:
         self.selection: Selection | None = None
         self.directories: list[SwapDirectory] = []
         self._drives: list[Drive] = []
+        self._is_given_back = False
         self.nvme: NvmeStore | None = None
         self.host: HostStore | None = None
         self.by_placement: dict[Placement, AnyStore] = {}
@@ -225,6 +226,20 @@ class Tiers:
         """Take them again; see :meth:`Store.wake`."""
         for store in self.by_placement.values():
             store.wake()
+
+    def give_back(self) -> bool:
+        """Give them back until the next save; False where something is in use."""
+        self._is_given_back = True
+        return self.rest()
+
+    def ready(self) -> None:
+        """Take them again after :meth:`give_back`. Stores that open themselves at a put need no call of this."""
+        if self._is_given_back:
+            self._is_given_back = False
+            try:
+                self.wake()
+            except (OSError, RuntimeError, MemoryError, PathError) as error:
+                logger.warning("rank %d: activations stay in memory, for want of %s", self._rank, error)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
