@@ -86,9 +86,9 @@ class Meter:
             started = time.perf_counter()
             held = [pack(tensor) for tensor in tensors]
             packed = time.perf_counter()
-        with self._store.space.lock:
+        with self._store.lock:
             while self._store.space.writes_under_way:
-                self._store.space.changed.wait(1.0)
+                self._store.changed.wait(1.0)
         self._device.synchronize()
         unpacking = time.perf_counter()
         while held:

@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -70,7 +71,7 @@ def _open_cache(config: OffloadConfig, tiers: Tiers, accelerator: Accelerator) -
         accelerator.device(),
         config.min_tensor_bytes,
         wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
-        accelerator=None if accelerator.is_synchronized_device() else accelerator,
+        accelerator=None if accelerator.is_synchronous else accelerator,
         released_bytes=config.io.ring_bytes,
     )
 
@@ -211,9 +212,7 @@ class Rooms:
         config, tiers, accelerator = self._core.config, self._core.tiers, self._core.accelerator
         # Under a rule the user's word counts, and with min_life_days the drive's life.
         may_drop_codec = config.placement == "adaptive" and config.ssd.min_life_days is None
-        drives = (
-            None if tiers.nvme is None else DriveProbe(tiers.nvme.space, tiers.nvme.io, may_drop_codec=may_drop_codec)
-        )
+        drives = None if tiers.nvme is None else DriveProbe(tiers.nvme, tiers.nvme.io, may_drop_codec=may_drop_codec)
         rates = Rates(drives, accelerator, config.slots_bytes)
         _measure_together(rates, everyone)
         advice = "" if drives is None else drives.advice()
@@ -227,7 +226,7 @@ class Rooms:
 
         memory = MemoryMeter(accelerator.memory, resident_bytes)
         # The memory of a CPU is shared by all ranks of the machine.
-        sharers = self._ranks_on_node if accelerator.is_synchronized_device() else 1
+        sharers = self._ranks_on_node if accelerator.is_synchronous else 1
         is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
         return Machine(config, tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
@@ -245,17 +244,17 @@ class Engines:
     """
 
     def __init__(self) -> None:
-        self.open: weakref.WeakSet[ActivationOffloader] = weakref.WeakSet()
+        self.open: list[ActivationOffloader] = []
         self.report_files = weakref.WeakValueDictionary[Path, ReportFile]()
 
     def give_back(self) -> None:
         """Have all give back what is not in use."""
-        for one in list(self.open):
+        for one in (*self.open,):
             one.give_back()
 
     def beside(self, new: ActivationOffloader) -> str:
         """Return what the start line of a new one says of those that train beside it."""
-        configs = [one.config for one in list(self.open) if one is new or one.has_trained]
+        configs = [one.config for one in (*self.open,) if one is new or one.has_trained]
         if len(configs) == 1:
             return ""
         staging_bytes = sum(config.io.ring_bytes for config in configs if config.uses_nvme)
@@ -304,14 +303,14 @@ class ActivationOffloader:
             )
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         ENGINES.give_back()
-        is_host = accelerator.is_synchronized_device()
+        is_host = accelerator.is_synchronous
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._pid = os.getpid()
         self.has_trained = self._is_closed = False
         self._meter: ModelMeter | None = None
         self._undo: list[Undo] = []
-        self._kept = weakref.WeakSet[ForwardHooks]()  # open after a forward, of each thread
+        self._kept: dict[int, ForwardHooks] = {}  # open after a forward, by thread
         files = ReportFiles(config.report, Writer(rank, ENGINES.report_files))
         self._tiers = tiers = Tiers(
             config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
@@ -327,7 +326,7 @@ class ActivationOffloader:
             raise
         # Most programs never close an engine: without this nobody would write the last report.
         atexit.register(self.close)
-        ENGINES.open.add(self)
+        ENGINES.open.append(self)
 
     def watch(
         self,
@@ -390,7 +389,6 @@ class ActivationOffloader:
             )
         self.has_trained = True
         self._reporter.refresh()
-        self._tiers.ready()
         return self._rooms.saving(inputs)
 
     @property
@@ -410,7 +408,7 @@ class ActivationOffloader:
             return
         hooks = self._rooms.saver.after_forward()
         if hooks is not None:
-            self._kept.add(hooks)
+            self._kept[threading.get_ident()] = hooks
             KEPT.open(hooks, self)
 
     def stop_saving(self) -> None:
@@ -427,7 +425,6 @@ class ActivationOffloader:
         if self._is_forked():
             return nullcontext()
         self.has_trained = True
-        self._tiers.ready()
         return self._rooms.saver.interleaving()
 
     def note_micro_step(self) -> None:
@@ -513,7 +510,7 @@ class ActivationOffloader:
         """
         if self._is_forked():
             return
-        self._end_hooks()
+        self._end_saving()
         self._closer.ask()
         if not self._closer.wait(CLOSE_LIMIT_S):
             rank = self._core.writer.rank
@@ -523,20 +520,20 @@ class ActivationOffloader:
     def close_soon(self) -> None:
         """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
         if not self._is_forked():
-            self._end_hooks()
+            self._end_saving()
             self._closer.ask()
 
-    def _end_hooks(self) -> None:
-        """Have no thread save through hooks of ours any more that are open after a forward."""
+    def _end_saving(self) -> None:
+        """Have nothing saved from now on, also by threads whose hooks of ours are open after a forward."""
         self._is_closed = True
-        for hooks in list(self._kept):
+        for hooks in (*self._kept.values(),):
             hooks.end()
 
     def _close(self) -> None:  # in the closer's thread
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
             last.callback(atexit.unregister, self.close)
             last.callback(self._core.files.give_up)
-            last.callback(ENGINES.open.discard, self)
+            last.callback(ENGINES.open.remove, self)
             last.callback(self._reporter.end, has_trained=self.has_trained)
             last.callback(self._note_last_failure)
             last.callback(self._tiers.close)

@@ -87,7 +87,7 @@ class Reporter:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._memory = None if core.accelerator.is_synchronized_device() else core.accelerator.memory
+        self._memory = None if core.accelerator.is_synchronous else core.accelerator.memory
         self._rooms: list[Summarized] = [core.tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf
         self._compilations_before = compilations()

@@ -200,7 +200,7 @@ def make_store(tmp_path: Path, closing: Closing) -> StoreFactory:
             raise
         try:
             if paths > 1:
-                measure_drives(store.space, store.io)
+                measure_drives(store, store.io)
         except BaseException:
             store.close()
             raise

@@ -31,6 +31,7 @@ class Mutant:
 
 
 STREAMS, SPACE, NVME = "ds_tba/device/copies.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
+TRANSFERS = "ds_tba/storage/transfers.py"
 STAGING, SPANS = "ds_tba/storage/staging.py", "ds_tba/storage/spans.py"
 POOLS = "tests/device/test_copies.py"
 REMAT = "ds_tba/remat/store.py"
@@ -54,12 +55,11 @@ MUTANTS = [
     Mutant("a copy out does not wait for the kernels that make the tensor", STREAMS,
            "            self._out_stream.wait_event(produced)\n", ""),
     Mutant("the tensor is not held until its copy is done", STREAMS,
-           "        self._source: torch.Tensor | None = source",
-           "        self._source: torch.Tensor | None = source[:0].clone()"),
+           "None if event is AT_ONCE else source", "None if event is AT_ONCE else source[:0].clone()"),
     Mutant("the tensor is let go before its copy is done", STREAMS,
            "        if self._source is not None and self.event.query():", "        if self._source is not None:"),
-    Mutant("a lane writes before the copy into staging is done", NVME,
-           "                copy.wait()  # else", "                pass  # else"),
+    Mutant("a lane writes before the copy into staging is done", TRANSFERS,
+           "            copy.wait()  # else", "            pass  # else"),
     Mutant("a copy in does not wait for the copy out into the same slot", STREAMS,
            "                self._in_stream.wait_event(copy.event)\n", "                pass\n"),
     Mutant("a copy in does not wait until its memory is free", STREAMS,
@@ -78,7 +78,7 @@ MUTANTS = [
            "        self._in_stream.synchronize()\n        self._dropped.clear()\n", "        self._dropped.clear()\n",
            POOLS),
     Mutant("kernels do not wait for the copy in", STREAMS,
-           "            consumer.wait_event(self.event)  #", "            pass  #"),
+           "        consumer.wait_event(self.event)  #", "        pass  #"),
     Mutant("the allocator is not told who uses what came back", STREAMS,
            "            self._accelerator.share(self._data, consumer)\n", ""),
     Mutant("a slot is given back while copies use it", SPACE,
@@ -134,8 +134,8 @@ MUTANTS = [
     Mutant("what a lane reads is given up under the read", SPACE,
            "if part.state in (_S.WRITING, _S.READING)", "if part.state in (_S.WRITING,)",
            "tests/storage/test_nvme.py"),
-    Mutant("what prefetching came to leaves staging with the end of its write", NVME,
-           "stays = space.read_ahead.end_write(part)", "stays = False", "tests/core/test_prefetch.py"),
+    Mutant("what prefetching came to leaves staging with the end of its write", TRANSFERS,
+           "stays = self._space.read_ahead.end_write(part)", "stays = False", "tests/core/test_prefetch.py"),
     Mutant("what prefetching came to and is given up counts for ever", SPACE,
            "                self.read_ahead.end(part)  # or its bytes would count against the bound for ever\n"
            "                part.move(_S.ABANDONED)",

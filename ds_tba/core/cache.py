@@ -590,14 +590,12 @@ class TensorCache(Keeper):
         self._observers.append(observer)
 
     def refuse_broken(self) -> None:
-        """Refuse to go on where an exception has left records or a store half changed.
+        """Refuse to go on where an exception has left records half changed.
 
         Raises:
             StateError: one has; see [Note: Broken] in ``finalizers.py``.
         """
         self.finalizers.refuse_broken()
-        for store in self.room.watched:
-            store.refuse_broken()
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""

@@ -74,7 +74,7 @@ class Residency(Room):
         self._account = f"_ds_tba_account_{uuid.uuid4().hex}"  # attribute of storages; two engines may save one
         self._setting = ""  # that asks for the limit
         self._gauge = stats.resident
-        self.releases = Releases(accelerator, stats.resident)
+        self.releases = Releases(accelerator or Accelerator(), stats.resident)
         self._released_limit_bytes = released_bytes
         self._stats = stats
         self._stores = stores

@@ -68,7 +68,7 @@ class Stream(Protocol):
 
 
 class AtOnce:
-    """The stream, and every event, of a device whose calls are done when they return."""
+    """The one stream, and every event, of a synchronous device, whose calls are done when they return."""
 
     def record(self, stream: Stream) -> None:
         """There is nothing to wait for."""
@@ -327,11 +327,17 @@ class StreamClock:
 
 
 class Accelerator:
-    """The operations of a device that offloading needs, as they are where nothing is asynchronous.
+    """The operations of a device that offloading needs, here of a synchronous one.
 
-    Streams and events are those of torch, or :class:`AtOnce`. Memory is uint8, 1-D.
+    Its streams and events are all ``AT_ONCE``, so that whoever records, waits or shares writes it once for every
+    device. Those of an asynchronous device are torch's. Memory is uint8, 1-D.
+
+    Attributes:
+        is_synchronous: every call is done when it returns, and its memory is the host's: for the few places where
+            that changes more than a wait.
     """
 
+    is_synchronous = True
     clock: Clock = HostClock()
     memory: MemoryUse = HostMemoryUse()
 
@@ -341,10 +347,6 @@ class Accelerator:
 
     def enter_thread(self) -> None:
         """Make it the current device of the calling thread, which is one of ours."""
-
-    def is_synchronized_device(self) -> bool:
-        """Return whether every call is done when it returns: there is nothing to wait for, and nothing to pin."""
-        return True
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
@@ -420,6 +422,8 @@ class DeviceAccelerator(Accelerator):
         api: what ``deepspeed.accelerator.get_accelerator()`` returns.
     """
 
+    is_synchronous = False
+
     def __init__(self, api: DeviceApi) -> None:
         self._api = api
         self._index = api.current_device()
@@ -431,9 +435,6 @@ class DeviceAccelerator(Accelerator):
 
     def enter_thread(self) -> None:
         self._api.set_device(self._index)
-
-    def is_synchronized_device(self) -> bool:
-        return False
 
     def is_capturing(self) -> bool:
         return bool(self._api.is_current_stream_capturing())

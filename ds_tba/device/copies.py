@@ -23,19 +23,20 @@ from typing import NamedTuple
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
+from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, Stream, moment
 from ds_tba.stats import Gauge
 
 
 class PendingCopy:
-    """A copy out of device memory that is under way. Holds that memory until the copy is done: see [Note: Ordering]."""
+    """A copy out of device memory. Holds that memory until the copy is done: see [Note: Ordering]."""
 
     __slots__ = ("_source", "event", "nbytes")
 
     def __init__(self, event: Event, source: torch.Tensor) -> None:
         self.event = event
         self.nbytes = source.numel()
-        self._source: torch.Tensor | None = source  # held, or the allocator would give it away under the copy
+        # Held, or the allocator would give it away under the copy.
+        self._source: torch.Tensor | None = None if event is AT_ONCE else source
 
     def is_done(self) -> bool:
         """Return whether the copy is done, and free the memory if so. Never blocks."""
@@ -73,11 +74,11 @@ class Releases:
     one lock.
 
     Args:
-        accelerator: of the device, where that is asynchronous.
+        accelerator: of the device.
         resident: the level that the memory is counted in until then.
     """
 
-    def __init__(self, accelerator: Accelerator | None, resident: Gauge) -> None:
+    def __init__(self, accelerator: Accelerator, resident: Gauge) -> None:
         self.nbytes = 0
         self._accelerator = accelerator
         self._resident = resident
@@ -90,7 +91,8 @@ class Releases:
     def add(self, nbytes: int, streams: Iterable[Stream]) -> None:
         """Wait for these streams with memory that the host has freed, and they use."""
         accelerator = self._accelerator
-        if accelerator is None or accelerator.is_capturing():  # an event of a capture says nothing of the device
+        # It is free at once, or nobody can tell: an event of a capture says nothing of the device.
+        if accelerator.is_synchronous or accelerator.is_capturing():
             self._resident.add(-nbytes)
             return
         events = []
@@ -112,7 +114,7 @@ class Arrival:
     """Device memory into which a copy is under way.
 
     Args:
-        event: done with the copy; None where that was done at once.
+        event: done with the copy.
         owner: the stream that the memory was allocated on.
 
     Attributes:
@@ -123,9 +125,7 @@ class Arrival:
 
     __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event", "version")
 
-    def __init__(
-        self, accelerator: Accelerator | None, data: torch.Tensor, event: Event | None, owner: Stream | None = None
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, data: torch.Tensor, event: Event, owner: Stream) -> None:
         self._accelerator = accelerator
         self._data = data
         self._owner = owner
@@ -136,29 +136,27 @@ class Arrival:
 
     @classmethod
     def done(cls, data: torch.Tensor) -> Arrival:
-        """Return memory that holds its bytes already."""
-        return cls(None, data, None)
+        """Return memory of a synchronous device, which holds its bytes already."""
+        return cls(Accelerator(), data, AT_ONCE, AT_ONCE)
 
     @property
     def is_done(self) -> bool:
         """True if the device has made the copy. Never blocks."""
-        return self.event is None or bool(self.event.query())
+        return bool(self.event.query())
 
     def join(self) -> torch.Tensor:
         """Return the memory (uint8, 1-D) for the calling thread's current stream, which waits for the copy."""
-        if self.event is not None and self._accelerator is not None:
-            consumer = self._accelerator.current_stream()
-            consumer.wait_event(self.event)  # or its kernels would read bytes that have not come yet
-            # Else the allocator would give the memory away while the consumer still reads it.
-            if consumer not in (self._owner, *self.consumers):
-                self._accelerator.share(self._data, consumer)
-                self.consumers.append(consumer)
+        consumer = self._accelerator.current_stream()
+        consumer.wait_event(self.event)  # or its kernels would read bytes that have not come yet
+        # Else the allocator would give the memory away while the consumer still reads it.
+        if consumer not in (self._owner, *self.consumers):
+            self._accelerator.share(self._data, consumer)
+            self.consumers.append(consumer)
         return self._data
 
     def wait(self) -> None:
         """Block the calling host thread until the copy is done."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.event.synchronize()
 
 
 class Destination(NamedTuple):
@@ -190,13 +188,10 @@ class Copies:
         self._dropped: list[Arrival] = []
         self.is_full = False  # no device memory, so that none is asked for ahead of need until somebody has got some
 
-    def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy | None:
-        """Copy device bytes to the beginning of ``target``; return None where that is done already."""
+    def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy:
+        """Copy device bytes to the beginning of ``target``."""
         accelerator = self._accelerator
         target = target[: data.numel()]
-        if accelerator.is_synchronized_device():
-            accelerator.copy(data, target)
-            return None
         produced = moment(accelerator)
         with accelerator.on(self._out_stream):
             # Else it would read what kernels that are queued have not made yet.
@@ -204,7 +199,8 @@ class Copies:
             accelerator.copy(data, target)
             copied = moment(accelerator)
         pending = PendingCopy(copied, data)
-        self._pending.append(pending)
+        if copied is not AT_ONCE:
+            self._pending.append(pending)
         return pending
 
     def room(self, nbytes: int, device: torch.device) -> Destination:
@@ -231,9 +227,6 @@ class Copies:
         """
         accelerator, data = self._accelerator, destination.data
         source = source[: data.numel()]
-        if accelerator.is_synchronized_device():
-            accelerator.copy(source, data)
-            return Arrival.done(data)
         with accelerator.on(self._in_stream):
             # Else kernels that are queued for the former tenant of the memory would write over the bytes.
             self._in_stream.wait_event(destination.allocated)
@@ -259,8 +252,6 @@ class Copies:
     def whole(self, destination: Destination, parts: Sequence[Arrival]) -> Arrival:
         """Return the memory whose parts are all on their way, for any stream."""
         accelerator = self._accelerator
-        if accelerator.is_synchronized_device():
-            return Arrival.done(destination.data)
         if len(parts) == 1:
             event = parts[0].event
         else:

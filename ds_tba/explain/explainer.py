@@ -48,7 +48,7 @@ def explained(
         samples: who holds saved bytes.
         error: by which memory ran out, if it did.
     """
-    stats, is_host = cache.stats, accelerator.is_synchronized_device()
+    stats, is_host = cache.stats, accelerator.is_synchronous
     failure = Failure() if error is None else failure_of(error, samples.running, accelerator.device())
     found = Diagnosis(
         config,

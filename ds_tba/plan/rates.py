@@ -58,7 +58,7 @@ class Rates:
     @property
     def is_synchronous(self) -> bool:
         """True if the device is the host."""
-        return self._accelerator.is_synchronized_device()
+        return self._accelerator.is_synchronous
 
     def measure_plain(self) -> None:
         """Measure the drives once without compression, if there is any, before :meth:`measure`.

@@ -76,7 +76,7 @@ class Sites:
         self.step = 1
         self._running = running or RunningModule()
         self.accelerator = accelerator
-        self._is_synchronous = accelerator.is_synchronized_device()
+        self._is_synchronous = accelerator.is_synchronous
         self._answers = PinnedAnswers(accelerator, 2, torch.bool)
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
         self._sites: dict[int, Site] = {}

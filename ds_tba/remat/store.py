@@ -213,7 +213,7 @@ class RematStore(TensorStore[RecipeTicket]):
     def _arrival(self, data: torch.Tensor) -> Arrival:
         """Bytes that the calling thread's current stream makes; the next consumer may be on another one."""
         device = self._accelerator
-        if device.is_synchronized_device():
+        if device.is_synchronous:
             return Arrival.done(data)
         return Arrival(device, data, moment(device), device.current_stream())  # other consumers wait for the op
 

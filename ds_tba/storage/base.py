@@ -143,14 +143,7 @@ class Store(ABC, Generic[OwnTicket]):
 
     @abstractmethod
     def release(self, ticket: OwnTicket) -> None:
-        """Give the bytes up. Never blocks, and may be called from a finalizer in any thread at any point."""
-
-    def refuse_broken(self) -> None:
-        """Refuse to go on where an exception has left the store's bookkeeping half changed.
-
-        Raises:
-            StateError: one has.
-        """
+        """Give the bytes up. Waits for no transfer and no device; any thread may call it, but no finalizer."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -165,18 +158,11 @@ class Store(ABC, Generic[OwnTicket]):
 
     @abstractmethod
     def copies_out(self) -> Sequence[PendingCopy]:
-        """List the copies out of device memory under way, oldest first. Never blocks, and acts on finalizers."""
+        """List the copies out of device memory under way, oldest first. Never blocks."""
 
-    def rest(self) -> bool:
-        """Give memory, threads and disk space back until :meth:`wake`; False where bytes are in the store's care."""
+    def give_back(self) -> bool:
+        """Give memory, threads and disk space back until the next :meth:`put`; False where bytes are in its care."""
         return True
-
-    def wake(self) -> None:
-        """Take everything again after :meth:`rest`; until that has worked, storages are refused.
-
-        Raises:
-            OSError, RuntimeError, MemoryError, PathError: something cannot be had now; nothing of it is held.
-        """
 
     @abstractmethod
     def close(self) -> None:

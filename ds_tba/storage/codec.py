@@ -11,6 +11,7 @@ A codec sees host memory; there is none that compresses on a device, before the 
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +19,20 @@ import torch
 
 from ds_tba.config import CODEC_PACKAGE
 from ds_tba.device.memory import host_view
-from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.errors import (
+    ActivationCorruptionError,
+    ActivationLostError,
+    BackendUnavailableError,
+    StorageError,
+    TransferError,
+)
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.path import Block
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
+
+logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 1 / 8  # of a block's bytes; with less, the time of reading it back is not worth it
 
@@ -43,8 +52,8 @@ class Codec:
     """Compresses without loss, by blosc2 in the calling thread. Any lane may call it at any time.
 
     blosc2 raises a RuntimeError where it has no memory for a context or, given bytes that are whole, for compressing
-    them; it does not tell which. So each is taken for memory that ran out, and tried again. A ValueError says that
-    bytes could not be decompressed, for whatever reason.
+    them; it does not tell which. So each is taken for memory that ran out. A ValueError says that bytes could not be
+    decompressed, for whatever reason.
 
     Attributes:
         name: as in ``io.compression``.
@@ -157,6 +166,44 @@ class BlockIo:
             blocks.append(self._write_block(handle, stored, block))
             offset += stored.numel()
         return tuple(blocks)
+
+    def read_all(
+        self, handle: IoHandle, blocks: Sequence[Block], part: torch.Tensor, where: str
+    ) -> StorageError | None:
+        """Read the blocks of a part into its memory; return the error for which its bytes must not be used, if any.
+
+        A block that failed to come, or came wrong, is read once more: DeepSpeed's op tells no error of it.
+
+        Args:
+            where: the place of the part, for the error.
+        """
+        for block in blocks:
+            try:
+                problem = self._read_twice(handle, block, part, where)
+            except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
+                lost = ActivationLostError(
+                    f"{where}: the activation cannot be read back ({str(error) or type(error).__name__}). Stop, check "
+                    "the drive (dmesg, smartctl), and resume from the last checkpoint."
+                )
+                lost.__cause__ = error
+                return lost
+            if problem:
+                return ActivationCorruptionError(
+                    f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: "
+                    "check the drive (dmesg, smartctl), and resume from the last checkpoint."
+                )
+        return None
+
+    def _read_twice(self, handle: IoHandle, block: Block, part: torch.Tensor, where: str) -> str:
+        """Read a block, and once more if need be; return what is wrong with the bytes, or nothing."""
+        try:
+            why = self.read(handle, block, part) and "bytes read back are not the bytes written"
+        except (TransferError, RuntimeError, MemoryError) as error:
+            why = str(error) or type(error).__name__
+        if not why:
+            return ""
+        logger.warning("%s: %s; trying once more", where, why)
+        return self.read(handle, block, part, again=True)
 
     def read(self, handle: IoHandle, block: Block, part: torch.Tensor, *, again: bool = False) -> str:
         """Read a block of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.

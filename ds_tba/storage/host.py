@@ -1,7 +1,7 @@
 """How does a storage come to host memory and back? The tier of ``host_budget_bytes``.
 
 An accelerator's pinning rounds an allocation up to a power of two (2.25 GiB become 4.0), so memory is taken in powers
-of two. A budget is the sum of some, all taken at the start; ``tiers.py`` asks whether the machine has so much.
+of two. A budget is the sum of some, all taken at the first save; ``tiers.py`` asks whether the machine has so much.
 
 [Note: Spare memory] Without a budget the tier takes one segment after the other, as storages come, while the machine
 can spare them, and gives those that are empty back when it cannot: a process that grows takes precedence. The system
@@ -32,7 +32,6 @@ from ds_tba.device.memory import huge_page_memory, is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import Gauge, StoreStats
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
-from ds_tba.storage.finalizers import DeferredFinalizers
 from ds_tba.storage.spans import CopySafeAllocator, Span
 from ds_tba.storage.staging import CLOSED
 
@@ -59,9 +58,7 @@ class SpareMemory:
         self._ranks = ranks
         self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
         self.most_bytes = (free_bytes - self._left_bytes) // ranks
-        self._meter = (
-            MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronized_device() else None
-        )
+        self._meter = MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronous else None
         self.sample()  # peaks count from here on
 
     def sample(self) -> float:
@@ -120,7 +117,8 @@ class HostStore(Store[HostTicket]):
 
     Args:
         accelerator: pins the memory and orders the copies.
-        budget: bytes, taken at once (a multiple of 1 MiB is used), or what the machine can spare, taken when wanted.
+        budget: bytes, all taken at the first put (a multiple of 1 MiB is used), or what the machine can spare, taken
+            when wanted.
         ahead_bytes: bound of what is copied to the device before backward asks for it, and of the device memory that
             waits for its copy out (a larger tensor goes alone). The host runs far ahead of a device: without the second
             bound a whole forward would be held until the device has come so far.
@@ -139,19 +137,19 @@ class HostStore(Store[HostTicket]):
         self._is_last = is_last
         self._may_grow = True
         self._offered_bytes = self._known_bytes = 0  # in this step, and at most in one before
-        self._is_synchronous = accelerator.is_synchronized_device()
+        self._is_synchronous = accelerator.is_synchronous
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
         # No lanes wait for this lock, so that copies into the device may be queued under it.
-        self._deferred: DeferredFinalizers[HostTicket] = DeferredFinalizers(threading.Lock(), self._free)
-        self._sizes = sizes = [] if isinstance(budget, SpareMemory) else segment_sizes(budget)
-        self._segments = [Segment(host_memory(nbytes, accelerator)) for nbytes in sizes]
-        self.limit_bytes = budget.most_bytes if isinstance(budget, SpareMemory) else sum(sizes)
+        self._lock = threading.Lock()
+        self._sizes = [] if isinstance(budget, SpareMemory) else segment_sizes(budget)
+        self._segments: list[Segment] = []  # from the first put on, until they are given back
+        self.limit_bytes = budget.most_bytes if isinstance(budget, SpareMemory) else sum(self._sizes)
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> HostTicket | Refusal:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             self._settle()
             # Or a whole forward would be held in device memory until the device has come so far.
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
@@ -170,12 +168,12 @@ class HostStore(Store[HostTicket]):
             finally:
                 self.release(ticket)
             raise
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             self.stats.offloaded_bytes += ticket.nbytes
         return ticket
 
     def prefetch(self, ticket: HostTicket) -> bool:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             self._copies.settle()
             if self._is_synchronous or ticket.arrival is not None or self._closed:
                 return True
@@ -190,7 +188,7 @@ class HostStore(Store[HostTicket]):
             return True
 
     def get(self, ticket: HostTicket, device: torch.device) -> Loaded:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             if self._closed:
                 raise StateError(CLOSED)
             self._copies.settle()
@@ -200,27 +198,25 @@ class HostStore(Store[HostTicket]):
         return Loaded(arrival, stored=True)
 
     def release(self, ticket: HostTicket) -> None:
-        self._deferred.leave(ticket)
-
-    def refuse_broken(self) -> None:
-        self._deferred.refuse_broken()
+        with self._lock:
+            self._free(ticket)
 
     def settle(self) -> None:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             self._settle()
 
     def cancel_prefetch(self, ticket: HostTicket) -> bool:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             return self._drop_arrival(ticket)
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             self._settle()
             return self._copies.under_way
 
     def end_step(self) -> None:
         """Ask the machine anew what it can spare: a whole step is over, and has shown what else it needs."""
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             if self._spare is not None:  # now: who measures steps may have the peak reset before the next
                 self._spare.sample()
             self._may_grow = True
@@ -228,13 +224,13 @@ class HostStore(Store[HostTicket]):
 
     def capacity_bytes(self) -> int:
         """Return the bytes that it could hold now."""
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             if self._spare is None:
                 return self.limit_bytes
             return max(0, self._spare.taken.now + int(self._spare.more_bytes()))
 
-    def rest(self) -> bool:
-        with self._deferred, self._deferred.lock:
+    def give_back(self) -> bool:
+        with self._lock:
             self._settle()
             if self._closed or self._copies.under_way or not all(one.spans.is_unused for one in self._segments):
                 return self._closed
@@ -243,19 +239,16 @@ class HostStore(Store[HostTicket]):
             self._segments.clear()
         return True
 
-    def wake(self) -> None:
-        with self._deferred, self._deferred.lock:
-            if not (self._segments or self._closed):
-                self._segments = [Segment(host_memory(nbytes, self._accelerator)) for nbytes in self._sizes]
-
     def close(self) -> None:
-        with self._deferred, self._deferred.lock:
+        with self._lock:
             self._closed = True
             self._copies.finish()  # or those under way would use memory that is gone
             self._segments.clear()
 
     def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
         if self._spare is None:
+            if not (self._segments or self._closed):
+                self._segments = [Segment(host_memory(size, self._accelerator)) for size in self._sizes]
             return self._fitted(nbytes)
         if not self._is_last and self._offered_bytes > self._known_bytes:
             return None
@@ -315,8 +308,7 @@ class HostStore(Store[HostTicket]):
         after = [ticket.copy] if ticket.copy is not None else []
         arrival = self._copies.into(ticket.view(), self._copies.room(ticket.nbytes, device), after)
         ticket.uses = [event for event in ticket.uses if not event.query()]
-        if arrival.event is not None:
-            ticket.uses.append(arrival.event)
+        ticket.uses.append(arrival.event)
         return arrival
 
     def _take_arrival(self, ticket: HostTicket) -> Arrival | None:
@@ -342,7 +334,7 @@ class HostStore(Store[HostTicket]):
 
 def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
     """Return memory for copies to and from the device: pinned where that is another."""
-    if accelerator.is_synchronized_device():
+    if accelerator.is_synchronous:
         return huge_page_memory(nbytes)
     return accelerator.pinned(nbytes)
 

@@ -5,21 +5,11 @@ the device bytes into the slot and queues a write. A write lane writes the part 
 allocates device memory for the storage and queues reads into new slots, from where a read lane queues the copy to the
 device; bytes that are still to be written are copied at once. On the CPU bytes ahead of need stay in staging.
 ``get`` hands over bytes that are still in staging (cancelling a write that has not begun), waits for reads under way,
-and queues others that overtake those which nobody waits for. ``release`` only defers, because finalizers call it; see
-``ds_tba/storage/finalizers.py``.
+and queues others that overtake those which nobody waits for.
 
-[Note: Degrading] A failed write leaves the bytes in staging, from where they are copied to plain host memory; its path
-takes no more tensors. DeepSpeed's op reports no failed write: the checksum finds it at the read. A failed read is tried
-once more and then raises: those bytes are gone, and the path goes on. A lane survives whatever a transfer raises, or
-backward would wait for ever; the part carries the error.
-
-[Note: Again] Memory may also run out between the lines of a lane. Then its task is called again (``path.py``, [Note:
-Lanes do not die]), with what it knows in a :class:`_Work`. A transfer is made again: the same bytes between the same
-places. What ends it under the lock can be done twice, up to the change of the part's state; a slot that is to be
-freed after that may stay with its part, until that is used again or given up. Spans are taken from parts before
-they are freed: an exception between the two loses room until the end, where a second try could give it to two
-tickets. After ``MOST_TRIES`` the bytes of a write stay where they are, and those of a read are lost by
-name; after ``MOST_END_TRIES`` both are.
+[Note: Open] Staging, disk space, I/O handles and lanes are there from the first ``put`` on, and until
+``give_back``, after which the next ``put`` takes them again. The first handles and the first disk space are taken when
+the store is made: what is wrong with a directory or a backend is found before training.
 
 Cannot see which storages are worth moving, nor in which order backward wants them.
 """
@@ -27,303 +17,46 @@ Cannot see which storages are worth moving, nor in which order backward wants th
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from ds_tba.device.copies import Arrival, PendingCopy
-from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError, StorageError, TransferError
-from ds_tba.stats import Kind, Transfer
-from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.errors import DsTbaError, StateError
+from ds_tba.stats import StoreStats
+from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Loaded, Refusal, Store
 from ds_tba.storage.codec import BlockIo, Codec
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.path import LANE_CHECK_S, URGENT, Block, SwapPath, Task
+from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapPath
 from ds_tba.storage.space import (
     AT_HAND,
     BEFORE_WRITTEN,
-    COPY_POLL_S,
     GIVEN_UP,
     Part,
     PartState,
+    SlowWaits,
     SwapSpace,
     SwapTicket,
     spans_of,
 )
+from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import CLOSED, StagingRing
 from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 60.0
-RESTING_LIMIT_S = 1.0  # for writes and reads under way whose bytes nobody wants any more
+IDLE_LIMIT_S = 1.0  # for writes and reads under way whose bytes nobody wants any more
 COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
+COPY_POLL_S = 0.001
 PART_FRACTION_OF_STAGING = 0.25
 _ASKED_TOO_LATE = "bytes were asked for after they were given up; this is a bug in ds_tba"
-MOST_TRIES = 3  # of a transfer by a lane in which something fails that is not the drive
-MOST_END_TRIES = 50  # of what ends a transfer under the lock; then the part is lost, by a bug
 _S = PartState
-
-
-# ---- the work of the lanes ----
-
-
-class _Work:
-    """A transfer by a lane, from one try to the next.
-
-    Attributes:
-        is_done: whether the transfer has ended, well or not.
-        is_written: whether the file has the bytes.
-        failure: the drive's, for which its path takes no more tensors.
-        error: the reason why the bytes must not be used.
-        host: the bytes in host memory.
-    """
-
-    __slots__ = ("error", "failure", "host", "is_done", "is_written", "part", "ticket", "transfer", "tries")
-
-    def __init__(self, ticket: SwapTicket, part: Part) -> None:
-        self.ticket = ticket
-        self.part = part
-        self.tries = 0
-        self.transfer: Transfer | None = None  # under way, for the meter
-        self.is_done = self.is_written = False
-        self.failure: Exception | None = None
-        self.error: StorageError | None = None
-        self.host: torch.Tensor | None = None
-
-
-class Transfers:
-    """Writes and reads of parts, as tasks for the lanes of their paths.
-
-    Args:
-        io: moves the bytes, and tells by their checksums whether they are the right ones.
-    """
-
-    def __init__(self, space: SwapSpace, io: BlockIo) -> None:
-        self._space = space
-        self._ring = space.ring
-        self._stats = space.stats
-        self._io = io
-
-    def write(self, ticket: SwapTicket, part: Part) -> Task:
-        """Return the task that writes a queued part."""
-        return partial(self._write, _Work(ticket, part))
-
-    def read(self, ticket: SwapTicket, part: Part) -> Task:
-        """Return a task that reads a part which waits for that."""
-        return partial(self._read, _Work(ticket, part))
-
-    # ---- writes -------------------------------------------------------------------------------------------------
-
-    def _write(self, work: _Work, handle: IoHandle) -> None:
-        """Write a queued part, unless its write was cancelled; keep its bytes in memory if they cannot be written."""
-        part, space = work.part, self._space
-        work.tries += 1
-        if work.tries > MOST_END_TRIES:
-            self._give_up_work(work)
-            return
-        with space.deferred, space.lock:
-            if part.state is _S.QUEUED:
-                part.move(_S.WRITING)
-            elif part.state not in (_S.WRITING, _S.ABANDONED):
-                return  # cancelled, or ended by a try before; nobody else writes this part
-            has_failed = part.path.failure is not None  # then each write would fail anew, after the kernel's own tries
-        if not work.is_done and work.tries <= MOST_TRIES:
-            with self._ring.lane_stream():
-                self._write_staged(work, handle, has_failed=has_failed)
-            work.is_done = True
-        self._end_write(work)
-
-    def _write_staged(self, work: _Work, handle: IoHandle, *, has_failed: bool) -> None:
-        part = work.part
-        try:
-            for copy in part.copies:
-                copy.wait()  # else other bytes would be written
-        except MemoryError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the copy out failed, so staging does not hold the bytes
-            work.error = ActivationLostError(f"an activation could not leave the device: {error}")
-            return
-        staged = self._ring.view(part.held_slot)
-        if not has_failed:
-            self._write_out(work, staged, handle)
-        if not work.is_written:
-            with suppress(MemoryError, RuntimeError):
-                work.host = self._ring.rescue(staged, part.nbytes)
-
-    def _write_out(self, work: _Work, staged: torch.Tensor, handle: IoHandle) -> None:
-        """Write the staged bytes; see [Note: Degrading]."""
-        part = work.part
-        if work.transfer is None:
-            with self._space.deferred, self._space.lock:  # here, because the copy before was not the drive's time
-                work.transfer = part.path.meter.start(Kind.WRITE, part.extent.nbytes)
-        try:
-            part.blocks = self._io.write(handle, staged, part.extent.offset, work.ticket.item_bytes)
-            work.is_written = True
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise  # it says nothing of the drive: see [Note: Again]
-            work.failure = error
-        with self._space.deferred, self._space.lock:
-            self._stop_transfer(work, moved=work.is_written)
-
-    def _stop_transfer(self, work: _Work, *, moved: bool) -> None:
-        transfer, work.transfer = work.transfer, None
-        if transfer is not None:
-            work.part.path.meter.stop(transfer, moved=moved, drive_bytes=work.part.stored_bytes)
-
-    def _end_write(self, work: _Work) -> None:
-        """Say what became of a write: the bytes are in the file, in memory, or lost. See [Note: Again]."""
-        part, space = work.part, self._space
-        with space.deferred, space.lock:
-            self._stop_transfer(work, moved=work.is_written)
-            if part.state not in (_S.WRITING, _S.ABANDONED):
-                return
-            space.end_write(part)
-            if work.error is not None:
-                space.read_ahead.end(part)
-                part.error = work.error
-                if not space.end_work(part, _S.LOST) and work.ticket.is_taken:
-                    self._stats.cancelled_bytes += part.nbytes
-            elif work.is_written:
-                stays = space.read_ahead.end_write(part)  # or what backward wants next would be read from the drive
-                space.end_work(part, _S.LOADED if stays else _S.STORED)
-                if not stays or part.arrival is not None:
-                    space.free_slot(part)
-                self._stats.written_bytes += part.stored_bytes
-                part.path.tensor_bytes += part.extent.nbytes
-                part.path.stored_bytes += part.stored_bytes
-            else:
-                self._keep(work)
-            space.settle_copies()
-
-    def _keep(self, work: _Work) -> None:
-        """Keep the bytes of a failed write in memory: in the slot, where there is no other."""
-        part, space = work.part, self._space
-        space.read_ahead.end(part)
-        is_first = not any(one.state is _S.RESCUED for one in work.ticket.parts)
-        part.host = work.host
-        if work.failure is not None:
-            part.path.fail(work.failure)
-        if space.end_work(part, _S.RESCUED) and is_first:
-            self._stats.rescued_storages += 1
-        if work.host is not None:
-            space.free_slot(part)
-        self._stats.rescued_bytes += part.nbytes
-        Refusal.PATH_FAILED.count(self._stats, part.nbytes)
-
-    def _give_up_work(self, work: _Work) -> None:
-        """End what a bug keeps from ending, so that nobody waits for it."""
-        part, space = work.part, self._space
-        logger.error("a lane cannot end its work with a part '%s'; this is a bug in ds_tba", part.state.value)
-        with space.deferred, space.lock:
-            if part.state is not _S.RELEASED:
-                part.error = ActivationLostError("a lane could not end its work; this is a bug in ds_tba")
-                part.state = _S.LOST
-            space.end_write(part)
-
-    # ---- reads --------------------------------------------------------------------------------------------------
-
-    def _read(self, work: _Work, handle: IoHandle) -> None:
-        """Read a part into its slot, or beside staging, unless that was cancelled or done by an urgent request."""
-        part, space = work.part, self._space
-        work.tries += 1
-        with space.deferred, space.lock:
-            if part.state is _S.READ_QUEUED:
-                part.reader = work
-                part.move(_S.READING)
-            elif part.reader is not work or part.state not in (_S.READING, _S.ABANDONED):
-                return  # another task reads it, or has: two would read into one slot, of which the first ends the use
-            if work.transfer is None and not work.is_done:
-                work.transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
-        if work.tries > MOST_END_TRIES:
-            self._give_up_work(work)
-            return
-        if not work.is_done and work.tries <= MOST_TRIES:
-            with self._ring.lane_stream():
-                self._read_staged(work, handle)
-        self._end_read(work)
-
-    def _read_staged(self, work: _Work, handle: IoHandle) -> None:
-        part = work.part
-        target = part.host if part.host is not None else self._ring.view(part.held_slot)
-        work.error = self._read_checked(part, target, handle)
-        work.is_done = True
-        with self._space.deferred, self._space.lock:  # before the copy onto the device, which is not the drive's time
-            self._stop_transfer(work, moved=work.error is None)
-        place = work.ticket.place_of(part)
-        # Memory beside staging is left to whoever waits for it, who frees it when the copy is done.
-        if work.error is None and place is not None and part.host is None and part.state is not _S.ABANDONED:
-            with suppress(RuntimeError, MemoryError):  # else backward copies it when it wants it
-                part.arrival = self._space.copy_in(part, place)
-
-    def _end_read(self, work: _Work) -> None:
-        """Say what became of a read: the bytes are in memory, or lost. See [Note: Again]."""
-        part, space = work.part, self._space
-        if not work.is_done and work.error is None:
-            work.error = ActivationLostError(
-                f"{part.place}: the activation was not read back: memory ran out in {MOST_TRIES} tries (the log "
-                "has each). Look for what takes the memory of this machine, and resume from the last checkpoint."
-            )
-        with space.deferred, space.lock:
-            self._stop_transfer(work, moved=False)
-            if part.reader is not work or part.state not in (_S.READING, _S.ABANDONED):
-                return
-            part.error = work.error
-            if work.error is not None:
-                space.read_ahead.end(part)
-            space.end_work(part, _S.LOADED if work.error is None else _S.LOST)
-            if work.error is not None or part.arrival is not None:
-                part.host = None
-                space.free_slot(part)
-            self._stats.read_bytes += part.stored_bytes if work.error is None else 0
-            part.reader = None
-            space.settle_copies()
-
-    def _read_checked(self, part: Part, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
-        """Read a part's bytes into ``target``; return the error for which they must not be used, if there is one."""
-        for block in part.blocks:
-            error = self._read_block(part, block, target, handle)
-            if error is not None:
-                return error
-        return None
-
-    def _read_block(self, part: Part, block: Block, target: torch.Tensor, handle: IoHandle) -> StorageError | None:
-        """Read a block, and once more if that failed or brought other bytes: DeepSpeed's op tells no error of it."""
-        where = part.place
-        try:
-            try:
-                problem = self._io.read(handle, block, target)
-                why = problem and "bytes read back are not the bytes written"
-            except TransferError as error:
-                why = str(error)
-            if not why:
-                return None
-            logger.warning("%s: %s; trying once more", where, why)
-            problem = self._io.read(handle, block, target, again=True)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise  # as above
-            lost = ActivationLostError(
-                f"{where}: the activation cannot be read back ({error}). Stop, check the drive (dmesg, smartctl), and "
-                "resume from the last checkpoint."
-            )
-            lost.__cause__ = error
-            return lost
-        if not problem:
-            return None
-        return ActivationCorruptionError(
-            f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: check "
-            "the drive (dmesg, smartctl), and resume from the last checkpoint."
-        )
-
-
-# ---- the store ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,8 +84,14 @@ class NvmeStore(Store[SwapTicket]):
         is_last: whether what finds no room stays in device memory; else host memory takes it.
 
     Attributes:
+        lock: guards the parts, slots and extents, the tickets included. Held for bookkeeping and for work that is only
+            queued on a device, never for I/O nor for another call of a drive: the lanes need it at both ends of a
+            transfer.
+        changed: notified whenever a part moves on, or a slot or write ends.
+        space: the parts and their room.
         part_bytes: the length of all parts of a storage but the last.
         io: moves the bytes of parts.
+        slow_waits: tells of drives that do not answer.
     """
 
     def __init__(
@@ -366,20 +105,32 @@ class NvmeStore(Store[SwapTicket]):
         *,
         is_last: bool = True,
     ) -> None:
+        self.stats = StoreStats()
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.ring = ring
         self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
-        self.space = SwapSpace(self.paths, ring)
-        self.stats = self.space.stats
+        self.space = SwapSpace(self.paths, ring, self.stats)
+        self.slow_waits = SlowWaits()
         self.io = BlockIo(Integrity(integrity, backend.blocks, on_device=backend.stages_on_device), ring, codec)
-        self._transfers = Transfers(self.space, self.io)
+        self._transfers = Transfers(self.space, self.changed, self.io)
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
         self._backend, self._lanes, self._is_last = backend, lanes, is_last
-        self._start_lanes()
+        # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
+        self._opening = threading.Lock()
+        self.closed = self.is_open = self._has_failed_to_open = False
+        try:
+            self._open_handles()
+        except BaseException:
+            self._stop_lanes()
+            raise
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> SwapTicket | Refusal:
+        if not (self.is_open or self.closed):
+            self._open_or_warn()
         spans = spans_of(data.numel(), self.part_bytes)
         if len(spans) > 1 and not wait:
             refusal = self._lacks_room(data.numel())
@@ -400,9 +151,9 @@ class NvmeStore(Store[SwapTicket]):
     def _lacks_room(self, nbytes: int) -> Refusal | None:
         """Refuse a storage that would have to wait for staging, before its first parts are copied for nothing."""
         slots = self.ring.slots
-        with self.space.deferred, self.space.lock:
+        with self.lock:
             self.space.settle_copies()
-            if self.space.closed or slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
+            if not self.is_open or slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
                 return None
             too_large = slots.padded(nbytes) > slots.capacity_bytes
             refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
@@ -410,25 +161,23 @@ class NvmeStore(Store[SwapTicket]):
             return refusal
 
     def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
-        space, part = self.space, None
+        part = None
         try:
-            with space.deferred, space.lock:
-                reserved = space.reserve(data.numel(), wait)
+            with self.lock:
+                reserved = self._reserve(data.numel(), wait)
                 if isinstance(reserved, Refusal):
                     reserved.count(self.stats, ticket.nbytes, is_last=self._is_last)
                     return reserved
                 slot, path, extent = reserved
                 part = Part(start, data.numel(), path, extent, slot)
                 ticket.parts.append(part)  # first: from here on releasing the ticket frees slot and extent
-                space.writes.add(part)
-                space.copying.add(part)  # or closing would free the memory under the copy
+                self.space.writes.add(part)
+                self.space.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-            copy = self.ring.copies.out(data, self.ring.view(slot))
-            if copy is not None:
-                part.copies.append(copy)
-            with space.deferred, space.lock:
+            part.copies.append(self.ring.copies.out(data, self.ring.view(slot)))
+            with self.lock:
                 path.writes.put(self._transfers.write(ticket, part))
-                space.copying.discard(part)
+                self.space.copying.discard(part)
                 if part.start + part.nbytes == ticket.nbytes:  # not before: a later part may be refused
                     ticket.is_taken = True
                     self.stats.offloaded_bytes += ticket.nbytes
@@ -437,16 +186,87 @@ class NvmeStore(Store[SwapTicket]):
                 try:
                     self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
                 finally:
-                    space.copying.discard(part)
+                    self.space.copying.discard(part)
             raise
         return None
+
+    def _reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
+        """Take a slot, a path and an extent on it for ``nbytes``. Called under the lock, which each wait releases."""
+        if not self.is_open:
+            return self._refusal()
+        self.space.settle_copies()  # or slots whose copies are done would pass for taken
+        slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
+        if slot is None:
+            return self._refusal(Refusal.STAGING_FULL)
+        working = [path for path in self.paths if path.failure is None]
+        # The path that would be done first: with equal shares the slowest would end every step alone.
+        for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
+            extent = self._extent(path, nbytes)
+            if extent is not None:
+                return slot, path, extent
+        self.ring.slots.free(slot)
+        return self._refusal(Refusal.NO_SPACE if working else Refusal.PATH_FAILED)
+
+    def _refusal(self, where_open: Refusal = Refusal.CLOSED) -> Refusal:
+        """Return the reason of a refusal, which after a wait may be another: the store was closed meanwhile."""
+        if self.is_open:
+            return where_open
+        return Refusal.PATH_FAILED if self._has_failed_to_open and not self.closed else Refusal.CLOSED
+
+    def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
+        """Take an extent, and have the file grow if need be; None where there is no room."""
+        nbytes, started = path.extents.padded(nbytes), time.perf_counter()
+        while self.is_open:  # asked after each wait, or a put would copy into staging that is gone
+            extent = path.extents.allocate(nbytes)
+            if extent is not None:
+                return extent
+            if not path.is_growing:  # else a second growth would take room that the first one brings
+                if not path.may_grow(nbytes):
+                    break
+                path.is_growing = True
+                # Forward leaves these lanes idle.
+                path.reads.put(self._transfers.grow(path, nbytes), URGENT)
+            self.changed.wait(LANE_CHECK_S)
+            self.slow_waits.note("forward", [path], started)  # or a drive that hangs would look like a slow model
+        return None
+
+    def _wait_for_slot(self, nbytes: int, wait: bool) -> Span | None:
+        """Take a slot once there is one: while writes drain, or without ``wait`` while the device is behind the host.
+
+        The host queues kernels far ahead of the device. It may wait for tensors that do not exist yet: that keeps
+        nobody from working, and says nothing about the drive. Slots of parts that were read ahead would be freed by
+        the thread that would be waiting here, and are given up.
+        """
+        started = time.perf_counter()
+        space, slots, copies = self.space, self.ring.slots, self.ring.copies
+        slot = None
+        while slot is None and self.is_open:
+            # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
+            # Without ``wait`` nobody waits for writes: what finds no room stays on the device.
+            if copies.under_way or (wait and (space.writes_under_way > 0 or slots.has_spans_in_copies)):
+                self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
+            elif not (wait and self._give_up_read_ahead()):
+                break
+            waited_for = space.writes or space.read_ahead.newest_first()
+            self.slow_waits.note("forward", (part.path for part in waited_for), started)
+            space.settle_copies()
+            slot = slots.allocate(nbytes)
+        self.stats.stall_s += time.perf_counter() - started
+        return slot
+
+    def _give_up_read_ahead(self) -> bool:
+        """Give up the newest read ahead, or wait for one that is under way; False if there is neither."""
+        parts = self.space.read_ahead.newest_first()
+        if parts and not any(self.space.cancel_read_ahead(part) for part in parts):
+            self.changed.wait(LANE_CHECK_S)
+        return bool(parts)
 
     # ---- back ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, ticket: SwapTicket) -> bool:
         space = self.space
-        with space.deferred, space.lock:
-            if space.closed or not self._left(ticket.parts):
+        with self.lock:
+            if not (self.is_open and space.left(ticket.parts)):
                 return True  # in memory or on its way already, or nothing to do
             is_new = ticket.destination is None
             if not space.room_ahead(ticket):
@@ -455,21 +275,12 @@ class NvmeStore(Store[SwapTicket]):
             if is_new and not has_begun:
                 ticket.destination = None
             # Where it has memory of its own, that counts from here on, and the other parts follow.
-            return has_begun if ticket.destination is not None else not self._left(ticket.parts)
-
-    def _left(self, parts: Iterable[Part]) -> list[Part]:
-        """Return the parts that may be begun ahead of need."""
-        ahead = self.space.read_ahead
-        return [
-            part
-            for part in parts
-            if part.arrival is None and part not in ahead and (part.state is _S.STORED or part.state in BEFORE_WRITTEN)
-        ]
+            return has_begun if ticket.destination is not None else not space.left(ticket.parts)
 
     def _begin(self, ticket: SwapTicket, parts: Iterable[Part]) -> bool:
         """Bring parts ahead of need as far as there is room; return whether there was any."""
         space, has_begun = self.space, False
-        for part in self._left(parts):
+        for part in space.left(parts):
             if part.state in BEFORE_WRITTEN:
                 has_room = space.hold_unwritten(ticket, part)
             else:
@@ -483,10 +294,10 @@ class NvmeStore(Store[SwapTicket]):
 
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         space, beside = self.space, list[Arrival]()
-        with space.deferred, space.lock:
+        with self.lock:
             space.settle_copies()  # backward needs the memory of what forward has finished copying
             while ticket.is_loading:  # by another thread: each would free the slots of the parts that it hands over
-                space.changed.wait(LANE_CHECK_S)
+                self.changed.wait(LANE_CHECK_S)
             if ticket.is_given_up:
                 raise StateError(_ASKED_TOO_LATE)
             ticket.is_loading = True
@@ -494,7 +305,7 @@ class NvmeStore(Store[SwapTicket]):
                 loaded = self._load(ticket, device, beside)
             finally:
                 ticket.is_loading = False
-                space.changed.notify_all()
+                self.changed.notify_all()
         # Here: if the caller never did, the memory could go to the next tenant while it is still copied into.
         loaded.arrival.join()
         for arrival in beside:
@@ -545,133 +356,153 @@ class NvmeStore(Store[SwapTicket]):
         """Block until the bytes of a part are in memory. Called under the lock, which each wait releases."""
         if part.state in BEFORE_WRITTEN:
             return
-        space, started = self.space, time.perf_counter()
-        if space.read_ahead.end(part):  # from here on it is ours, and cannot be given up
+        started = time.perf_counter()
+        if self.space.read_ahead.end(part):  # from here on it is ours, and cannot be given up
             self.stats.forwarded_bytes += part.nbytes
-        if space.closed and part.state in (_S.STORED, _S.READ_QUEUED):
+        if self.closed and part.state in (_S.STORED, _S.READ_QUEUED):
             raise StateError(CLOSED)
         if part.state is _S.STORED:
-            space.begin_urgent_read(part)
+            self._begin_urgent_read(part)
         if part.state is _S.READ_QUEUED:
             part.path.reads.put(self._transfers.read(ticket, part), URGENT)
-        while part.state not in AT_HAND | GIVEN_UP and not space.closed:
-            space.changed.wait(LANE_CHECK_S)
-            space.slow_waits.note("backward", [part.path], started)
+        while part.state not in AT_HAND | GIVEN_UP and not self.closed:
+            self.changed.wait(LANE_CHECK_S)
+            self.slow_waits.note("backward", [part.path], started)
         if part.state in GIVEN_UP:
             raise StateError(_ASKED_TOO_LATE)
         has_nothing = part.host is None and part.arrival is None and part.error is None
-        if part.state not in AT_HAND or (space.closed and has_nothing):
+        if part.state not in AT_HAND or (self.closed and has_nothing):
             raise StateError(CLOSED)
         self.stats.stall_s += time.perf_counter() - started
         if part.error is not None:
             # A new exception each time: one that is kept would keep the frames it passed through.
             raise type(part.error)(str(part.error)) from part.error
 
+    def _begin_urgent_read(self, part: Part) -> None:
+        """Take memory to read a stored part that backward waits for: a slot, or where there is none, beside staging.
+
+        A slot that only copies use is waited for: the device makes them whatever the host does.
+        """
+        slots, nbytes = self.ring.slots, part.extent.nbytes
+        slot = slots.allocate(nbytes)
+        while slot is None and slots.has_spans_in_copies and part.state is _S.STORED and not self.closed:
+            self.changed.wait(COPY_POLL_S)
+            self.space.settle_copies()
+            slot = slots.allocate(nbytes)
+        if part.state is not _S.STORED or self.closed:  # another thread has come first
+            if slot is not None:
+                slots.free(slot)
+            return
+        part.slot = slot
+        if slot is None:
+            part.host = self.ring.overflow(nbytes)
+        part.move(_S.READ_QUEUED)
+
     # ---- giving up ----------------------------------------------------------------------------------------------
 
     def release(self, ticket: SwapTicket) -> None:
-        self.space.deferred.leave(ticket)
-
-    def refuse_broken(self) -> None:
-        self.space.deferred.refuse_broken()
+        with self.lock:
+            self.space.release(ticket)
+            self.changed.notify_all()
 
     def settle(self) -> None:
-        with self.space.deferred, self.space.lock:
+        with self.lock:
             self.space.settle_copies()
 
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
-        with self.space.deferred, self.space.lock:
+        with self.lock:
+            self.changed.notify_all()  # whoever waits for a slot may get this one
             return self.space.cancel(ticket)
 
     def copies_out(self) -> Sequence[PendingCopy]:
-        with self.space.deferred, self.space.lock:
+        with self.lock:
             self.space.settle_copies()
             return self.ring.copies.under_way
 
-    # ---- beginning, resting, ending -----------------------------------------------------------------------------
+    # ---- beginning and ending -----------------------------------------------------------------------------------
 
-    def _start_lanes(self) -> None:
-        lanes, ring = self._lanes, self.ring
+    def open(self) -> None:
+        """Take staging, disk space, handles and lanes, unless they are taken; see [Note: Open].
+
+        Raises:
+            OSError, RuntimeError, MemoryError, DsTbaError: something cannot be had now; nothing of it is held.
+        """
+        with self._opening:
+            if self.is_open or self.closed:
+                return
+            try:
+                for path in self.paths:
+                    path.open(self.ring.slots.capacity_bytes)
+                self._open_handles()
+                self.ring.open()
+                self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
+                for index, path in enumerate(self.paths):
+                    path.writes.start(f"ds_tba-write-{index}", self.ring.accelerator)
+                    path.reads.start(f"ds_tba-read-{index}", self.ring.accelerator)
+            except BaseException:
+                if self._stop_lanes():
+                    self._free()
+                raise
+            with self.lock:
+                self.is_open = not self.closed
+
+    def _open_or_warn(self) -> None:
+        """Open it for a put, which refuses where that fails: whatever is missing, training goes on without it."""
+        if self._has_failed_to_open:
+            return
         try:
-            # Every handle comes before any thread: a failure must leave no thread behind.
-            for path in self.paths:
-                for group, count in ((path.writes, lanes.write), (path.reads, lanes.read)):
-                    for _ in range(count):
-                        group.handles.append(self._backend.open_handle(path.file.fd))
-            self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
-            for index, path in enumerate(self.paths):
-                path.writes.start(f"ds_tba-write-{index}", ring.accelerator)
-                path.reads.start(f"ds_tba-read-{index}", ring.accelerator)
-        except BaseException:
-            self._stop_lanes()
-            raise
+            self.open()
+        except (OSError, RuntimeError, MemoryError, DsTbaError) as error:
+            self._has_failed_to_open = True
+            logger.warning("activations stay in memory, for want of %s", error)
 
-    def rest(self) -> bool:
-        space = self.space
-        with space.deferred, space.lock:
-            if space.closed or space.resting:
-                return space.resting
-            deadline_s = time.monotonic() + RESTING_LIMIT_S
-            while not space.is_idle and time.monotonic() < deadline_s:
-                space.changed.wait(COPY_POLL_S)  # lanes may be at work on what was given up
-                space.deferred.act()
-            space.resting = space.is_idle
-            if not space.resting:
-                return False
-        if self._stop_lanes():  # else a lane hangs: what it uses stays, and closing will tell of it
-            self._give_back()
+    def _open_handles(self) -> None:
+        # Every handle comes before any thread: a failure must leave no thread behind.
+        for path in self.paths:
+            for group, count in ((path.writes, self._lanes.write), (path.reads, self._lanes.read)):
+                while len(group.handles) < count:
+                    group.handles.append(self._backend.open_handle(path.file.fd))
+
+    def give_back(self) -> bool:
+        with self._opening:
+            with self.lock:
+                deadline_s = time.monotonic() + IDLE_LIMIT_S
+                while not (self.closed or self.space.is_idle) and time.monotonic() < deadline_s:
+                    self.changed.wait(COPY_POLL_S)  # lanes may be at work on what was given up
+                if self.closed or not self.space.is_idle:
+                    return self.closed
+                self.is_open = False
+            if self._stop_lanes():
+                self._free()
+            else:
+                self.closed = True  # what a lane that hangs uses stays
+        self._has_failed_to_open = False
         return True
 
-    def _check_lanes_ended(self) -> None:
-        if any(path.writes.handles or path.reads.handles for path in self.paths):
-            raise RuntimeError("a lane of the activation offloader hangs in a request to its drive (dmesg)")
-
-    def _give_back(self) -> None:
-        for path in self.paths:
-            path.rest()  # without the lock: nobody else has a use for a path while the store rests
-        with self.space.deferred, self.space.lock:
+    def _free(self) -> None:
+        with self.lock:
             self.ring.close()
-
-    def wake(self) -> None:
-        with self.space.deferred, self.space.lock:
-            is_wanted = self.space.resting and not self.space.closed
-        if not is_wanted:
-            return
-        self._check_lanes_ended()
-        try:
-            for path in self.paths:
-                path.wake(self.ring.slots.capacity_bytes)
-            self.ring.wake()
-            self._start_lanes()
-        except BaseException:
-            self._give_back()
-            raise
-        with self.space.deferred, self.space.lock:
-            self.space.resting = False
-            is_closed = self.space.closed
-        if is_closed:  # by another thread, which knew nothing of these lanes
-            self.close()
+        for path in self.paths:  # without the lock: a drive may hang in giving the space back
+            path.give_back()
 
     def close(self) -> None:
-        with self.space.deferred, self.space.lock:
-            self.space.closed = True
-            self.space.changed.notify_all()
+        with self.lock:
+            self.closed, self.is_open = True, False
+            self.changed.notify_all()
             deadline_s = time.monotonic() + COPYING_LIMIT_S
             while self.space.copying and time.monotonic() < deadline_s:  # else staging would go under a put
-                self.space.changed.wait(COPY_POLL_S)
-        if not self._stop_lanes():
-            logger.error(
-                "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
-            )
-            return
-        try:
-            with self.space.deferred, self.space.lock:
-                # Copies that are under way read and write the memory that closing the ring frees.
-                self.ring.copies.finish()
-                self.ring.close()
-        finally:  # without the lock: a drive may hang in giving the space back
-            for path in self.paths:
-                path.file.close()
+                self.changed.wait(COPY_POLL_S)
+        with self._opening:
+            if not self._stop_lanes():
+                return
+            try:
+                with self.lock:
+                    # Copies that are under way read and write the memory that closing the ring frees.
+                    self.ring.copies.finish()
+                    self.ring.close()
+            finally:  # without the lock: a drive may hang in giving the space back
+                for path in self.paths:
+                    path.file.close()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""
@@ -680,4 +511,8 @@ class NvmeStore(Store[SwapTicket]):
         for group in groups:  # all of them first: they end at the same time
             group.stop()
         ended = [group.end(deadline_s) for group in groups]
+        if not all(ended):
+            logger.error(
+                "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
+            )
         return all(ended)

@@ -27,49 +27,46 @@ from ds_tba.storage.swap_file import SwapFile, repair_of
 logger = logging.getLogger(__name__)
 
 LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, and may warn of a slow drive then
-AGAIN_S = 0.01  # between two tries of a lane, in which memory may come back
+AGAIN_S = 0.01  # between two tries of a lane to tell of a failure, in which memory may come back
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# The work of a lane with its handle; called again after an exception, until it returns: see [Note: Lanes do not die].
-Task = Callable[[IoHandle], None]
 URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
+
+
+class Task(NamedTuple):
+    """The work of a lane.
+
+    Attributes:
+        run: does it with the lane's handle. It answers for the failures of the drive by itself.
+        fail: called with the handle and what ``run`` has raised, so that nobody waits for the work; may be repeated.
+    """
+
+    run: Callable[[IoHandle], None]
+    fail: Callable[[IoHandle, BaseException], None]
 
 
 class LaneGroup:
     """The lanes of one kind, and their tasks in order of priority, then of arrival.
-
-    [Note: Lanes do not die] Whoever wants bytes waits for a lane, and memory may run out at any of its lines. So a task
-    is called again until it returns, and knows how far it came; and what calls it again takes no memory itself
-    (:meth:`_run`). Nobody who waits for a lane need look whether it lives.
 
     Attributes:
         handles: one for each lane, opened by the store, used and closed by its thread.
     """
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self.handles: list[IoHandle] = []
         self._threads: list[threading.Thread] = []
-        # By lane, and of fixed length, because putting into them takes no memory.
-        self._held: list[Task | None] = []
-        self._failures: list[BaseException | None] = []
-        # The one queue whose lock no signal handler's exception leaves taken; see finalizers.py [Note: Interrupts].
+        # Queues that are written in C: a signal handler's exception leaves no lock of theirs taken.
         self._tasks: tuple[queue.SimpleQueue[Task], queue.SimpleQueue[Task]] = queue.SimpleQueue(), queue.SimpleQueue()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more; and to end a lane
         self._is_stopping = False
 
-    def clear(self) -> None:
-        """Forget lanes that have ended."""
-        self.handles.clear()
-        self._threads.clear()
-        self._wakes = queue.SimpleQueue()  # without those that nobody has taken
-        self._is_stopping = False
-
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
-        self._held = [None] * len(self.handles)
-        self._failures = [None] * len(self.handles)
-        for number in range(len(self.handles)):
+        for handle in self.handles:
             # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
-            thread = threading.Thread(target=self._run, args=(number, accelerator), name=name, daemon=True)
+            thread = threading.Thread(target=self._run, args=(handle, accelerator), name=name, daemon=True)
             # First: a signal handler may raise while start() waits for the thread, which then runs, and has to end.
             self._threads.append(thread)
             try:
@@ -92,66 +89,59 @@ class LaneGroup:
             self._wakes.put(None)
 
     def end(self, deadline_s: float) -> bool:
-        """Wait until the lanes have ended, and close the handles; False where one did not until then."""
+        """Wait until the lanes have ended, and forget them; False where one did not until then."""
         for handle in self.handles[len(self._threads) :]:
             handle.close()  # its thread never started
         del self.handles[len(self._threads) :]
-        begun_s = time.monotonic()
-        for number, thread in enumerate(self._threads):
-            while thread.ident is None and time.monotonic() < min(deadline_s, begun_s + LANE_CHECK_S):
-                time.sleep(AGAIN_S)  # it may have been started by a start() that a signal handler has ended
+        for handle, thread in zip(self.handles, self._threads, strict=True):
             if thread.ident is None:
-                self.handles[number].close()
+                handle.close()
             else:
                 thread.join(max(0.0, deadline_s - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _run(self, number: int, accelerator: Accelerator) -> None:
-        """Work until told to end, whatever that raises; see [Note: Lanes do not die]."""
-        has_entered = has_ended = False
-        while not has_ended:
-            try:
-                if not has_entered:
-                    has_entered = True  # first: a device that is broken would keep the lane from its work, and its end
-                    accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
-                has_ended = self._work(number)
-            except BaseException as error:  # noqa: BLE001 - without this lane somebody would wait for ever
-                self._failures[number] = error  # told by the next try: here nothing may ask for memory
-        self.handles[number].close()
-
-    def _work(self, number: int) -> bool:
-        """Do tasks until there is none and the lane is to end; True then."""
-        self._recover(number)
-        while not self._serve(number):
-            pass
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        self._forget()
         return True
 
-    def _recover(self, number: int) -> None:
-        error, self._failures[number] = self._failures[number], None
-        if error is None:
-            return
-        time.sleep(AGAIN_S)
-        self._wakes.put(None)  # the one that it may have taken: a task without one would wait for the next task
-        with suppress(Exception):
-            logger.warning("a lane failed at its own work (%s: %s), and goes on", type(error).__name__, error)
+    def _run(self, handle: IoHandle, accelerator: Accelerator) -> None:
+        with suppress(Exception):  # a device that is broken keeps no lane from its work, nor from its end
+            accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
+        while self._serve(handle):
+            pass
+        handle.close()
 
-    def _serve(self, number: int) -> bool:
-        """Do a task, the one before if that did not return; True once there is none and the lane is to end."""
-        held = self._held
-        if held[number] is None:
+    def _serve(self, handle: IoHandle) -> bool:
+        """Wait for a task and do it; False once there is none and the lane is to end."""
+        task = None
+        try:
             self._wakes.get()
-            for tasks in self._tasks:
-                try:
-                    held[number] = tasks.get_nowait()
-                    break
-                except queue.Empty:
-                    continue
-        task = held[number]
-        if task is None:  # woken to end, or for a task that another lane has taken
-            return self._is_stopping
-        task(self.handles[number])
-        held[number] = None  # and no local, or an idle lane would keep the last ticket alive
-        return False
+            task = self._next()
+            if task is None:  # woken to end, or for a task that another lane has taken
+                return not self._is_stopping
+            task.run(handle)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the task would wait for ever
+            if task is None:
+                self._wakes.put(None)  # the one that it may have taken
+            else:
+                _tell(task, handle, error)
+        return True
+
+    def _next(self) -> Task | None:
+        for tasks in self._tasks:
+            try:
+                return tasks.get_nowait()
+            except queue.Empty:
+                continue
+        return None
+
+
+def _tell(task: Task, handle: IoHandle, error: BaseException) -> None:
+    """Have a task say that it failed, until there is memory enough for that."""
+    while True:
+        try:
+            return task.fail(handle, error)
+        except MemoryError:
+            time.sleep(AGAIN_S)
 
 
 class SwapPath:
@@ -159,7 +149,7 @@ class SwapPath:
 
     Changed only under the store's lock, except the queues, which have their own, and the file, which nobody touches
     under the store's: a drive may hang in any call. :meth:`grow` may mark the path as full without it, and nobody else
-    uses a path that rests or wakes.
+    uses a path that is opened or given back.
 
     Args:
         file: its swap file, grown to its first size; closed by the store.
@@ -180,23 +170,32 @@ class SwapPath:
         self.full = self.is_growing = False
         self._is_limit_said = False
 
-    def rest(self) -> None:
-        """Give the disk space back until :meth:`wake`; no extent is in use. Called without the lock."""
-        self.writes.clear()
-        self.reads.clear()
-        self.file.shrink()
+    def open(self, least_bytes: int) -> None:
+        """Take the first disk space again, if it was given back.
+
+        Raises:
+            PathError: there is none.
+        """
+        if self.file.fd < 0:
+            self.file.open()
+            self.file.reserve_first(least_bytes)
+            self.extents.grow(self.file.size_bytes)
+
+    def give_back(self) -> None:
+        """Give the disk space back until :meth:`open`; no extent is in use."""
+        self.file.close()
         self.extents = SpanAllocator(0, self.extents.alignment_bytes)
         self.full = False
-
-    def wake(self, least_bytes: int) -> None:
-        """Take the first disk space again."""
-        self.file.reserve_first(min(least_bytes, self.file.limit_bytes))
-        self.extents.grow(self.file.size_bytes)
 
     @property
     def written_bytes(self) -> int:
         """Return the bytes that this process had the drive write, which count as wear."""
         return self.meter.writes.drive_bytes + self.file.zeroed_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no bytes are in its care, and no lane has its file grow."""
+        return self.extents.is_unused and not self.is_growing
 
     @property
     def is_busy(self) -> bool:
@@ -276,17 +275,17 @@ class SwapPath:
                 repair_of(error, self.file.directory),
             )
 
-    def fail(self, failure: Exception) -> None:
+    def fail(self, failure: BaseException) -> None:
         """Take no more tensors for as long as the engine lives, because a write failed; say so once."""
         if self.failure is not None:
             return
-        self.failure = str(failure)
+        self.failure = str(failure) or type(failure).__name__  # Python's own lack of memory has no words
         full = isinstance(failure, TransferError) and failure.errno in _FULL
         logger.warning(
             "%s: %s (%s); from here on activations stay in memory instead",
             self.file.directory,
             "the drive is full" if full else "a write failed",
-            failure,
+            self.failure,
         )
 
 

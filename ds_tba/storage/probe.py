@@ -24,8 +24,8 @@ from ds_tba.errors import PathError, StateError, TransferError
 from ds_tba.stats import Kind
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.codec import BlockIo
-from ds_tba.storage.path import LANE_CHECK_S, Block, LaneGroup, SwapPath
-from ds_tba.storage.space import SwapSpace
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.path import LANE_CHECK_S, Block, LaneGroup, SwapPath, Task
 from ds_tba.storage.spans import Span
 
 REGION_BYTES = 32 << 20  # of each path
@@ -38,7 +38,7 @@ ITEM_BYTES = 2  # BF16
 PHASES = (frozenset({Kind.WRITE}), frozenset({Kind.READ}), frozenset(Kind))
 
 
-def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = time.perf_counter) -> None:
+def measure_drives(store: NvmeStore, io: BlockIo, clock: Callable[[], float] = time.perf_counter) -> None:
     """Have the lanes of all working paths find their rates, in room that is free; blocks for a moment.
 
     A path that has no room for it, as before its file has a size, is left out. The bytes that this writes count as wear
@@ -50,15 +50,16 @@ def measure_drives(space: SwapSpace, io: BlockIo, clock: Callable[[], float] = t
     Raises:
         PathError: a transfer failed; the first bytes of that path's file are not to be relied upon.
     """
-    probe, started_s = _Probe(space, io, clock), time.perf_counter()
+    store.open()
+    probe, started_s = _Probe(store, io, clock), time.perf_counter()
     try:
-        with space.deferred, space.lock:
-            paths = [path for path in space.paths if path.failure is None]
+        with store.lock:
+            paths = [path for path in store.paths if path.failure is None]
             _begin(probe, paths)
         while probe.left:
             with suppress(queue.Empty):
                 probe.ended.get(timeout=LANE_CHECK_S)
-            space.slow_waits.note("the measurement of drives", (path for path in paths if path.is_busy), started_s)
+            store.slow_waits.note("the measurement of drives", (path for path in paths if path.is_busy), started_s)
     except BaseException:  # of a signal handler: lanes that have begun would wait for those that have not
         probe.barrier.abort()
         raise
@@ -76,22 +77,22 @@ class DriveProbe:
         may_drop_codec: whether a codec that makes them slower is left off.
     """
 
-    def __init__(self, space: SwapSpace, io: BlockIo, *, may_drop_codec: bool = False) -> None:
-        self._space = space
+    def __init__(self, store: NvmeStore, io: BlockIo, *, may_drop_codec: bool = False) -> None:
+        self._store = store
         self._io = io
         self._may_drop_codec = may_drop_codec
         self._plain_bytes_per_s = self._packed_bytes_per_s = 0.0  # of round trips without and with a codec, once known
 
     def measure(self) -> None:
         """Measure all working paths; see :func:`measure_drives`."""
-        measure_drives(self._space, self._io)
+        measure_drives(self._store, self._io)
 
     def measure_plain(self) -> None:
         """Measure them once without the codec, if there is one; the rates are unknown after that."""
         if self._io.codec is None or self._plain_bytes_per_s:
             return
         self._forget_rates()  # those with it, which are known where bytes are divided among paths
-        measure_drives(self._space, BlockIo(self._io.integrity, self._space.ring))
+        measure_drives(self._store, BlockIo(self._io.integrity, self._store.ring))
         self._plain_bytes_per_s = self._round_trips()
         self._forget_rates()
 
@@ -133,35 +134,35 @@ class DriveProbe:
         return 0.0
 
     def _forget_rates(self) -> None:
-        with self._space.lock:
-            for path in self._space.paths:
+        with self._store.lock:
+            for path in self._store.paths:
                 path.meter.writes.forget_rates()
                 path.meter.reads.forget_rates()
 
     def fade(self) -> None:
         """Have the rates of the next transfers outweigh those of now, as plans see them."""
-        with self._space.lock:
-            for path in self._space.paths:
+        with self._store.lock:
+            for path in self._store.paths:
                 for kind in (path.meter.writes, path.meter.reads):
                     kind.alone.fade()
                     kind.concurrent.fade()
 
     def rates(self) -> list[tuple[float, float, float, float]]:
         """Return :meth:`SwapPath.rates` of each path that works."""
-        with self._space.lock:
-            return [path.rates() for path in self._space.paths if path.failure is None]
+        with self._store.lock:
+            return [path.rates() for path in self._store.paths if path.failure is None]
 
     def moved_bytes(self) -> int:
         """Return the bytes that the lanes have written and read since the beginning."""
-        with self._space.lock:
-            return sum(path.meter.writes.moved_bytes + path.meter.reads.moved_bytes for path in self._space.paths)
+        with self._store.lock:
+            return sum(path.meter.writes.moved_bytes + path.meter.reads.moved_bytes for path in self._store.paths)
 
 
 class _Probe:
     """The state that the lanes of a probe share."""
 
-    def __init__(self, space: SwapSpace, io: BlockIo, clock: Callable[[], float]) -> None:
-        self.space = space
+    def __init__(self, store: NvmeStore, io: BlockIo, clock: Callable[[], float]) -> None:
+        self.store = store
         self.io = io
         self.clock = clock
         self.failure: tuple[SwapPath, Exception] | None = None
@@ -176,7 +177,7 @@ class _Probe:
 
 def _begin(probe: _Probe, paths: Sequence[SwapPath]) -> None:
     """Have the lanes of these paths take part, as far as there is room for all of a path."""
-    slots, lanes = probe.space.ring.slots, list[_Lane]()
+    slots, lanes = probe.store.ring.slots, list[_Lane]()
     count = sum(len(path.writes.handles) + len(path.reads.handles) for path in paths)
     slot_bytes = min(LARGEST_REQUEST_BYTES, (slots.capacity_bytes - slots.used_bytes) // max(count, 1))
     noise = _noise(slot_bytes - slot_bytes % slots.alignment_bytes, are_numbers=probe.io.compresses)
@@ -185,7 +186,7 @@ def _begin(probe: _Probe, paths: Sequence[SwapPath]) -> None:
     probe.barrier = threading.Barrier(len(lanes) or 1, action=probe.begin_phase)
     probe.left.update(lanes)
     for lane in lanes:
-        lane.group.put(lane.run)
+        lane.group.put(Task(lane.run, lane.fail))
 
 
 def _noise(nbytes: int, *, are_numbers: bool) -> torch.Tensor:
@@ -197,7 +198,7 @@ def _noise(nbytes: int, *, are_numbers: bool) -> torch.Tensor:
 
 def _lanes_of(path: SwapPath, probe: _Probe, noise: torch.Tensor) -> list[_Lane]:
     """Return the parts of a path's lanes; empty where it has no room for all of them."""
-    ring, extents = probe.space.ring, path.extents
+    ring, extents = probe.store.ring, path.extents
     kinds = [Kind.WRITE] * len(path.writes.handles) + [Kind.READ] * len(path.reads.handles)
     region_bytes = min(REGION_BYTES, extents.capacity_bytes - extents.used_bytes)
     extent_bytes = region_bytes // len(kinds) // extents.alignment_bytes * extents.alignment_bytes
@@ -234,7 +235,6 @@ class _Lane:
         self._request_bytes = min(path.extents.padded(FIRST_REQUEST_BYTES), self._largest_bytes)
         self._written_bytes = 0  # the beginning of the extent that may be read
         self._blocks: tuple[Block, ...] = ()  # of the last request that was written
-        self._is_under_way = False
         self._is_freed = False
 
     @property
@@ -243,27 +243,27 @@ class _Lane:
         return self.path.writes if self.kind is Kind.WRITE else self.path.reads
 
     def run(self, handle: IoHandle) -> None:
-        """Take part in every phase. Waits for the other lanes between them, also after a failure.
-
-        Called again, after an exception that came between its lines, it ends the phases for all lanes.
-        """
+        """Take part in every phase. Waits for the other lanes between them, also after a failure."""
         probe = self._probe
-        if self not in probe.left:
-            return
-        if not self._is_under_way:
-            self._is_under_way = True
-            with probe.space.ring.lane_stream(), suppress(threading.BrokenBarrierError):
-                for kinds in (None, *PHASES):
-                    probe.barrier.wait()
-                    self._take_part(handle, kinds)
-        elif probe.failure is None:
-            probe.failure = (self.path, TransferError("memory ran out while it was measured"))
+        with probe.store.ring.lane_stream(), suppress(threading.BrokenBarrierError):
+            for kinds in (None, *PHASES):
+                probe.barrier.wait()
+                self._take_part(handle, kinds)
+        self._end()
+
+    def fail(self, _handle: IoHandle, error: BaseException) -> None:
+        """End the phases for all lanes, because this one failed between two transfers."""
+        self._probe.failure = (self.path, TransferError(f"it could not be measured ({type(error).__name__}: {error})"))
+        self._end()
+
+    def _end(self) -> None:
+        probe = self._probe
         if probe.failure is not None:
             probe.barrier.abort()  # or the others would wait for this one
-        with probe.space.lock:  # here: a signal handler may have ended the wait for the lanes
+        with probe.store.lock:  # here: a signal handler may have ended the wait for the lanes
             if not self._is_freed:
                 self._is_freed = True
-                probe.space.ring.slots.free(self.slot)
+                probe.store.ring.slots.free(self.slot)
                 self.path.extents.free(self.extent)
         probe.left.discard(self)
         probe.ended.put(None)
@@ -305,8 +305,8 @@ class _Lane:
     def _move(self, handle: IoHandle, kind: Kind, position: int, nbytes: int, *, is_typical: bool = True) -> bool:
         """One request; False where it was so quick that the next one is larger, and this one is not measured."""
         probe, meter = self._probe, self.path.meter
-        staged, offset = probe.space.ring.view(self.slot)[:nbytes], self.extent.offset + position
-        with probe.space.lock:
+        staged, offset = probe.store.ring.view(self.slot)[:nbytes], self.extent.offset + position
+        with probe.store.lock:
             transfer = meter.start(kind, nbytes)
         started_s, moved, grows = probe.clock(), False, False
         try:
@@ -324,7 +324,7 @@ class _Lane:
                 self._request_bytes = min(2 * nbytes, self._largest_bytes)
         finally:
             drive_bytes = sum(block.stored_bytes for block in self._blocks) if probe.io.compresses else nbytes
-            with probe.space.lock:
+            with probe.store.lock:
                 meter.stop(transfer, moved=moved, is_typical=is_typical and not grows, drive_bytes=drive_bytes)
                 self.path.probe_bytes += drive_bytes if moved and kind is Kind.WRITE else 0
         return not grows

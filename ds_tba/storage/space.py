@@ -1,20 +1,18 @@
 """The parts of storages, and where there is room for them: staging slots, extents, and what was read ahead.
 
 A storage is always a list of parts, each of at most a part of staging, so that it fits whatever its size, spreads over
-all paths, and its copies, writes and reads overlap with each other. Everything here changes under one lock. Does not
-know how bytes move: ``nvme.py`` has that.
+all paths, and its copies, writes and reads overlap with each other. This is the bookkeeping of a store: every call is
+made under the store's lock, and none waits. Does not know how bytes move, nor who waits for them: ``nvme.py`` has that.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -25,9 +23,8 @@ from ds_tba.device.copies import Arrival, Destination, PendingCopy
 from ds_tba.errors import StateError, StorageError
 from ds_tba.stats import StoreStats
 from ds_tba.storage.backends.base import IoHandle
-from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
-from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.path import LANE_CHECK_S, URGENT, Block, SwapPath
+from ds_tba.storage.base import StateMachine, Store, Ticket
+from ds_tba.storage.path import Block, SwapPath
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
 
@@ -35,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 SLOW_WAIT_S = 30.0  # for a drive, before that is told
 SLOW_AGAIN_S = 60.0  # from one such warning to the next
-COPY_POLL_S = 0.001
 
 
 class PartState(Enum):
@@ -71,23 +67,23 @@ class Part(StateMachine):
         start: offset of its bytes in the storage.
         blocks: the places in the file of what is stored, once it is written.
         copies: copies into the slot; with ``uses``, events of copies out of it: the slot is free after both.
-        reader: the task that reads it, while READING: there may be several for one part.
+        lane: the I/O handle of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
         host: memory outside of staging: of a read for which there was no slot, or of a failed write.
         error: the reason why its bytes are LOST.
     """
 
     __slots__ = (
-        "arrival", "blocks", "copies", "error", "extent", "host", "nbytes", "path", "reader", "slot", "start",
-        "state", "uses",
+        "arrival", "blocks", "copies", "error", "extent", "host", "lane", "nbytes", "path", "slot", "start", "state",
+        "uses",
     )  # fmt: skip
 
     noun = "a part of a storage"
     moves: ClassVar[Mapping[PartState, tuple[PartState, ...]]] = {
-        _S.QUEUED: (_S.WRITING, _S.RELEASED),
+        _S.QUEUED: (_S.WRITING, _S.LOST, _S.RELEASED),
         _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
         _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
-        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
+        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.LOST, _S.RELEASED),
         _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
         _S.LOADED: (_S.STORED, _S.RELEASED),
         _S.RESCUED: (_S.RELEASED,),
@@ -105,8 +101,8 @@ class Part(StateMachine):
         self.state = PartState.QUEUED
         self.blocks: tuple[Block, ...] = ()
         self.copies: list[PendingCopy] = []
-        self.uses: list[Event | None] = []
-        self.reader: object = None
+        self.uses: list[Event] = []
+        self.lane: IoHandle | None = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
@@ -164,9 +160,6 @@ class SwapTicket(Ticket):
 def spans_of(nbytes: int, part_bytes: int) -> Sequence[tuple[int, int]]:
     """Return the start and the length of each part of ``nbytes``."""
     return [(start, min(part_bytes, nbytes - start)) for start in range(0, nbytes, part_bytes)]
-
-
-# ---- room ----
 
 
 class ReadAhead:
@@ -268,88 +261,36 @@ class SlowWaits:
 
 
 class SwapSpace:
-    """Slots of the staging ring and extents of the swap files.
+    """Slots of the staging ring and extents of the swap files, and the parts that have them.
 
     Attributes:
-        lock: guards all of it, the tickets included. Held for bookkeeping and for work that is only queued on a device,
-            never for I/O nor for another call of a drive: the lanes need it at both ends of a transfer.
-        deferred: what finalizers left to the holders of the lock; see ``finalizers.py``.
-        changed: notified whenever a part moves on, or a slot or write ends.
+        ring, stats: the store's.
+        read_ahead: the parts that prefetching has come to.
         writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them.
         copying: the parts whose bytes are being copied into staging by a put.
-        slow_waits: tells of drives that do not answer.
-        resting: whether it is between :meth:`NvmeStore.rest` and :meth:`NvmeStore.wake`.
     """
 
-    def __init__(self, paths: Sequence[SwapPath], ring: StagingRing) -> None:
-        self.stats = StoreStats()
-        self.paths = paths
+    def __init__(self, paths: Sequence[SwapPath], ring: StagingRing, stats: StoreStats) -> None:
+        self._paths = paths
         self.ring = ring
-        self.lock = threading.Lock()  # not reentrant on purpose: see finalizers.py
-        self.changed = threading.Condition(self.lock)
-        self.deferred: DeferredFinalizers[SwapTicket] = DeferredFinalizers(self.lock, self._finalize)
+        self.stats = stats
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
         self.copying: set[Part] = set()
-        self.slow_waits = SlowWaits()
-        self.closed = self.resting = False
 
     @property
     def is_idle(self) -> bool:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()
-        is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
-        return is_unused and not (self.writes_under_way or self.copying or self.ring.copies.under_way)
+        is_unused = self.ring.slots.is_unused and all(path.is_idle for path in self._paths)
+        return is_unused and not (self.writes or self.copying or self.ring.copies.under_way)
 
     @property
     def writes_under_way(self) -> int:
         """Return the number of writes that are under way or to come."""
         return len(self.writes)
 
-    # ---- taking -------------------------------------------------------------------------------------------------
-
-    def reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
-        """Take a slot, a path and an extent on it for ``nbytes``."""
-        if self.closed or self.resting:
-            return Refusal.CLOSED
-        self.settle_copies()  # or slots whose copies are done would pass for taken
-        slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
-        if slot is None:
-            return Refusal.CLOSED if self.closed or self.resting else Refusal.STAGING_FULL
-        working = [path for path in self.paths if path.failure is None]
-        # The path that would be done first: with equal shares the slowest would end every step alone.
-        for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
-            extent = self._extent(path, nbytes)
-            if extent is not None:
-                return slot, path, extent
-        self.ring.slots.free(slot)
-        no_room = Refusal.NO_SPACE if working else Refusal.PATH_FAILED
-        return Refusal.CLOSED if self.closed or self.resting else no_room  # it may have been closed while a file grew
-
-    def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
-        """Take an extent, and have the file grow if need be; None where there is no room."""
-        nbytes, started = path.extents.padded(nbytes), time.perf_counter()
-        while not (self.closed or self.resting):  # asked after each wait, or a put would copy into staging that is gone
-            extent = path.extents.allocate(nbytes)
-            if extent is not None:
-                return extent
-            if not path.is_growing:  # else a second growth would take room that the first one brings
-                if not path.may_grow(nbytes):
-                    break
-                path.is_growing = True
-                path.reads.put(partial(self._grow, path, nbytes), URGENT)  # forward leaves these lanes idle
-            self.changed.wait(LANE_CHECK_S)
-            self.slow_waits.note("forward", [path], started)  # or a drive that hangs would look like a slow model
-            self.deferred.act()
-        return None
-
-    def _grow(self, path: SwapPath, nbytes: int, _handle: IoHandle) -> None:
-        """Have a path's file grow, in a lane."""
-        path.grow(nbytes)  # without the lock, or lanes and backward would wait for a drive that hangs
-        with self.deferred, self.lock:
-            path.extents.grow(path.file.size_bytes)
-            path.is_growing = False
-            self.changed.notify_all()
+    # ---- ahead of need ------------------------------------------------------------------------------------------
 
     def room_ahead(self, ticket: SwapTicket) -> bool:
         """Take device memory for a storage that backward will want; False where there is none now.
@@ -362,39 +303,27 @@ class SwapSpace:
                 ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
         return ticket.destination is not None or self.ring.is_synchronous
 
+    def left(self, parts: Iterable[Part]) -> list[Part]:
+        """Return the parts that may be begun ahead of need."""
+        return [
+            part
+            for part in parts
+            if part.arrival is None
+            and part not in self.read_ahead
+            and (part.state is _S.STORED or part.state in BEFORE_WRITTEN)
+        ]
+
     def begin_read_ahead(self, part: Part) -> bool:
         """Take a slot to read a stored part ahead; False where the bound or staging has no room for it."""
         self.settle_copies()
         if not self.read_ahead.has_room(part.extent.nbytes, beside_writes=self.writes_under_way > 0):
             return False
-        self.free_slot(part)  # of a write whose end was interrupted
         part.slot = self.ring.slots.allocate(part.extent.nbytes)
         if part.slot is None:
             return False
         self.read_ahead.add(part)
         part.move(_S.READ_QUEUED)
         return True
-
-    def begin_urgent_read(self, part: Part) -> None:
-        """Take memory to read a stored part that backward waits for: a slot, or where there is none, beside staging.
-
-        A slot that only copies use is waited for: the device makes them whatever the host does.
-        """
-        slots, nbytes = self.ring.slots, part.extent.nbytes
-        self.free_slot(part)  # of a write whose end was interrupted
-        slot = slots.allocate(nbytes)
-        while slot is None and slots.has_spans_in_copies and part.state is _S.STORED and not self.closed:
-            self.changed.wait(COPY_POLL_S)
-            self.settle_copies()
-            slot = slots.allocate(nbytes)
-        if part.state is not _S.STORED or self.closed:  # another thread has come first
-            if slot is not None:
-                slots.free(slot)
-            return
-        part.slot = slot
-        if slot is None:
-            part.host = self.ring.overflow(nbytes)
-        part.move(_S.READ_QUEUED)
 
     def hold_unwritten(self, ticket: SwapTicket, part: Part) -> bool:
         """Keep at hand what is still to be written, in its slot or by a copy on the device; False without room.
@@ -420,41 +349,6 @@ class SwapSpace:
         arrival = self.ring.copies.into(self.ring.view(part.held_slot), place, after=part.copies)
         part.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
         return arrival
-
-    def _wait_for_slot(self, nbytes: int, wait: bool) -> Span | None:
-        """Take a slot once there is one: while writes drain, or without ``wait`` while the device is behind the host.
-
-        The host queues kernels far ahead of the device. It may wait for tensors that do not exist yet: that keeps
-        nobody from working, and says nothing about the drive. Slots of parts that were read ahead would be freed by
-        the thread that would be waiting here, and are given up.
-        """
-        started = time.perf_counter()
-        slots, copies = self.ring.slots, self.ring.copies
-        slot = None
-        while slot is None and not (self.closed or self.resting):
-            # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
-            # Without ``wait`` nobody waits for writes: what finds no room stays on the device.
-            if copies.under_way or (wait and (self.writes_under_way > 0 or slots.has_spans_in_copies)):
-                self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
-            elif not (wait and self._give_up_read_ahead()):
-                break
-            waited_for = self.writes or self.read_ahead.newest_first()
-            self.slow_waits.note("forward", (part.path for part in waited_for), started)
-            self.deferred.act()
-            self.settle_copies()
-            if not (self.closed or self.resting):  # the lanes have ended since
-                slot = slots.allocate(nbytes)
-        self.stats.stall_s += time.perf_counter() - started
-        return slot
-
-    def _give_up_read_ahead(self) -> bool:
-        """Give up the newest read ahead, or wait for one that is under way; False if there is neither."""
-        parts = self.read_ahead.newest_first()
-        if parts and not any(self.cancel_read_ahead(part) for part in parts):
-            self.changed.wait(LANE_CHECK_S)
-        return bool(parts)
-
-    # ---- giving back --------------------------------------------------------------------------------------------
 
     def cancel_read_ahead(self, part: Part) -> bool:
         """Give up bytes that are ahead, or are about to be; False where there is nothing to give up now."""
@@ -483,14 +377,10 @@ class SwapSpace:
         ticket.destination = None
         return True
 
-    def end_write(self, part: Part) -> None:
-        """Note that the write of a part has ended, or will not be. May be called twice."""
-        self.writes.discard(part)
-        self.changed.notify_all()
+    # ---- giving back --------------------------------------------------------------------------------------------
 
     def free_slot(self, part: Part) -> None:
         """Give back the slot of a part, if it has one, once no copy uses it."""
-        # Taken before it is freed: an exception between the two loses room, the other order would give it to two parts.
         slot, part.slot = part.slot, None
         if slot is None:
             return
@@ -498,7 +388,6 @@ class SwapSpace:
         events = [copy.event for copy in part.copies] + part.uses
         part.copies, part.uses = [], []
         self.ring.slots.free_after(events, slot)  # not at once, or the next tenant's bytes would be copied
-        self.changed.notify_all()
 
     def settle_copies(self) -> None:
         """Give back the device memory and the slots that copies used, where these are done."""
@@ -507,7 +396,7 @@ class SwapSpace:
 
     def end_work(self, part: Part, state: PartState) -> bool:
         """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
-        self.changed.notify_all()
+        part.lane = None
         if part.state is _S.ABANDONED:
             self._drop_arrival(part)
             self.give_up(part)
@@ -517,22 +406,16 @@ class SwapSpace:
 
     def give_up(self, part: Part) -> None:
         """Release a part whose memory no lane uses. A write that has not begun is cancelled."""
-        if part.state is _S.QUEUED:
-            self.end_write(part)
+        self.writes.discard(part)
         self.read_ahead.end(part)
         part.move(_S.RELEASED)
         part.host = None
         self.free_slot(part)
         part.path.extents.free(part.extent)
 
-    def _drop_arrival(self, part: Part) -> None:
-        arrival, part.arrival = part.arrival, None
-        if arrival is not None:
-            self.ring.copies.drop(arrival)
-
-    def _finalize(self, released: SwapTicket) -> None:
-        """Act on a released ticket."""
-        for part in released.parts:
+    def release(self, ticket: SwapTicket) -> None:
+        """Give up all parts of a storage; those that a lane is at are given up when it ends."""
+        for part in ticket.parts:
             if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
                 self.read_ahead.end(part)  # or its bytes would count against the bound for ever
                 part.move(_S.ABANDONED)
@@ -540,7 +423,11 @@ class SwapSpace:
             if part.state is not _S.ABANDONED:
                 self._drop_arrival(part)
             if part.state not in GIVEN_UP:
-                self.stats.cancelled_bytes += part.nbytes if part.state is _S.QUEUED and released.is_taken else 0
+                self.stats.cancelled_bytes += part.nbytes if part.state is _S.QUEUED and ticket.is_taken else 0
                 self.give_up(part)
-        released.destination = None
-        self.changed.notify_all()
+        ticket.destination = None
+
+    def _drop_arrival(self, part: Part) -> None:
+        arrival, part.arrival = part.arrival, None
+        if arrival is not None:
+            self.ring.copies.drop(arrival)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ds_tba.device.accelerator import Event
+from ds_tba.device.accelerator import AT_ONCE, Event
 from ds_tba.errors import StateError
 
 
@@ -106,12 +106,12 @@ class CopySafeAllocator(SpanAllocator):
         super().__init__(capacity_bytes, alignment_bytes)
         self._in_copies: deque[tuple[list[Event], Span]] = deque()
 
-    def free_after(self, events: Iterable[Event | None], span: Span) -> None:
-        """Free a span when these events are done, at once where there are none. None stands for an event that is done.
+    def free_after(self, events: Iterable[Event], span: Span) -> None:
+        """Free a span when these events are done, at once where there is nothing to wait for.
 
         Asks no event: a finalizer may run while its thread captures a graph, which a query would spoil.
         """
-        under_way = [event for event in events if event is not None]
+        under_way = [event for event in events if event is not AT_ONCE]
         if under_way:
             self._in_copies.append((under_way, span))
         else:

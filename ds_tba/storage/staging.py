@@ -34,7 +34,7 @@ def wait_for_stream(accelerator: Accelerator) -> None:
 
 
 class StagingRing:
-    """The memory through which parts reach files, ``staging_bytes`` long and exact in size.
+    """The memory through which parts reach files, ``staging_bytes`` long and exact in size, from :meth:`open` on.
 
     Only an urgent read without room, and a failed write, take memory beside it.
 
@@ -43,7 +43,7 @@ class StagingRing:
         lanes: how many need a buffer of their own, which are at the end of this memory and in no slot.
 
     Raises:
-        ConfigError: these buffers leave no staging.
+        ConfigError: these buffers leave no staging, or pinned memory begins in the middle of a page.
 
     Attributes:
         accelerator: as given.
@@ -56,7 +56,7 @@ class StagingRing:
         self.accelerator = accelerator
         self._backend = backend
         self._on_device = backend.stages_on_device
-        self.is_synchronous = accelerator.is_synchronized_device()
+        self.is_synchronous = accelerator.is_synchronous
         self._is_pinned = not (self.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes)
@@ -69,7 +69,9 @@ class StagingRing:
         self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes, backend.alignment_bytes)
         first = self.slots.capacity_bytes
         self.buffers = [Span(first + number * buffer_bytes, buffer_bytes) for number in range(lanes)]
-        self._memory: torch.Tensor | None = self._allocate()
+        self._memory: torch.Tensor | None = None
+        if self._is_pinned:
+            _check_page(accelerator.pinned(PAGE_BYTES))  # now, not in the middle of the first forward
         self._streams = threading.local()
 
     def view(self, slot: Span) -> torch.Tensor:
@@ -103,7 +105,7 @@ class StagingRing:
         A lane's thread starts with the default stream, where its kernels would stand behind all that the training
         thread has queued.
         """
-        if not self._on_device or self.is_synchronous:
+        if not self._on_device:
             return nullcontext()
         if not hasattr(self._streams, "own"):
             try:
@@ -112,27 +114,36 @@ class StagingRing:
                 return nullcontext()
         return self.accelerator.on(self._streams.own)
 
+    def open(self) -> None:
+        """Take the memory, unless it is taken.
+
+        Raises:
+            RuntimeError, MemoryError, OSError, BackendUnavailableError: it cannot be had.
+        """
+        if self._memory is None:
+            self._memory = self._allocate()
+
     def close(self) -> None:
-        """Give the memory back; no slot is in use. :meth:`wake` takes it again. Idempotent."""
+        """Give the memory back until :meth:`open`; no slot is in use. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is not None and not self._is_pinned:
             self._backend.free_staging(memory)
 
-    def wake(self) -> None:
-        """Take the memory again."""
-        self._memory = self._allocate()
-
     def _allocate(self) -> torch.Tensor:
         nbytes = self.slots.capacity_bytes + sum(buffer.nbytes for buffer in self.buffers)
         if self._is_pinned:
-            pinned = self.accelerator.pinned(nbytes).zero_()
-            if pinned.data_ptr() % PAGE_BYTES:  # no drive takes it, and a fork would share it
-                why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
-                raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")
-            return pinned
+            return _check_page(self.accelerator.pinned(nbytes).zero_())
         memory = self._backend.allocate_staging(nbytes)
         wait_for_stream(self.accelerator)  # zeroing on the device must not overwrite the first tensor
         return memory
+
+
+def _check_page(pinned: torch.Tensor) -> torch.Tensor:
+    """Refuse pinned memory that does not begin at a page: no drive takes it, and a fork would share it."""
+    if pinned.data_ptr() % PAGE_BYTES:
+        why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
+        raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")
+    return pinned
 
 
 @dataclass(frozen=True, slots=True)

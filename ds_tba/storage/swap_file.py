@@ -67,17 +67,25 @@ class SwapFile:
         self.zeroed_bytes = 0
         self._use = threading.Lock()  # held for each call, or closing would give the number to another file under it
         self.fd = -1
+        self.open()
+        # A child that outlives this process would keep the disk space of a file that it does not use.
+        os.register_at_fork(after_in_child=partial(_close_if_alive, weakref.ref(self)))
+
+    def open(self) -> None:
+        """Make the file anew, after :meth:`close`.
+
+        Raises:
+            PathError: it cannot be made.
+        """
         try:
             self.fd = self._open()
             _write_in_place(self.fd)
         except OSError as error:
             self._close()
             raise PathError(
-                f"nvme_path {directory}: cannot make a swap file there ({error.strerror}). "
-                f"{repair_of(error, directory)}, or name another directory."
+                f"nvme_path {self.directory}: cannot make a swap file there ({error.strerror}). "
+                f"{repair_of(error, self.directory)}, or name another directory."
             ) from error
-        # A child that outlives this process would keep the disk space of a file that it does not use.
-        os.register_at_fork(after_in_child=partial(_close_if_alive, weakref.ref(self)))
 
     def reserve_first(self, least_bytes: int) -> None:
         """Reserve the first step before training, so that a full disk shows now.
@@ -111,12 +119,6 @@ class SwapFile:
                 self._reserve(least_bytes, least_bytes)
             return True
 
-    def shrink(self) -> None:
-        """Give the space back, and keep the file, empty."""
-        with self._use, suppress(OSError):  # of a failed drive: the kernel gives it back with the last descriptor
-            os.ftruncate(self.fd, 0)
-        self.size_bytes = 0
-
     def close(self) -> None:
         """Close the file and give its space back, also where somebody else still has it open. Idempotent."""
         with self._use:
@@ -124,6 +126,7 @@ class SwapFile:
                 with suppress(OSError):  # the kernel gives it back with the last descriptor
                     os.ftruncate(self.fd, 0)
                 self._close()
+                self.size_bytes = 0
 
     def _close(self) -> None:  # without giving the space back: a forked child may not take it from its parent
         fd, self.fd = self.fd, -1  # before it is closed: the number may be another file's as soon as it is

@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_bytes
-from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
+from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.base import AnyStore, Refusal
@@ -70,7 +70,6 @@ class Tiers:
         self.selection: Selection | None = None
         self.directories: list[SwapDirectory] = []
         self._drives: list[Drive] = []
-        self._is_given_back = False
         self.nvme: NvmeStore | None = None
         self.host: HostStore | None = None
         self.by_placement: dict[Placement, AnyStore] = {}
@@ -216,30 +215,20 @@ class Tiers:
         spare = ", as far as the machine has it to spare" if self._config.host_budget_bytes is None else ""
         return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank{spare}"
 
-    def rest(self) -> bool:
-        """Give lanes, staging, disk space and host memory back until :meth:`wake`; False where something is in use."""
-        rested = [store.rest() for store in self.by_placement.values()]
-        self._accelerator.give_pinned_back()
-        return all(rested)
+    def open(self) -> None:
+        """Take lanes, staging and disk space, unless they are taken; the first save would do it in mid-forward.
 
-    def wake(self) -> None:
-        """Take them again; see :meth:`Store.wake`."""
-        for store in self.by_placement.values():
-            store.wake()
+        Raises:
+            OSError, RuntimeError, MemoryError, DsTbaError: something cannot be had now.
+        """
+        if self.nvme is not None:
+            self.nvme.open()
 
     def give_back(self) -> bool:
-        """Give them back until the next save; False where something is in use."""
-        self._is_given_back = True
-        return self.rest()
-
-    def ready(self) -> None:
-        """Take them again after :meth:`give_back`. Stores that open themselves at a put need no call of this."""
-        if self._is_given_back:
-            self._is_given_back = False
-            try:
-                self.wake()
-            except (OSError, RuntimeError, MemoryError, PathError) as error:
-                logger.warning("rank %d: activations stay in memory, for want of %s", self._rank, error)
+        """Give lanes, staging, disk space and host memory back until the next save; False where something is in use."""
+        given = [store.give_back() for store in self.by_placement.values()]
+        self._accelerator.give_pinned_back()
+        return all(given)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -279,7 +268,7 @@ class Tiers:
             config,
             aio_config,
             zero_uses_nvme=bool(self._zero_paths),
-            pinned=not accelerator.is_synchronized_device(),
+            pinned=not accelerator.is_synchronous,
             device=accelerator.device().type,
             directories=[directory.path for directory in self.directories],
         )
@@ -302,7 +291,7 @@ class Tiers:
             store = NvmeStore(files, backend, ring, lanes, integrity, codec, is_last=is_last)
             undo.callback(store.close)
             if len(files) > 1:  # to divide the bytes by
-                measure_drives(store.space, store.io)
+                measure_drives(store, store.io)
             undo.pop_all()
         return store
 
@@ -325,8 +314,8 @@ def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[floa
         if tiers.nvme is None:
             return [], 0
         if not all(path.probe_bytes for path in tiers.paths):  # several were measured as they were opened
-            measure_drives(tiers.nvme.space, tiers.nvme.io)
-        with tiers.nvme.space.lock:
+            measure_drives(tiers.nvme, tiers.nvme.io)
+        with tiers.nvme.lock:
             return [path.rates() for path in tiers.paths], sum(path.written_bytes for path in tiers.paths)
 
 

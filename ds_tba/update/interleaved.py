@@ -45,7 +45,7 @@ class InterleavedUpdate:
         registry = Registry(CudaDriver(), config.pinned_bytes) if device.type == "cuda" else None
         chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
         write_back = None
-        if not (accelerator.is_synchronized_device() or zero.offload_param):
+        if not (accelerator.is_synchronous or zero.offload_param):
             queued_bytes = 0 if config.device_share == 0 else uploads_before(chunk_elements)
             write_back = WriteBack(accelerator, zero.dtype, SLICE_ELEMENTS, queued_bytes)
         self._updater = Updater(

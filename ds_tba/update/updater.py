@@ -253,7 +253,7 @@ class _Update:
         """Submit as many chunks as the device wants; one on a synchronous device, or the host would get none."""
         while self._pipeline.wants_job() and (chunk := self._split.for_device()) is not None:
             self._submit(chunk)
-            if self._updater.accelerator.is_synchronized_device():
+            if self._updater.accelerator.is_synchronous:
                 return
 
     def _submit(self, chunk: Chunk) -> None:

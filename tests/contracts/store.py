@@ -6,7 +6,6 @@ A store of your own is tested by a subclass that makes it; ``docs/develop/stores
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from support.disks import until
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import StateError
-from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
+from ds_tba.storage.base import Refusal, Store, Ticket
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -51,46 +50,6 @@ def within_patience(call: Callable[[], object]) -> None:
     assert not thread.is_alive(), "the call blocks"
     for problem in problems:
         raise problem
-
-
-def interrupt(call: Callable[[], object], at_line: int, action: Callable[[], object]) -> bool:
-    """Call it, and do the action before its line of that number, as a finalizer would; False if there are fewer."""
-    lines = 0
-
-    def trace(_frame: Any, event: str, _argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        if event == "line" and lines == at_line + 1:
-            sys.settrace(None)
-            action()
-            return None
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return lines > at_line
-
-
-def released_within(
-    store: Store[Any], verb: str, victim: Ticket, other: Ticket, at_line: int
-) -> tuple[bool, Loaded | None]:
-    """Release a ticket before that line of a call; whether it has so many, and what :meth:`Store.get` returned."""
-    loaded: list[Loaded] = []
-    calls: dict[str, Callable[[], object]] = {
-        "put": lambda: store.release(taken(store, noise(4096))),
-        "get": lambda: loaded.append(store.get(other, CPU)),
-        "prefetch": lambda: store.prefetch(other),
-        "settle": store.settle,
-    }
-    reached: list[bool] = []
-    within_patience(lambda: reached.append(interrupt(calls[verb], at_line, lambda: store.release(victim))))
-    if not reached[0]:
-        store.release(victim)
-    return reached[0], loaded[0] if loaded else None
 
 
 class StoreContract:
@@ -169,21 +128,8 @@ class StoreContract:
         with pytest.raises(StateError, match="given up"):
             store.get(ticket, CPU)
 
-    @pytest.mark.parametrize("verb", ["put", "get", "prefetch", "settle"])
-    def test_a_ticket_may_be_released_at_any_point(self, store: Store[Any], verb: str) -> None:
-        """The garbage collector runs finalizers in the middle of what this thread does, the store's own code too."""
-        data, reached, line = noise(4096), True, 0
-        while reached:
-            victim, other = taken(store, data.clone()), taken(store, data.clone())
-            # What came back need not be stored any more: then it is the only copy.
-            reached, loaded = released_within(store, verb, victim, other, line)
-            assert torch.equal((loaded or store.get(other, CPU)).data, data)
-            store.release(other)
-            line += 1
-        assert line > 1
-
     def test_any_thread_may_use_it(self, store: Store[Any]) -> None:
-        """Forward, autograd's own threads, and finalizers in any of them."""
+        """Forward, and autograd's own threads."""
 
         def work(seed: int) -> None:
             for round_ in range(20):
@@ -216,19 +162,19 @@ class StoreContract:
         assert torch.equal(store.get(ticket, CPU).data, data)
         store.release(ticket)
 
-    def test_it_rests_where_nothing_is_in_its_care(self, store: Store[Any]) -> None:
+    def test_it_gives_back_what_it_holds_where_nothing_is_in_its_care(self, store: Store[Any]) -> None:
         data = noise(MIB)
         ticket = taken(store, data.clone())
-        store.rest()
+        store.give_back()
         assert torch.equal(store.get(ticket, CPU).data, data)
         store.release(ticket)
-        until(store.rest, "what was in its care")
-        for _ in range(2):
-            store.wake()
+        until(store.give_back, "what was in its care")
+        assert store.give_back()
+        for _ in range(2):  # the next put takes it again
             ticket = taken(store, data.clone())
             assert torch.equal(store.get(ticket, CPU).data, data)
             store.release(ticket)
-        until(store.rest, "what was in its care")
+            until(store.give_back, "what was in its care")
 
     def test_after_close(self, store: Store[Any]) -> None:
         ticket = taken(store, noise(MIB))

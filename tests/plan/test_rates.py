@@ -35,7 +35,7 @@ IO = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
 
 
 def drives_of(store: NvmeStore) -> DriveProbe:
-    return DriveProbe(store.space, store.io)
+    return DriveProbe(store, store.io)
 
 
 class Paced(CpuAccelerator):
@@ -91,7 +91,7 @@ def test_a_machine_without_nvme(make_device: type[CpuAccelerator], staging_bytes
     found = rates.resources()
     assert found.paths == () and found.staging_bytes == staging_bytes
     assert found.copy_out_bytes_per_s > 0 and found.copy_in_bytes_per_s > 0
-    assert found.is_synchronous is device.is_synchronized_device()
+    assert found.is_synchronous is device.is_synchronous
 
 
 def test_measuring_again_makes_no_more_streams() -> None:
@@ -217,7 +217,7 @@ def test_lanes_take_of_the_kernels_on_a_cpu_and_copies_next_to_nothing_on_a_devi
         rates = measured_rates(make_store(accelerator=device), device)
         found = rates.resources()
         of_copies = LINK_FRACTION / found.copy_out_bytes_per_s
-        assert (found.compute_s_per_byte == of_copies) is not device.is_synchronized_device()
+        assert (found.compute_s_per_byte == of_copies) is not device.is_synchronous
         assert found.compute_s_per_byte > 0
 
 
@@ -323,7 +323,7 @@ def test_a_codec_that_makes_drives_slower_is_left_off_once_and_for_all(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, may_drop: bool, packed_rate: float
 ) -> None:
     store = make_store(codec=Halving())
-    drives = DriveProbe(store.space, store.io, may_drop_codec=may_drop)
+    drives = DriveProbe(store, store.io, may_drop_codec=may_drop)
     seen: list[bool] = []
 
     def measure(_: object, io: BlockIo) -> None:

@@ -1,10 +1,10 @@
 """Memory runs out between two lines of a lane, each in turn: bytes come back or are lost by name, and nobody hangs.
 
-    memory_in_lanes.py DIRECTORY LANES FIRST STRIDE LIMIT_S TIMES [CODEC]
+    memory_in_lanes.py DIRECTORY LANES FIRST STRIDE LIMIT_S [CODEC]
 
 LANES: ``write`` or ``read``. From its line FIRST on every STRIDE-th is struck, each in a store of its own, for LIMIT_S
-seconds or until every line was; TIMES errors come one after the other. Prints ``LINES struck of all lines in lanes``,
-``EXACT`` and ``LOST`` with how many storages were, and where a line was struck that ended in neither, ``WRONG``.
+seconds or until every line was. Prints ``LINES struck of all lines in lanes``, ``EXACT`` and ``LOST`` with how many
+storages were, and where a line was struck that ended in neither, ``WRONG``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from support.late_device import LateDevice
 
 import ds_tba
 from ds_tba.errors import StorageError
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.codec import Codec
@@ -41,61 +41,58 @@ KIB = 1 << 10
 SIZES = (4 * KIB, 60_000, 300_000, 128 * KIB)
 HANG_S = 20.0
 PACKAGE = str(Path(ds_tba.__file__).parent)
-# A lock that is taken and not yet guarded is no place where memory is asked for; see finalizers.py [Note: Interrupts].
-# Of a `with` that is the line of both its ways: the tracer would raise between the end of the block and the release.
-# Nor does what calls a lane's work again ask for memory; see path.py [Note: Lanes do not die].
-SPARED = str(Path("storage", "finalizers.py"))
+# Taking a lock asks for no memory, and the line of its `with` is run at both ends: the tracer would raise between the
+# end of the block and the release.
+LOCKS = (".lock:", "_changed:")
 CPU = torch.device("cpu")
 
 
 @cache
 def is_spared(file: str, line: int) -> bool:
     code = linecache.getline(file, line).strip()
-    return code.startswith("with ") and ".lock" in code
+    return code.startswith("with ") and code.endswith(LOCKS)
 
 
 class Strike:
-    """Counts the lines of ours that lanes of a kind run, and raises at one, and at those that follow it.
+    """Counts the lines of ours that lanes of a kind run, and raises at one.
 
     Attributes:
         lines: so far.
         at: the line, from 1; 0 for none.
-        left: errors still to come.
-        where: it came first.
+        where: the error came.
     """
 
     def __init__(self, lanes: str) -> None:
         self._name = f"ds_tba-{lanes}"
-        self.lines = self.at = self.left = 0
+        self.lines = self.at = 0
         self.where = ""
 
-    def begin(self, at: int, times: int) -> None:
-        self.lines, self.at, self.left, self.where = 0, at, times, ""
+    def begin(self, at: int) -> None:
+        self.lines, self.at, self.where = 0, at, ""
 
     def trace(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
         if not threading.current_thread().name.startswith(self._name):
             return None
-        if not name.startswith(PACKAGE) or name.endswith(SPARED) or frame.f_code is LaneGroup._run.__code__:
+        if not name.startswith(PACKAGE) or frame.f_code is LaneGroup._run.__code__:
             return None
         if event == "line" and not is_spared(name, frame.f_lineno):
             self.lines += 1
-            if self.left and self.lines >= self.at > 0:
-                self.left -= 1
-                self.where = self.where or f"{Path(name).name}:{frame.f_lineno}"
+            if self.lines == self.at and not self.where:
+                self.where = f"{Path(name).name}:{frame.f_lineno}"
                 raise MemoryError("the test's")
         return self.trace
 
 
 def strike_lanes(strike: Strike) -> None:
-    """Have each lane traced, and again when its work begins anew: Python takes a tracer off that has raised."""
-    work = LaneGroup._work
+    """Have each lane traced, and again at each task: Python takes a tracer off that has raised."""
+    serve = LaneGroup._serve
 
-    def traced_work(self: LaneGroup, number: int) -> bool:
+    def traced_serve(self: LaneGroup, handle: IoHandle) -> bool:
         sys.settrace(strike.trace)
-        return work(self, number)
+        return serve(self, handle)
 
-    LaneGroup._work = traced_work  # type: ignore[method-assign]
+    LaneGroup._serve = traced_serve  # type: ignore[method-assign]
 
 
 class Trial:
@@ -159,11 +156,12 @@ class Trial:
         """Close; no lane is left."""
         if isinstance(self.device, LateDevice):
             self.device.synchronize()
+        groups = [group for path in self.store.paths for group in (path.writes, path.reads)]
+        threads = [thread for group in groups for thread in group._threads]
         self.store.close()
         if isinstance(self.device, LateDevice):
             self.device.end()
-        groups = [group for path in self.store.paths for group in (path.writes, path.reads)]
-        if any(thread.is_alive() for group in groups for thread in group._threads):
+        if not threads or any(thread.is_alive() for thread in threads):
             self.wrong += 1
         if any(path.file.fd >= 0 for path in self.store.paths):
             self.wrong += 1
@@ -175,7 +173,7 @@ def hangs(strike: Strike) -> None:
     os._exit(1)
 
 
-def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, times: str, codec: str = "") -> None:
+def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, codec: str = "") -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     strike = Strike(lanes)
@@ -184,14 +182,14 @@ def main(directory: str, lanes: str, first: str, stride: str, limit_s: str, time
     at, struck, exact, lost = int(first), 0, 0, 0
     most = at
     while time.monotonic() < until_s and at <= most:
-        strike.begin(at, int(times))
+        strike.begin(at)
         watch = threading.Timer(HANG_S, hangs, (strike,))
         watch.start()
         trial = Trial(Path(directory), at, codec)
         trial.round()
-        strike.left = 0
         struck += bool(strike.where)
-        trial.round()  # all is well again, in the same store
+        strike.at = 0
+        trial.round()  # memory is there again, in the same store
         trial.end()
         watch.cancel()
         most = max(most, strike.lines // 2)

@@ -60,6 +60,7 @@ def test_gradients_are_exact_when_it_degrades_to_host_memory(make_store: StoreFa
 def test_its_zeroing_is_waited_for_and_a_slot_is_free_once_its_bytes_are_copied(make_store: StoreFactory) -> None:
     accelerator = EventAccelerator()
     store = make_store(DeviceBackend(), accelerator=accelerator)
+    store.open()
     assert len(accelerator.waited) == 1  # the zeroing of staging
     data = noise(MIB)
     loaded = store.get(stored(store, data), CPU).data
@@ -142,6 +143,7 @@ def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:
     backend = DeviceBackend()
     backend.stages_on_device, backend.alignment_bytes = False, 3 * 4096
     ring = StagingRing(EventAccelerator(), backend, MIB)
+    ring.open()
     slot = ring.slots.allocate(1)
     assert slot is not None and slot.nbytes == 3 * 4096 and ring.view(slot).data_ptr() % 4096 == 0
 

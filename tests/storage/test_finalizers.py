@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import gc
-import queue
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -27,10 +25,7 @@ from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.remat.store import RematStore
-from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.finalizers import DeferredFinalizers
-from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.path import LaneGroup
 
 
 def signals(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -70,44 +65,6 @@ def test_an_interrupt_leaves_no_lock_taken(alarm: Alarm, leaves: bool) -> None:
                     pass
         assert deferred.lock.acquire(timeout=10), f"taken after {number + 1} interrupts"
         deferred.lock.release()
-
-
-@ignored_in_finalizers
-def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None:
-    lanes, done = LaneGroup(), queue.SimpleQueue[int]()
-    with (tmp_path / "file").open("wb") as file:
-        lanes.handles.append(PosixBackend().open_handle(file.fileno()))
-        lanes.start("lane", CpuAccelerator())
-        try:
-            for number in range(1000):
-                with suppress(AlarmError):
-                    alarm(20e-6 + number % 50 * 1e-6)
-                    while not alarm.has_come:
-                        lanes.put(lambda _: None)
-                lanes.put(lambda _, number=number: done.put(number))
-                assert done.get(timeout=10) == number, f"after {number + 1} interrupts"
-        finally:
-            lanes.stop()
-        assert lanes.end(time.monotonic() + 10.0)
-
-
-def test_an_interrupted_start_leaves_no_lane(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A handler may raise while whoever starts a lane waits for its first sign of life."""
-    start, lanes = threading.Thread.start, LaneGroup()
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        if len(lanes._threads) > 1:
-            raise AlarmError
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with (tmp_path / "file").open("wb") as file:
-        lanes.handles += [PosixBackend().open_handle(file.fileno()) for _ in range(3)]
-        with suppress(AlarmError):
-            lanes.start("interrupted-lane", CpuAccelerator())
-        lanes.stop()
-        assert lanes.end(time.monotonic() + 10.0)
-    assert not [one for one in threading.enumerate() if one.name == "interrupted-lane"]
 
 
 @pytest.mark.long
@@ -246,19 +203,13 @@ def of_cache(offloader: ActivationOffloader) -> DeferredFinalizers[Any]:
     return offloader.cache.finalizers
 
 
-def of_store(offloader: ActivationOffloader) -> DeferredFinalizers[Any]:
-    (store,) = offloader.cache.stores
-    assert isinstance(store, NvmeStore)
-    return store.space.deferred
-
-
 def of_recipes(offloader: ActivationOffloader) -> DeferredFinalizers[Any]:
     store = offloader.cache.rematerialization
     assert isinstance(store, RematStore)
     return store._deferred
 
 
-@pytest.mark.parametrize("whose", [of_cache, of_store, of_recipes])
+@pytest.mark.parametrize("whose", [of_cache, of_recipes])
 def test_after_an_interrupted_section_no_forward_and_no_step_goes_on(
     tmp_path: Path, whose: Callable[[ActivationOffloader], DeferredFinalizers[Any]]
 ) -> None:

@@ -374,7 +374,7 @@ def test_a_lane_that_cannot_be_had_leaves_nothing(
 
     monkeypatch.setattr(threading.Thread, "start", start_few)
     with pytest.raises((OSError, RuntimeError), match=r"aio-max-nr|new thread"):
-        make_store(FewHandles())
+        make_store(FewHandles()).open()
     assert len(opened) >= 3 and not any(handle.is_open for handle in opened)
     assert not any(thread.is_alive() for thread in started)
 
@@ -396,8 +396,7 @@ def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
 ) -> None:
     monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
-    for module in ("space", "nvme"):
-        monkeypatch.setattr(f"ds_tba.storage.{module}.LANE_CHECK_S", 0.01)
+    monkeypatch.setattr("ds_tba.storage.nvme.LANE_CHECK_S", 0.01)
     gate = Gate("write" if who == "forward" else "read")
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, lanes=Lanes(1, 1))
     if who == "forward":
@@ -412,7 +411,7 @@ def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
     (said,) = caplog.messages  # no other for a minute
     assert said.startswith(f"{who} has waited 0 s for the drive of {store.paths[0].file.directory}, and waits on")
     assert "dmesg" in said and "nvme_path" in said
-    store.space.slow_waits._quiet_until_s = 0.0  # which is over
+    store.slow_waits._quiet_until_s = 0.0  # which is over
     until(lambda: len(caplog.messages) == 2, "another warning")
     gate.opened.set()
     waiting.join(30)
@@ -422,11 +421,44 @@ def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
 # ---- ending ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_store_that_nobody_uses_has_no_lanes_no_staging_and_no_disk_space(
+    make_store: StoreFactory, backend: IoBackend
+) -> None:
+    before, store, data = threading.active_count(), make_store(backend), noise(MIB)
+    assert threading.active_count() == before and store.ring._memory is None
+    for _ in range(2):
+        ticket = stored(store, data.clone())
+        assert threading.active_count() == before + 4 and not store.give_back()  # there is something in its care
+        assert torch.equal(store.get(ticket, CPU).data, data)
+        store.release(ticket)
+        assert store.give_back()
+        assert threading.active_count() == before and store.ring._memory is None
+        assert all(path.file.fd == -1 and path.file.size_bytes == 0 for path in store.paths)
+
+
+def test_what_cannot_be_had_at_a_put_is_told_once_and_tensors_stay_in_memory(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, data = make_store(), noise(MIB)
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        assert [store.put(data, wait=True) for _ in range(2)] == [Refusal.PATH_FAILED] * 2
+    assert [one for one in caplog.messages if "activations stay in memory, for want of" in one] == caplog.messages[:1]
+    assert store.put(data, wait=True) is Refusal.PATH_FAILED and store.ring._memory is None
+    assert store.give_back()  # the next engine asks anew
+    ticket = stored(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+
+
 def test_close_stops_the_lanes_and_gives_everything_back(make_store: StoreFactory, backend: IoBackend) -> None:
     before = threading.active_count()
     store = make_store(backend)
-    assert threading.active_count() == before + 4
     ticket = stored(store, noise(MIB))
+    assert threading.active_count() == before + 4
     store.close()
     store.close()
     assert threading.active_count() == before
@@ -559,7 +591,7 @@ def test_a_drive_that_hangs_while_a_file_grows_is_told_of_and_keeps_no_other_hoo
 ) -> None:
     """Reserving blocks is a call of the drive, as is asking why there is no room."""
     monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
-    monkeypatch.setattr("ds_tba.storage.space.LANE_CHECK_S", 0.01)
+    monkeypatch.setattr("ds_tba.storage.nvme.LANE_CHECK_S", 0.01)
     monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
     store = make_store(lanes=Lanes(1, 2))
     before = put(store, kept := noise(MIB))
@@ -583,8 +615,8 @@ def test_a_drive_that_hangs_while_a_file_grows_is_told_of_and_keeps_no_other_hoo
     waiting.start()
     try:
         assert hangs.wait(30)
-        assert store.space.lock.acquire(timeout=5)
-        store.space.lock.release()
+        assert store.lock.acquire(timeout=5)
+        store.lock.release()
         assert torch.equal(store.get(before, CPU).data, kept)
         until(lambda: any("forward has waited" in one for one in caplog.messages), "the warning")
         assert waiting.is_alive()
@@ -602,7 +634,7 @@ def test_a_store_that_is_closed_while_a_file_grows_takes_nothing_on_another_path
     store = make_store(lanes=Lanes(1, 1), paths=2)
     growing, roomy = store.paths
     monkeypatch.setattr("ds_tba.storage.path.SwapPath.busy_s", lambda path, _: float(path is roomy))
-    with store.space.lock:
+    with store.lock:
         while growing.extents.allocate(MIB) is not None:
             pass
         roomy.file.grow(MIB)
@@ -632,7 +664,7 @@ def test_a_store_that_is_closed_while_a_file_grows_takes_nothing_on_another_path
             thread.join(30)
 
 
-@pytest.mark.parametrize("end", ["rest", "close"])
+@pytest.mark.parametrize("end", ["give_back", "close"])
 def test_a_drive_that_hangs_as_it_takes_its_space_back_is_not_waited_for_under_the_lock(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
@@ -650,8 +682,8 @@ def test_a_drive_that_hangs_as_it_takes_its_space_back_is_not_waited_for_under_t
     waiting.start()
     try:
         assert hangs.wait(30)
-        assert store.space.lock.acquire(timeout=5)
-        store.space.lock.release()
+        assert store.lock.acquire(timeout=5)
+        store.lock.release()
     finally:
         answers.set()
         waiting.join(30)

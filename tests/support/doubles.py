@@ -24,9 +24,9 @@ from ds_tba.storage.space import Part, SwapTicket
 
 def wait_for_writes(store: NvmeStore) -> None:
     """Wait until no write is queued or under way."""
-    with store.space.lock:
-        while store.space.writes_under_way and not store.space.closed:
-            store.space.changed.wait(1.0)
+    with store.lock:
+        while store.space.writes_under_way and not store.closed:
+            store.changed.wait(1.0)
 
 
 def part_of(ticket: SwapTicket) -> Part:
@@ -40,6 +40,8 @@ class EventAccelerator(CpuAccelerator):
 
     ``late_device.py`` has a device whose copies really are late.
     """
+
+    is_synchronous = False
 
     def __init__(self, done: threading.Event | None = None) -> None:
         self.waited: list[object] = []
@@ -75,9 +77,6 @@ class EventAccelerator(CpuAccelerator):
     def on(self, stream: object) -> AbstractContextManager[None]:
         self.entered.append(stream)
         return nullcontext()
-
-    def is_synchronized_device(self) -> bool:
-        return False
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return huge_page_memory(nbytes)  # page-aligned, as pinned memory is

@@ -1331,7 +1331,7 @@ def nvme_cache(
     ring = StagingRing(accelerator, backend, staging_bytes)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
     try:
-        asynchronous = None if accelerator.is_synchronized_device() else accelerator
+        asynchronous = None if accelerator.is_synchronous else accelerator
         device = accelerator.device()
         yield TensorCache([store], device, MIN_BYTES, wait_for_staging=wait, accelerator=asynchronous)
     finally:

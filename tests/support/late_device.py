@@ -134,6 +134,8 @@ class LateDevice(CpuAccelerator):
         watch_freed: whether memory that was let go is kept for :meth:`is_freed_memory_written`.
     """
 
+    is_synchronous = False
+
     def __init__(
         self,
         *,
@@ -157,9 +159,6 @@ class LateDevice(CpuAccelerator):
         self.freed: list[torch.Tensor] | None = [] if watch_freed else None
 
     # ---- as an accelerator --------------------------------------------------------------------------------------
-
-    def is_synchronized_device(self) -> bool:
-        return False
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return huge_page_memory(nbytes)

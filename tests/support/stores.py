@@ -19,7 +19,7 @@ def noise(nbytes: int) -> torch.Tensor:
 
 
 def slots_in_use(store: NvmeStore) -> int:
-    with store.space.deferred, store.space.lock:
+    with store.lock:
         store.space.settle_copies()
         return store.ring.slots.used_bytes
 
@@ -46,7 +46,7 @@ def nothing_is_held(store: NvmeStore) -> None:
 
 def store_is_empty(store: NvmeStore) -> bool:
     for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
-        with store.space.deferred, store.space.lock:
+        with store.lock:
             store.space.settle_copies()
             if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
                 return True

@@ -361,7 +361,7 @@ class Sweep:
 
     def is_empty(self) -> bool:
         """Return whether the store holds nothing any more."""
-        with self._store.space.lock:
+        with self._store.lock:
             self._store.space.settle_copies()
             return not any(path.extents.used_bytes for path in self._store.paths)
 

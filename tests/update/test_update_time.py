@@ -56,12 +56,11 @@ class TimedDevice(CpuAccelerator):
         now_s: the host's clock.
     """
 
+    is_synchronous = False
+
     def __init__(self) -> None:
         self.now_s = 0.0
         self._stream = TimedStream()
-
-    def is_synchronized_device(self) -> bool:
-        return False
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=META)

@@ -1,0 +1,61 @@
+"""The lanes of a path: threads that end with their work, whatever comes between."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from conftest import Alarm, AlarmError
+
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.path import LaneGroup, Task
+
+# Python ignores what comes in a finalizer of its own, such as that of a thread in ``threading``'s set of them.
+ignored_in_finalizers = pytest.mark.filterwarnings("ignore:(?s).*AlarmError:pytest.PytestUnraisableExceptionWarning")
+
+
+def never(_handle: object, error: BaseException) -> None:
+    raise AssertionError from error
+
+
+@ignored_in_finalizers
+def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None:
+    lanes, done = LaneGroup(), queue.SimpleQueue[int]()
+    with (tmp_path / "file").open("wb") as file:
+        lanes.handles.append(PosixBackend().open_handle(file.fileno()))
+        lanes.start("lane", CpuAccelerator())
+        try:
+            for number in range(1000):
+                with suppress(AlarmError):
+                    alarm(20e-6 + number % 50 * 1e-6)
+                    while not alarm.has_come:
+                        lanes.put(Task(lambda _: None, never))
+                lanes.put(Task(lambda _, number=number: done.put(number), never))
+                assert done.get(timeout=10) == number, f"after {number + 1} interrupts"
+        finally:
+            lanes.stop()
+        assert lanes.end(time.monotonic() + 10.0)
+
+
+def test_an_interrupted_start_leaves_no_lane(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A handler may raise while whoever starts a lane waits for its first sign of life."""
+    start, lanes = threading.Thread.start, LaneGroup()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        if len(lanes._threads) > 1:
+            raise AlarmError
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with (tmp_path / "file").open("wb") as file:
+        lanes.handles += [PosixBackend().open_handle(file.fileno()) for _ in range(3)]
+        with suppress(AlarmError):
+            lanes.start("interrupted-lane", CpuAccelerator())
+        lanes.stop()
+        assert lanes.end(time.monotonic() + 10.0)
+    assert not [one for one in threading.enumerate() if one.name == "interrupted-lane"]
