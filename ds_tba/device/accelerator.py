@@ -70,17 +70,13 @@ class Stream(Protocol):
 class AtOnce:
     """The one stream, and every event, of a synchronous device, whose calls are done when they return."""
 
-    def record(self, stream: Stream) -> None:
-        """There is nothing to wait for."""
-
     def query(self) -> bool:
         return True
 
-    def wait_event(self, event: Event) -> None:
+    def _pass(self, *_: object) -> None:
         """There is nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
+    record = wait_event = synchronize = _pass
 
 
 AT_ONCE = AtOnce()

@@ -159,8 +159,10 @@ class Transfers:
             if part.lane is handle or part.state in (_S.QUEUED, _S.READ_QUEUED):
                 self._space.writes.discard(part)
                 self._space.read_ahead.end(part)
-                why = f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error})"
-                part.error = ActivationLostError(f"{why}. Resume from the last checkpoint.")
+                part.error = ActivationLostError(
+                    f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error}). "
+                    "Resume from the last checkpoint."
+                )
                 self._space.end_work(part, _S.LOST)
                 self._changed.notify_all()
             part.path.fail(error)
