@@ -254,7 +254,7 @@ class Engines:
 
     def beside(self, new: ActivationOffloader) -> str:
         """Return what the start line of a new one says of those that train beside it."""
-        configs = [one.config for one in (*self.open,) if one is new or one.has_trained]
+        configs = [one.config for one in (*self.open,) if one is new or one.cache.stats.micro_steps]
         if len(configs) == 1:
             return ""
         staging_bytes = sum(config.io.ring_bytes for config in configs if config.uses_nvme)
@@ -271,7 +271,7 @@ class ActivationOffloader:
     """The object at ``engine.activation_offloader``.
 
     Attributes:
-        has_trained: a forward with gradients has begun.
+        is_closed: it was closed, or is about to be.
 
     Args:
         config: the block.
@@ -307,7 +307,7 @@ class ActivationOffloader:
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._pid = os.getpid()
-        self.has_trained = self._is_closed = False
+        self.is_closed = False
         self._meter: ModelMeter | None = None
         self._undo: list[Undo] = []
         self._kept: dict[int, ForwardHooks] = {}  # open after a forward, by thread
@@ -387,7 +387,6 @@ class ActivationOffloader:
                 "torch.autograd.graph.allow_mutation_on_saved_tensors clones what forward saved when it is changed in "
                 f'place, which is not there any more: take forward out of that context, or remove "{BLOCK}".'
             )
-        self.has_trained = True
         self._reporter.refresh()
         return self._rooms.saving(inputs)
 
@@ -395,11 +394,6 @@ class ActivationOffloader:
     def shared_keys(self) -> str:
         """The keys for which ranks talk to each other, in words; see ``ranks.py``."""
         return self.config.shared_keys
-
-    @property
-    def is_closed(self) -> bool:
-        """True once it was closed, or is about to be."""
-        return self._is_closed
 
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
@@ -424,7 +418,6 @@ class ActivationOffloader:
         self.cache.refuse_broken()
         if self._is_forked():
             return nullcontext()
-        self.has_trained = True
         return self._rooms.saver.interleaving()
 
     def note_micro_step(self) -> None:
@@ -446,7 +439,7 @@ class ActivationOffloader:
 
     def give_back(self) -> None:
         """Give lanes, staging and disk space back until the next save, if nothing is in their care."""
-        if not (self._is_forked() or self._is_closed or self.cache.live_records):
+        if not (self._is_forked() or self.is_closed or self.cache.live_records):
             self._tiers.give_back()
 
     # ---- reports ------------------------------------------------------------------------------------------------
@@ -525,7 +518,7 @@ class ActivationOffloader:
 
     def _end_saving(self) -> None:
         """Have nothing saved from now on, also by threads whose hooks of ours are open after a forward."""
-        self._is_closed = True
+        self.is_closed = True
         for hooks in (*self._kept.values(),):
             hooks.end()
 
@@ -534,7 +527,7 @@ class ActivationOffloader:
             last.callback(atexit.unregister, self.close)
             last.callback(self._core.files.give_up)
             last.callback(ENGINES.open.remove, self)
-            last.callback(self._reporter.end, has_trained=self.has_trained)
+            last.callback(self._reporter.end)
             last.callback(self._note_last_failure)
             last.callback(self._tiers.close)
             last.callback(self.cache.settle)

@@ -126,14 +126,10 @@ class Reporter:
             logger.info("rank %d: %s", rank, self.report().summary())
         self.refresh(now=is_due)
 
-    def end(self, *, has_trained: bool) -> None:
-        """Say the last word: the run is over.
-
-        Args:
-            has_trained: else it says nothing, and leaves the path to another run.
-        """
+    def end(self) -> None:
+        """Say the last word: the run is over. One that never trained says nothing, and leaves the path to another."""
         self._ended_at = time.monotonic()
-        if has_trained:
+        if self._core.cache.stats.micro_steps:
             logger.info("rank %d: %s", self._core.writer.rank, self.report().summary())
             self.refresh(now=True)
 

@@ -25,6 +25,7 @@ from ds_tba.plan.agreement import Alone
 from ds_tba.report import SCHEMA, OffloadReport, rank_path, write_file
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.base import Refusal
 from ds_tba.storage.probe import DriveProbe
 
 MIB = 1 << 20
@@ -467,9 +468,12 @@ def test_where_all_tensors_are_small_one_line_says_so(
     assert dict(offloader.report().rows())["state"] == "finished: nothing was offloaded"
 
 
-def test_where_a_store_refuses_all_its_reason_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    offloader = make(tmp_path, placement="host", host_budget_bytes=4096, rematerialize=False)
-    assert "what forward saves is kept, because of: no room in host_budget_bytes" in nothing(offloader, caplog)[0]
+def test_where_a_store_refuses_all_its_reason_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make(tmp_path, placement="nvme", rematerialize=False)
+    monkeypatch.setattr(offloader.cache.stores[0], "put", lambda *_, **__: Refusal.NO_SPACE)
+    assert "what forward saves is kept, because of: no space in the swap file" in nothing(offloader, caplog)[0]
 
 
 def test_where_something_is_moved_or_nothing_is_to_be_nothing_is_said(
