@@ -96,6 +96,21 @@ def test_an_engine_that_gave_back_trains_on_with_the_same_gradients(make: Factor
     assert before.offloaded_bytes == after.offloaded_bytes > 0 and before.fallbacks == after.fallbacks == 0
 
 
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+def test_a_tier_that_gave_back_while_another_could_not_opens_again(
+    make: Factory, monkeypatch: pytest.MonkeyPatch, placement: str
+) -> None:
+    """Copies may be under way in one, or a tensor of the user's be its memory, after all graphs are gone."""
+    one = make(placement=placement, host_budget_bytes=8 << 20, rematerialize=False)
+    expected, tiers = one.step(), one.offloader._tiers
+    used, stuck = (tiers.nvme, tiers.host) if placement == "nvme" else (tiers.host, tiers.nvme)
+    monkeypatch.setattr(stuck, "give_back", lambda: False)
+    before_bytes = used.stats.offloaded_bytes
+    make().step()
+    assert all(map(torch.equal, one.step(), expected))
+    assert used.stats.offloaded_bytes == 2 * before_bytes > 0 and not used.stats.fallbacks
+
+
 def test_an_engine_with_a_graph_to_go_back_through_holds_its_bytes(make: Factory, tmp_path: Path) -> None:
     one = make()
     expected = one.step()

@@ -596,6 +596,8 @@ class TensorCache(Keeper):
             StateError: one has; see [Note: Broken] in ``finalizers.py``.
         """
         self.finalizers.refuse_broken()
+        if self.rematerialization is not None:
+            self.rematerialization.refuse_broken()
 
     def settle(self) -> None:
         """Act on every deferred finalizer, and let go of what finished copies still hold."""

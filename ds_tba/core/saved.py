@@ -572,6 +572,9 @@ class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
 
     keeps_bytes = False
 
+    def refuse_broken(self) -> None:
+        """Raise a StateError where an exception has left its bookkeeping half changed."""
+
     @abstractmethod
     def begin_forward(self) -> None:
         """Begin a forward: nothing that earlier ones saved is what later storages are made of."""

@@ -303,7 +303,7 @@ def test_a_codec_that_makes_drives_slower_is_advised_against_and_plans_see_its_r
 ) -> None:
     backend = ModelledDrive(100e6)
     drives = drives_of(make_store(backend, codec=SlowCodec(0.5) if makes_slower else Halving()))
-    (path,) = drives._space.paths
+    (path,) = drives._store.paths
     path.file.reserve_first(64 * MIB)
     path.extents.grow(path.file.size_bytes)
     rates = Rates(drives, CpuAccelerator(), MIB)
