@@ -39,10 +39,10 @@ from ds_tba.config import (
     zero_block,
     zero_paths,
 )
-from ds_tba.core.hooks import skip_frames, uncompiled
+from ds_tba.core.hooks import KEPT, skip_frames, uncompiled
 from ds_tba.core.tensors import OwnedStorages, mark_owned
 from ds_tba.device.accelerator import adapted
-from ds_tba.errors import ConfigError, IncompatibleError
+from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agree, machine, on_all_ranks, own_rank
 from ds_tba.reporting import show_log
@@ -61,6 +61,7 @@ ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
 _OWNED = "_ds_tba_owned"
+_CHECKPOINT = "_ds_tba_checkpoint"  # where the last one is
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 
 
@@ -303,7 +304,6 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     except BaseException:
         offloader.close()
         raise
-    offloader.rest(now=True)  # until its engine trains: a reference model's may have the config of one that does
     if own_rank() == 0:
         logger.info("%s", offloader.start_line())
         logger.debug("%s", offloader.start_details())
@@ -383,8 +383,10 @@ def _wrapped(original: Callable[..., object], around: Around | None) -> Callable
     def method(self: Engine, *args: object, **kwargs: object) -> object:
         offloader: Any = self.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
         # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
-        if around in (_forward, None):
+        if around in (_forward, _save_checkpoint, None):
             refuse_half_updated(getattr(self, "optimizer", None))
+        if around is _forward and offloader is None and torch.is_grad_enabled():
+            KEPT.close()  # of an engine that may be given up: an exception that the program keeps holds it
         if around is None or (offloader is None and around is not _destroy):
             return original(self, *args, **kwargs)
         try:
@@ -392,6 +394,8 @@ def _wrapped(original: Callable[..., object], around: Around | None) -> Callable
         except (MemoryError, RuntimeError) as error:
             if offloader is not None:
                 offloader.note_failure(error)
+            if isinstance(error, StateError) and _CHECKPOINT in self.__dict__:
+                raise StateError(f"{error} The last checkpoint is {self.__dict__[_CHECKPOINT]}.") from error
             raise
 
     setattr(method, _HOOKED, True)
@@ -407,8 +411,6 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
     skip_frames((_mark_owned,))
     # In each forward: a parameter that was replaced meanwhile would be taken for an activation, and offloaded.
     engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
-    if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
-        offloader.stop_saving()
     try:
         with offloader.saving(inputs=(original.args, original.keywords)):
             result = original()
@@ -437,6 +439,15 @@ def _step(offloader: ActivationOffloader, original: Original, engine: Engine) ->
     if engine.global_steps > before:  # else a micro-step inside gradient accumulation
         offloader.note_step()
         _tell_monitors(offloader, engine)
+    return result
+
+
+def _save_checkpoint(_offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
+    """Remember where a checkpoint is, for who has to go back to it."""
+    asked = inspect.signature(original.func).bind(*original.args, **original.keywords).arguments
+    tag = asked.get("tag") or f"global_step{engine.global_steps}"
+    result = original()
+    engine.__dict__[_CHECKPOINT] = os.path.join(asked["save_dir"], str(tag))
     return result
 
 
@@ -485,6 +496,7 @@ _AROUND: _Table = {
         "forward": _forward,
         "backward": _backward,
         "step": _step,
+        "save_checkpoint": _save_checkpoint,
         "destroy": _destroy,
         "__del__": _collected,
     },

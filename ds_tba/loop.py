@@ -134,11 +134,6 @@ class Offloader:
                 "Offloader.step() was never called, so that nothing was planned and no step counted: call it once "
                 "after each optimizer.step()"
             )
-        if report.steps and not report.micro_steps:
-            logger.warning(
-                "no forward with gradients ran inside of Offloader.saving(), so that nothing was offloaded: put the "
-                "forward and its loss into it"
-            )
 
     def _refuse_closed(self, call: str) -> None:
         # A closed one has no store any more: its forwards would keep everything, without a word, and no report has its
@@ -162,7 +157,6 @@ class Offloader:
 
             agreement = Ranks()
         self._offloader.watch(self._model, agreement)
-        self._offloader.rest(now=True)  # until the loop begins
 
 
 def _ranks() -> int:

@@ -10,9 +10,9 @@ import atexit
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,15 +22,14 @@ from torch import nn
 from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import KEPT, SHOWS_HOOKS
+from ds_tba.core.hooks import KEPT, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
-from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, new_thread
+from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 from ds_tba.report import OffloadReport, Writer
 from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
-from ds_tba.resting import PROCESS, Resting
-from ds_tba.stats import StoreStats
+from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
-FOLLOW_S = 1.0
 _EXPLAINED = "_ds_tba_explained"  # of an error
 
 
@@ -231,8 +229,45 @@ class Rooms:
         return Machine(config, tiers, rates, memory, accelerator.clock, sharers, is_shared)
 
 
+class Engines:
+    """The offloaders of this process: what one of them takes another may want.
+
+    DeepSpeed keeps every engine alive, and most programs never call ``destroy()``: a cell of a notebook that runs
+    again, a search for the batch size, a sweep. So those before give back what they hold when another engine is made,
+    and take it again if they train on.
+
+    Attributes:
+        open: those that are not closed.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[ActivationOffloader] = []
+
+    def give_back(self) -> None:
+        """Have all give back what is not in use."""
+        for one in (*self.open,):
+            one.give_back()
+
+    def beside(self, new: ActivationOffloader) -> str:
+        """Return what the start line of a new one says of those that train beside it."""
+        configs = [one.config for one in (*self.open,) if one is new or one.cache.stats.micro_steps]
+        if len(configs) == 1:
+            return ""
+        staging_bytes = sum(config.io.ring_bytes for config in configs if config.uses_nvme)
+        return (
+            f"; {len(configs) - 1} more engine(s) of this process have trained: if they train on beside this one, all "
+            f"together take {readable(staging_bytes)} of staging, and each has lanes and swap files of its own"
+        )
+
+
+ENGINES = Engines()
+
+
 class ActivationOffloader:
     """The object at ``engine.activation_offloader``.
+
+    Attributes:
+        is_closed: it was closed, or is about to be.
 
     Args:
         config: the block.
@@ -263,32 +298,31 @@ class ActivationOffloader:
                 "out, or compute the loss inside of the model's forward."
             )
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
-        PROCESS.rest(now=True)
+        ENGINES.give_back()
         is_host = accelerator.is_synchronous
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
         self._pid = os.getpid()
-        self._has_trained = False
+        self.is_closed = False
         self._meter: ModelMeter | None = None
         self._undo: list[Undo] = []
+        self._kept: dict[int, ForwardHooks] = {}  # open after a forward, by thread
         files = ReportFiles(config.report, Writer(rank))
-        started_s = time.monotonic()
         self._tiers = tiers = Tiers(
             config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
         )
-        waking_s = time.monotonic() - started_s
         try:
             self.cache = _open_cache(config, tiers, accelerator)
             self._core = Core(config, tiers, self.cache, accelerator, files)
             self._reporter = Reporter(self._core)
             self._rooms = Rooms(self._core, self._reporter, ranks_on_node)
             self._closer = Closer(self._close, accelerator)
-            self._resting = Resting(tiers, self.cache, rank, waking_s)  # last: the process knows it from here on
         except BaseException:  # its lanes would never end, nor its swap file
             tiers.close()
             raise
         # Most programs never close an engine: without this nobody would write the last report.
         atexit.register(self.close)
+        ENGINES.open.append(self)
 
     def watch(
         self,
@@ -313,8 +347,8 @@ class ActivationOffloader:
                 measure its drives.
         """
         self._meter = meter
-        with self._resting.using():
-            self._rooms.watch(model, agreement, planner, everyone)
+        self._rooms.watch(model, agreement, planner, everyone)
+        self.give_back()  # until its engine trains: a reference model's may have the config of one that does
 
     def on_close(self, undo: Undo) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
@@ -329,9 +363,11 @@ class ActivationOffloader:
             inputs: arguments of the forward: nothing is rematerialized from tensors that their owner may refill.
 
         Raises:
-            IncompatibleError: the stream is being captured into a graph.
+            IncompatibleError: the stream is being captured into a graph, or PyTorch clones what is saved.
             StateError: an exception came in the middle of our bookkeeping.
         """
+        if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
+            KEPT.close()
         self.cache.refuse_broken()
         if self._core.accelerator.is_capturing():
             raise IncompatibleError(
@@ -342,24 +378,18 @@ class ActivationOffloader:
             return nullcontext()
         if not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
             return self._rooms.saver.saving()
-        self._has_trained = True
+        if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+            raise IncompatibleError(
+                "torch.autograd.graph.allow_mutation_on_saved_tensors clones what forward saved when it is changed in "
+                f'place, which is not there any more: take forward out of that context, or remove "{BLOCK}".'
+            )
         self._reporter.refresh()
-        return self._forward(self._rooms.saving(inputs))
-
-    @contextmanager
-    def _forward(self, saving: AbstractContextManager[None]) -> Iterator[None]:
-        with self._resting.using(), saving:
-            yield
+        return self._rooms.saving(inputs)
 
     @property
     def shared_keys(self) -> str:
         """The keys for which ranks talk to each other, in words; see ``ranks.py``."""
         return self.config.shared_keys
-
-    @property
-    def is_closed(self) -> bool:
-        """True once it was closed, or is about to be."""
-        return self._resting.is_over
 
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
@@ -368,10 +398,11 @@ class ActivationOffloader:
             return
         hooks = self._rooms.saver.after_forward()
         if hooks is not None:
+            self._kept[threading.get_ident()] = hooks
             KEPT.open(hooks, self)
 
     def stop_saving(self) -> None:
-        """End that: backward, or another forward, begins."""
+        """End that: backward begins."""
         KEPT.close(self)
 
     def interleaving(self) -> AbstractContextManager[None]:
@@ -383,8 +414,7 @@ class ActivationOffloader:
         self.cache.refuse_broken()
         if self._is_forked():
             return nullcontext()
-        self._has_trained = True
-        return self._forward(self._rooms.saver.interleaving())
+        return self._rooms.saver.interleaving()
 
     def note_micro_step(self) -> None:
         """Record that backward is over.
@@ -400,18 +430,13 @@ class ActivationOffloader:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
         if self._is_forked():
             return
-        with self._resting.using():
-            self._core.writer.steps += 1
-            self._rooms.end_step()
-        PROCESS.rest(but=self._resting)
+        self._core.writer.steps += 1
+        self._rooms.end_step()
 
-    def rest(self, *, now: bool = False) -> None:
-        """Give lanes, staging and disk space back where nothing is in their care; see ``resting.py``.
-
-        Args:
-            now: also where the engine may go on in a moment.
-        """
-        self._resting.rest(now=now)
+    def give_back(self) -> None:
+        """Give lanes, staging and disk space back until the next save, if nothing is in their care."""
+        if not (self._is_forked() or self.is_closed or self.cache.live_records):
+            self._tiers.give_back()
 
     # ---- reports ------------------------------------------------------------------------------------------------
 
@@ -453,7 +478,7 @@ class ActivationOffloader:
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
-        return start_line(self.config, self._tiers)
+        return start_line(self.config, self._tiers) + ENGINES.beside(self)
 
     def start_details(self) -> str:
         """Return what else will run, for a log at level DEBUG."""
@@ -474,6 +499,7 @@ class ActivationOffloader:
         """
         if self._is_forked():
             return
+        self._end_saving()
         self._closer.ask()
         if not self._closer.wait(CLOSE_LIMIT_S):
             rank = self._core.writer.rank
@@ -483,15 +509,22 @@ class ActivationOffloader:
     def close_soon(self) -> None:
         """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
         if not self._is_forked():
+            self._end_saving()
             self._closer.ask()
+
+    def _end_saving(self) -> None:
+        """Have nothing saved from now on, also by threads whose hooks of ours are open after a forward."""
+        self.is_closed = True
+        for hooks in (*self._kept.values(),):
+            hooks.end()
 
     def _close(self) -> None:  # in the closer's thread
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
             last.callback(atexit.unregister, self.close)
-            last.callback(self._reporter.end, has_trained=self._has_trained)
+            last.callback(ENGINES.open.remove, self)
+            last.callback(self._reporter.end)
             last.callback(self._note_last_failure)
-            last.callback(self._follow_graphs)
-            last.callback(self._resting.end)
+            last.callback(self._tiers.close)
             last.callback(self.cache.settle)
             if self._rooms.controller is not None:
                 last.callback(self._rooms.controller.close)
@@ -501,16 +534,6 @@ class ActivationOffloader:
     def _note_last_failure(self) -> None:
         """Explain an error of a backward that no engine has called: the interpreter leaves it here before it exits."""
         self.note_failure(getattr(sys, "last_value", None))
-
-    def _follow_graphs(self) -> None:
-        """Free what graphs that outlive this hold: their host memory goes with them, and no hook runs any more."""
-
-        def follow() -> None:
-            while self.cache.live_records > 0:  # asking acts on what has ended
-                time.sleep(FOLLOW_S)
-
-        if self.cache.live_records > 0:
-            new_thread(self._core.accelerator, follow, "ds_tba-graphs").start()
 
 
 def _measure_together(rates: Rates, agreement: Agreement) -> None:

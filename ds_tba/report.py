@@ -17,7 +17,6 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ds_tba.config import OffloadConfig
 from ds_tba.errors import ConfigError, ReportError
 from ds_tba.holders import Holder, table
 from ds_tba.stats import expanded, readable
@@ -28,6 +27,7 @@ logger = logging.getLogger("ds_tba")
 # Maximum age of the JSON at report.path when the process is killed (or one step, where steps take longer): at first, so
 # that a run which ends early leaves one, and after some doublings.
 FIRST_REPORT_AGE_S, REPORT_AGE_S = 0.25, 10.0
+NOTHING_OFFLOADED = "nothing was offloaded"
 SCHEMA = 1  # goes up when a field changes its meaning; one more field is no change
 
 
@@ -69,7 +69,9 @@ class OffloadReport:
     Rows come in the order of the fields; a field with a default has no row while it has that.
     """
 
-    state: str = told("`running`, or `finished` once it is closed", "state")
+    state: str = told(
+        f"`running`, or `finished` once it is closed; `{NOTHING_OFFLOADED}` follows where that is so", "state"
+    )
     rank: int = told("the rank that wrote it")
     backend: str = told("what moves bytes to and from the drives; `none` where nothing does", "backend")
     backend_reason: str = told("why it is that backend", "  chosen by")
@@ -177,7 +179,8 @@ class OffloadReport:
     def summary(self) -> str:
         """Return one line for the log; bytes are those of a step."""
         steps = max(self.steps, 1)
-        parts = [
+        parts = [NOTHING_OFFLOADED] if NOTHING_OFFLOADED in self.state else []
+        parts += [
             f"{self.steps} steps: activations take {readable(self.peak_saved_bytes)} at the peak instead of "
             f"{readable(self.peak_saved_bytes_without)}",
             f"a step moves {readable(self.offloaded_bytes / steps)}",
@@ -249,72 +252,6 @@ def _known(kind: type[Holder | PathWear | OffloadReport], found: Mapping[str, An
     """Return the values that a dataclass has fields for: the file may be of a newer version, which has more."""
     names = {one.name for one in fields(kind)}
     return {name: value for name, value in found.items() if name in names}
-
-
-# Below this part of the saved bytes a user wants to know why no more is moved.
-LITTLE = 0.1
-# Proofs of what can be made again take two; then a step without a plan is as all later ones.
-FIRST_STEPS = 3
-
-
-class LittleMoved:
-    """Tells why little is moved or made again, with the key that says so.
-
-    Attributes:
-        text: empty where enough is, or nothing is to be; None before the first step that is as all later ones.
-        peak_bytes: peak of the saved tensors in the last step.
-    """
-
-    def __init__(self, config: OffloadConfig) -> None:
-        self.text: str | None = None
-        self.peak_bytes = 0
-        self._config = config
-        self._kept = Counter[str]()
-        self._done_bytes = 0
-        self._is_steady = False
-
-    def end_step(self, kept: Mapping[str, int], done_bytes: int, steps: int, plans: int) -> str:
-        """Return the text, where this step is the first to tell; else empty.
-
-        Args:
-            kept: bytes that were neither moved nor made again so far, by reason.
-            done_bytes: that were.
-            steps, plans: so far.
-        """
-        if self.text is not None:
-            return ""
-        if self._is_steady:
-            return self.judge(Counter(kept) - self._kept, done_bytes - self._done_bytes)
-        self._kept, self._done_bytes = Counter(kept), done_bytes
-        self._is_steady = plans > 0 if self._config.placement == "adaptive" else steps >= FIRST_STEPS
-        return ""
-
-    def judge(self, kept: Mapping[str, int], done_bytes: int) -> str:
-        """Return the text, by these bytes where nothing was told yet."""
-        if self.text is None:
-            self.text = self._judged(Counter(kept), done_bytes)
-        return self.text
-
-    def _judged(self, kept: Counter[str], done_bytes: int) -> str:
-        config, all_bytes = self._config, kept.total() + done_bytes
-        if config.placement == "keep" or done_bytes >= LITTLE * all_bytes:
-            return ""
-        ((reason, nbytes),) = kept.most_common(1)
-        is_all = nbytes == all_bytes
-        if reason != "plan":
-            what = "all saved tensors are" if is_all else f"{nbytes / all_bytes:.0%} of the saved bytes are of tensors"
-            small = f"smaller than min_tensor_bytes {config.min_tensor_bytes}"
-            return f"little is moved: {what} {small if reason == 'small' else f'kept, because of: {reason}'}"
-        if config.activation_budget_bytes is not None:
-            budget = f"activation_budget_bytes {config.activation_budget_bytes}"
-            if self.peak_bytes > config.activation_budget_bytes:
-                return f"little is moved: {budget} does not fit what is kept, and moving it would not lower the peak"
-            return f"little is moved: {budget} has room for what is kept"
-        life = f" or ssd.min_life_days {config.ssd.min_life_days:g}" if config.ssd.min_life_days else ""
-        return (
-            f"little is moved: max_step_overhead {config.max_step_overhead:g}{life} allows no "
-            f"{'' if is_all else 'more '}moves on this drive, or they would not lower the peak"
-        )
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

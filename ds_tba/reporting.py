@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, Protocol
 from ds_tba.config import OffloadConfig, ReportConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.compiled import compilations, moves_in_vain
+from ds_tba.core.eligibility import Eligibility
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.report import LittleMoved, OffloadReport, ReportFile, Writer
+from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile, Writer
 from ds_tba.stats import readable
 from ds_tba.storage.tiers import Tiers
 
@@ -85,7 +86,7 @@ class Reporter:
         self._rooms: list[Summarized] = [core.tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf
         self._compilations_before = compilations()
-        self._little = LittleMoved(core.config)
+        self._step_peak_bytes = 0
         self._planned: _Planned | None = None
         self._bandwidth_at_start: list[dict[str, object]] = []
         self._told: OffloadReport | None = None  # to the monitors
@@ -105,32 +106,26 @@ class Reporter:
             plans: number of plans so far.
         """
         core, stats, steps, rank = self._core, self._core.cache.stats, self._core.writer.steps, self._core.writer.rank
-        self._little.peak_bytes = stats.resident.lap()
+        self._step_peak_bytes = stats.resident.lap()
         if steps == 1 and moves_in_vain(stats, core.tiers.offloaded_bytes, self._compilations_before):
             self._advise_to_compile_layers()
         # The steps before move everything: days that are projected from them would be far too few.
         if plans and self._planned is None:
             self._planned = _Planned(steps, time.monotonic(), core.tiers.written_bytes())
-        little = self._little.end_step(stats.kept_bytes, self._done_bytes(), steps, plans)
-        if little and rank == 0:
-            logger.info("%s", little)
+        why = self._why_nothing() if steps == 1 else ""
+        if why and rank == 0:
+            logger.warning("nothing was offloaded in the first step: %s", why)
         every = core.config.report.every_steps
         is_due = every > 0 and steps % every == 0
         if is_due:
             logger.info("rank %d: %s", rank, self.report().summary())
         self.refresh(now=is_due)
 
-    def end(self, *, has_trained: bool) -> None:
-        """Say the last word: the run is over.
-
-        Args:
-            has_trained: else it says nothing, and leaves the path to another run.
-        """
+    def end(self) -> None:
+        """Say the last word: the run is over. One that never trained says nothing, and leaves the path to another."""
         self._ended_at = time.monotonic()
-        if has_trained:
-            little = self._little.judge(self._core.cache.stats.kept_bytes, self._done_bytes())
-            text = "; ".join(filter(None, [self.report().summary(), little]))
-            logger.info("rank %d: %s", self._core.writer.rank, text)
+        if self._core.cache.stats.micro_steps:
+            logger.info("rank %d: %s", self._core.writer.rank, self.report().summary())
             self.refresh(now=True)
 
     def refresh(self, *, now: bool = False) -> None:
@@ -142,8 +137,9 @@ class Reporter:
         cache, config, writer = self._core.cache.stats, self._core.config, self._core.writer
         budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
         kept = Counter(cache.kept_bytes)
+        state = "running" if self._ended_at == math.inf else "finished"
         fields: dict[str, Any] = {
-            "state": "running" if self._ended_at == math.inf else "finished",
+            "state": f"{state}: {NOTHING_OFFLOADED}" if writer.steps and self._why_nothing() else state,
             "rank": writer.rank,
             "placement": config.placement,
             "integrity": config.io.integrity,
@@ -158,7 +154,7 @@ class Reporter:
             "rematerialized_bytes": cache.rematerialized_bytes,
             "peak_saved_bytes": cache.resident.peak,
             "peak_saved_bytes_without": cache.saved.peak,
-            "step_peak_saved_bytes": self._little.peak_bytes,
+            "step_peak_saved_bytes": self._step_peak_bytes,
             "budget_excess_bytes": 0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
             "bandwidth_at_start": self._bandwidth_at_start,
             "wear": self._wear(),
@@ -192,10 +188,22 @@ class Reporter:
             since_s, before = planned.at_s, planned.written_bytes
         return [asdict(one) for one in self._core.tiers.wear(min(self._ended_at, time.monotonic()) - since_s, before)]
 
-    def _done_bytes(self) -> int:
-        """Return the bytes that were offloaded, rematerialized or recomputed so far."""
-        stats = self._core.cache.stats
-        return self._core.tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
+    def _why_nothing(self) -> str:
+        """Return why nothing was offloaded, rematerialized or recomputed, with the repair; empty where it is right."""
+        stats, config = self._core.cache.stats, self._core.config
+        done_bytes = self._core.tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
+        kept = Counter(stats.kept_bytes).most_common(1)
+        if done_bytes or (kept and config.placement == "keep"):
+            return ""
+        if not kept:
+            return (
+                "no forward that saves activations ran in the engine. Call engine(x), not engine.module(x), and not "
+                'under torch.no_grad(); have the model return the loss, or set "until_backward": true. A loop of your '
+                "own runs forward and loss inside of ds_tba.Offloader.saving()"
+            )
+        if kept[0][0] == Eligibility.SMALL.value:
+            return f"all saved tensors are smaller than min_tensor_bytes {config.min_tensor_bytes}: lower it"
+        return f"what forward saves is kept, because of: {kept[0][0]}"
 
     def _advise_to_compile_layers(self) -> None:
         if self._core.writer.rank == 0:

@@ -15,7 +15,7 @@ DOCS = runs.ROOT / "docs"
 INTERNAL = {"LinAlgError", "StateError", "TransferError", "TypeError", "RuntimeError", "AttributeError"}
 # Of plan/ without the files that only compute: traces and plans come from our own code, or from a developer's.
 PURE = {"plan", "replay", "search", "timeline", "trace"}
-PARTS = ("storage", "plan", "core/residency.py", "offloader.py", "report.py", "reporting.py", "resting.py", "loop.py")
+PARTS = ("storage", "plan", "core/residency.py", "offloader.py", "report.py", "reporting.py", "loop.py")
 GAP = "..."
 
 

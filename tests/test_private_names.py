@@ -110,6 +110,7 @@ NAMES = [
     Name("torch.utils._pytree.tree_unflatten", ALL),
     Name("torch.utils._pytree.tree_leaves", ALL),
     Name("torch.utils._pytree.tree_map_only", PLAN),
+    Name("torch.autograd.graph._allow_mutation_on_saved_tensors_enabled", "its refusal around forward"),
     # PyTorch: checkpoints
     Name("._top_saved_tensors_default_hooks", RECOMPUTE, "torch._C._autograd._top_saved_tensors_default_hooks", "2.8"),
     Name("torch._C._autograd._top_saved_tensors_default_hooks", RECOMPUTE, since="2.8"),

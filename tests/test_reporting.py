@@ -12,8 +12,7 @@ from support.offloaders import make, step
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.offloader import ActivationOffloader
-from ds_tba.resting import PROCESS
+from ds_tba.offloader import ENGINES, ActivationOffloader
 
 
 class Room:
@@ -60,12 +59,12 @@ def test_whatever_fails_as_it_closes_the_last_report_is_written(
     monkeypatch.setattr(threading, "excepthook", told.append)
     offloader.close()
     assert json.loads(path.read_text())["state"] == "finished"
-    assert offloader.is_closed and offloader._resting not in PROCESS.open
+    assert offloader.is_closed and offloader not in ENGINES.open
     assert [one.exc_type for one in told] == [RuntimeError]
 
 
 def test_one_for_which_there_is_no_thread_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = list(PROCESS.open)
+    before = set(ENGINES.open)
 
     def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -73,4 +72,4 @@ def test_one_for_which_there_is_no_thread_is_forgotten(tmp_path: Path, monkeypat
     monkeypatch.setattr("ds_tba.offloader.Closer", refused)
     with pytest.raises(RuntimeError, match="new thread"):
         make(tmp_path)
-    assert before == PROCESS.open
+    assert before == set(ENGINES.open)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from ds_tba.holders import cells
-from ds_tba.report import LITTLE, OffloadReport
+from ds_tba.report import NOTHING_OFFLOADED, OffloadReport
 from ds_tba.stats import readable
 from ds_tba.wear import TERABYTE
 
+LITTLE = 0.1  # below this part of the saved bytes the offload does little
 DETAILED = 8  # reports with all their tables; more are only compared
 MAX_TEXT = 400  # characters
 _STYLE = """
@@ -59,6 +60,8 @@ def render(reports: Mapping[str, OffloadReport]) -> str:
 
 def verdict(report: OffloadReport) -> str:
     """Return whether the offload did anything, and the figures that show it."""
+    if NOTHING_OFFLOADED in report.state:
+        return f"The offload did nothing: {report.summary()}."
     if report.peak_saved_bytes_without <= 0:
         return "Nothing was saved for backward yet."
     word = "The offload works" if -_change(report) >= LITTLE else "The offload does little"

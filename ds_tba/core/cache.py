@@ -46,11 +46,10 @@ from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.functions import keep_originals
-from ds_tba.core.hooks import hooks_of_forward, uncompiled_hooks, unseen
+from ds_tba.core.hooks import Bystander, ForwardHooks, hooks_of_forward
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
@@ -108,6 +107,10 @@ class Forward:
     policy: Policy
     is_recorded: bool = False
     by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
+
+
+def _pass_by(tensor: torch.Tensor) -> Bystander:
+    return Bystander(PassedThrough(tensor).restore)
 
 
 class HooksObserver(Protocol):
@@ -268,7 +271,7 @@ class TensorCache(Residency):
         return step
 
     @poisons
-    def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> saved_tensors_hooks | None:
+    def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> ForwardHooks | None:
         """Return hooks for what is saved between the last forward and its backward; None where that is not known.
 
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
@@ -282,12 +285,12 @@ class TensorCache(Residency):
             self.rematerialization.begin_forward()
         return self._hooks(step, around)
 
-    def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> saved_tensors_hooks:
+    def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> ForwardHooks:
         hooks: Hooks = (self.pack, partial(self.unpack, step))
         for observer in self._observers:
             hooks = observer.around(hooks)
         pack, unpack = hooks if around is None else around(hooks)
-        return uncompiled_hooks(partial(unseen, pack), partial(unseen, unpack))
+        return ForwardHooks(pack, unpack, _pass_by)
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
@@ -457,6 +460,8 @@ class TensorCache(Residency):
             stays: it stays in memory, because forward has failed: nobody will want most of it.
         """
         waiting = self._of_thread.leaving
+        if os.getpid() != self._pid:  # a child that was forked in forward, where another thread may have had the lock
+            return
         while waiting:
             with self.lock:
                 self.ends.act()

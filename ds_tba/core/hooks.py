@@ -2,6 +2,10 @@
 
 Knows the hooks of this thread, PyTorch's checkpoint and compiler; cannot see what is saved.
 
+[Note: Passing through] Our hooks may be on a thread's stack where they have no business: in a child that was forked
+inside of a forward, and after a step that was given up, where a program keeps the exception and with it the engine.
+There they hand autograd the tensor itself, so that the child and other models train as they do without us.
+
 [Note: Kept hooks] PyTorch's hooks are a stack of each thread, and whoever ends takes the innermost off. With
 ``until_backward`` ours stay on it after a forward. They go on it where nobody else's are, and come off only while they
 are the innermost: no others are ever taken off in their place.
@@ -30,12 +34,16 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
+
+Pack: TypeAlias = Callable[[torch.Tensor], Any]
+Unpack: TypeAlias = Callable[[Any], torch.Tensor]
+PassBy: TypeAlias = Callable[[torch.Tensor], "Bystander"]
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------
 
@@ -47,7 +55,8 @@ def skip_frames(functions: Iterable[Any]) -> None:
     """
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if skip_code is not None:
-        for function in (uncompiled, unseen, is_being_compiled, SelectiveCheckpoints.__call__, *functions):
+        ours = (uncompiled, unseen, is_being_compiled, Seam.pack, Seam.unpack, SelectiveCheckpoints.__call__)
+        for function in (*ours, *functions):
             skip_code(function.__code__)
 
 
@@ -60,7 +69,7 @@ def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
         set_eval_frame(before)
 
 
-def uncompiled_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
+def uncompiled_hooks(pack: Pack, unpack: Unpack) -> saved_tensors_hooks:
     """Saved-tensor hooks that ``torch.compile`` leaves alone."""
     if "torch._dynamo" not in sys.modules:
         return saved_tensors_hooks(pack, unpack)
@@ -76,11 +85,74 @@ def unseen(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+class Bystander:
+    """Has a tensor that is none of ours; see [Note: Passing through].
+
+    Attributes:
+        restore: returns it, and raises where it was changed in place.
+    """
+
+    __slots__ = ("restore",)
+
+    def __init__(self, restore: Callable[[], torch.Tensor]) -> None:
+        self.restore = restore
+
+
+class Seam:
+    """The two functions that autograd calls; see [Note: Passing through].
+
+    Attributes:
+        is_over: what is saved from now on is none of ours. What was saved before still comes back.
+    """
+
+    def __init__(self, pack: Pack, unpack: Unpack, pass_by: PassBy) -> None:
+        self._pack, self._unpack = partial(unseen, pack), partial(unseen, unpack)
+        if "torch._dynamo" in sys.modules:
+            self._pack, self._unpack = partial(uncompiled, self._pack), partial(uncompiled, self._unpack)
+        self._pass_by = pass_by
+        self._pid = os.getpid()
+        self.is_over = False
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if self.is_over or os.getpid() != self._pid:
+            return uncompiled(unseen, self._pass_by, tensor)
+        return self._pack(tensor)
+
+    def unpack(self, held: Any) -> torch.Tensor:
+        if type(held) is Bystander:
+            return uncompiled(unseen, held.restore)
+        return self._unpack(held)
+
+
+class ForwardHooks(saved_tensors_hooks):
+    """The hooks of a forward, or of what comes between it and its backward.
+
+    Args:
+        pass_by: makes what autograd holds of a tensor that is none of ours.
+    """
+
+    def __init__(self, pack: Pack, unpack: Unpack, pass_by: PassBy) -> None:
+        self._seam = Seam(
+            pack, unpack, pass_by
+        )  # which does not know this object: a graph that holds it would be in a circle
+        super().__init__(self._seam.pack, self._seam.unpack)
+
+    @property
+    def is_over(self) -> bool:
+        """True once they pass everything through."""
+        return self._seam.is_over
+
+    def end(self) -> None:
+        """Have them pass everything through from now on, and take them off this thread's stack if they are on top."""
+        self._seam.is_over = True
+        take_off(self)
+
+
 # Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
 SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
-def innermost_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+def innermost_hooks() -> tuple[Pack, Unpack] | None:
     """Return the pack and unpack functions that autograd calls at this point, if any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) if SHOWS_HOOKS else None
 
@@ -167,27 +239,20 @@ def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
         selective = _replacement() or SelectiveCheckpoints(getattr(checkpointing, _CHECKPOINT))
         selective.forwards += 1
         setattr(checkpointing, _CHECKPOINT, selective)
-    before, selective.ours.pack = selective.ours.pack, hooks.pack_hook
+    before, selective.ours.pack, pid = selective.ours.pack, hooks.pack_hook, os.getpid()
     try:
         with _on(hooks):
             yield
     finally:
         selective.ours.pack = before  # a forward may run inside of another
-        with _exchanging:
-            selective.forwards -= 1
-            if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile
-                setattr(checkpointing, _CHECKPOINT, selective.checkpoint)
+        if os.getpid() == pid:  # else the lock may be taken for ever
+            with _exchanging:
+                selective.forwards -= 1
+                if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile
+                    setattr(checkpointing, _CHECKPOINT, selective.checkpoint)
 
 
 # ---- hooks that stay open after a forward ---------------------------------------------------------------------------
-
-
-class Closable(Protocol):
-    """The owner of hooks that stay open."""
-
-    @property
-    def is_closed(self) -> bool:
-        """True once its hooks are of no use any more."""
 
 
 class KeptHooks(threading.local):
@@ -197,33 +262,29 @@ class KeptHooks(threading.local):
     """
 
     def __init__(self) -> None:
-        self._hooks: saved_tensors_hooks | None = None
-        self._owner: weakref.ref[Closable] | None = None
+        self._hooks: ForwardHooks | None = None
+        self._owner: weakref.ref[object] | None = None
 
     @staticmethod
     def may_open() -> bool:
         """Return whether nobody else's hooks are on this thread's stack."""
         return innermost_hooks() is None
 
-    def open(self, hooks: saved_tensors_hooks, owner: Closable) -> None:
+    def open(self, hooks: ForwardHooks, owner: object) -> None:
         """Put hooks on the stack, to stay there."""
         # Remembered before they are there: a signal handler may raise in between.
         self._owner, self._hooks = weakref.ref(owner), hooks
         hooks.__enter__()
 
-    def close(self, owner: Closable) -> None:
-        """Take the hooks of an owner off, or those of one that is closed, which may have been in another thread.
+    def close(self, owner: object = None) -> None:
+        """End the hooks, or leave them if they are of another owner than this one, who has not ended them.
 
-        Where hooks of others are inside of them, a later call does.
+        Where hooks of others are inside of them, a later call takes them off.
         """
-        found = None if self._owner is None else self._owner()
-        if found is None or found is owner or found.is_closed:
-            self.close_any()
-
-    def close_any(self) -> None:
-        """Take the hooks off, whoever owns them."""
-        take_off(self._hooks)
+        if self._hooks is None or self._owner is None:
+            return
+        if owner is None or self._owner() in (None, owner) or self._hooks.is_over:
+            self._hooks.end()
 
 
 KEPT = KeptHooks()
-os.register_at_fork(after_in_child=KEPT.close_any)  # a child has neither our lanes nor our staging

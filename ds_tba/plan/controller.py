@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ds_tba.core.cache import TensorCache
+from ds_tba.core.hooks import ForwardHooks
 from ds_tba.plan.agreement import Planning, Wish
 from ds_tba.plan.feedback import RATE_CHANGE, Action, Feedback, OptimizerStep
 from ds_tba.plan.policy import ByPlan, PlanInForce
@@ -138,7 +138,7 @@ class Controller:
             return self._blocks.listening(self._policy, self.in_force.watched)
         return nullcontext()
 
-    def after_forward(self) -> saved_tensors_hooks | None:
+    def after_forward(self) -> ForwardHooks | None:
         """See :meth:`TensorCache.after_forward`: to a plan it is a part of the forward, behind its last block."""
         return self._cache.after_forward(None if self._recorder is None else self._recorder.around)
 

@@ -454,7 +454,8 @@ class NvmeStore(Store[SwapTicket]):
             self.open()
         except (OSError, RuntimeError, MemoryError, DsTbaError) as error:
             self._has_failed_to_open = True
-            logger.warning("activations stay in memory, for want of %s", error)
+            # As text: a log that keeps the error would keep its frames, and the tensors in them.
+            logger.warning("activations stay in memory, for want of %s", str(error))
 
     def _open_handles(self) -> None:
         # Every handle comes before any thread: a failure must leave no thread behind.

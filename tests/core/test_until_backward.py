@@ -48,8 +48,6 @@ def model_of() -> nn.Module:
 
 def engine_forward(model: nn.Module, x: Tensor, offloader: ActivationOffloader | None) -> Tensor:
     """What the engine's does."""
-    if offloader is not None and torch.is_grad_enabled():
-        offloader.stop_saving()
     logits = forward(model, x, offloader)
     if offloader is not None:
         offloader.keep_saving()
@@ -226,6 +224,37 @@ def test_two_models_with_offloaders_of_their_own(make: Make) -> None:
     assert first.cache.live_records == second.cache.live_records == 0
 
 
+def test_the_next_forward_of_any_engine_ends_what_another_saves(make: Make) -> None:
+    one, other = model_of(), model_of()
+    first, second = make(one), make(other)
+    made = engine_forward(one, torch.randn(4, 16, 32), first)
+    with Others():  # which keep the first one's on the stack
+        judged = engine_forward(other, torch.randn(4, 16, 32), second)
+    packed = first.report().packed_tensors
+    x = made.detach().requires_grad_()
+    x.exp().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
+    assert first.report().packed_tensors == packed
+    engine_backward(judged.mean(), second)
+    engine_backward(made.mean(), first)
+
+
+@pytest.mark.parametrize("end", [ActivationOffloader.close, ActivationOffloader.close_soon])
+def test_hooks_that_a_closed_engine_left_in_other_threads_take_nothing(
+    make: Make, end: Callable[[ActivationOffloader], None]
+) -> None:
+    _, offloader, _ = begun(make)
+    closing = threading.Thread(target=end, args=(offloader,))
+    closing.start()
+    closing.join()
+    packed = offloader.report().packed_tensors
+    x = torch.ones(1 << 16, requires_grad=True)
+    x.exp().sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
+    assert offloader.report().packed_tensors == packed
+    offloader.stop_saving()
+
+
 def test_each_thread_has_its_own(make: Make) -> None:
     problems: list[str] = []
     model, offloader, logits = begun(make, rematerialize=False)
@@ -258,11 +287,16 @@ def test_closed_or_collected_with_hooks_open(make: Make) -> None:
     assert innermost_hooks() is None
 
 
-def test_a_forked_child_has_no_hooks_of_ours(make: Make) -> None:
+@pytest.mark.usefixtures("one_thread")
+def test_hooks_of_ours_take_nothing_in_a_forked_child(make: Make) -> None:
     _, offloader, logits = begun(make)
+    packed = offloader.report().packed_tensors
     child = os.fork()
     if not child:
-        os._exit(0 if innermost_hooks() is None else 1)  # and computes nothing: OpenMP's threads are not there
+        x = torch.ones(4096, requires_grad=True)
+        x.exp().sum().backward()
+        is_right = torch.equal(x.grad, x.detach().exp()) and offloader.cache._stats.packed_tensors == packed
+        os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0) == (child, 0)
     engine_backward(logits.exp().sum(), offloader)
 

@@ -1,0 +1,85 @@
+"""Programs of public reports, each with and without the block: what is given up, forked, or called past the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import programs_reported as programs
+import pytest
+from compare import PLANNED, compare, refusal
+from support.runs import plain_config
+
+from ds_tba.core.hooks import SHOWS_HOOKS
+
+pytestmark = pytest.mark.engine
+CONFIG = plain_config(0, train_micro_batch_size_per_gpu=2)
+UNTIL_BACKWARD: dict[str, Any] = {"until_backward": True, "rematerialize": False}
+shows_hooks = pytest.mark.skipif(not SHOWS_HOOKS, reason="until_backward needs PyTorch 2.8")
+
+
+@shows_hooks
+def test_a_step_that_was_given_up_takes_nothing_of_the_next_engine_s(tmp_path: Path) -> None:
+    ours, alone = (
+        compare(program, CONFIG, tmp_path / name, block=UNTIL_BACKWARD, **arguments).results[0]
+        for name, program, arguments in [
+            ("after", programs.trained_after_a_step_that_failed, {}),
+            ("alone", programs.trained_after_a_step_that_failed, {"steps": 3}),
+        ]
+    )
+    assert ours["seen"] == alone["seen"] == 0
+    per_step = ours["report"]["packed_tensors"] - alone["report"]["packed_tensors"]
+    assert per_step * 4 == ours["report"]["packed_tensors"]  # the first step saves as much as the others
+
+
+@shows_hooks
+def test_an_engine_that_is_destroyed_sees_no_other_model_and_has_no_threads(tmp_path: Path) -> None:
+    program = programs.trained_after_a_step_that_failed
+    found = compare(program, CONFIG, tmp_path, block=UNTIL_BACKWARD, how="destroyed").results[0]
+    assert found["seen"] == 0 and found["threads"] == []
+
+
+@pytest.mark.parametrize("how", ["exits", "unwinds"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        PLANNED,
+        {"placement": "adaptive", "activation_budget_bytes": 100_000},
+        {"placement": "keep"},
+        {"placement": "host", "host_budget_bytes": 8 << 20},
+        pytest.param(UNTIL_BACKWARD, marks=shows_hooks),
+    ],
+    ids=lambda block: "-".join(f"{value}" for value in block.values()) or "nvme",
+)
+def test_a_child_forked_in_forward_trains_and_its_parent_goes_on(
+    tmp_path: Path, block: dict[str, Any], how: str
+) -> None:
+    moves = block.get("placement") != "keep"
+    compare(programs.trained_with_forks, CONFIG, tmp_path, block=block, must_move=moves, how=how)
+
+
+def test_mutations_that_pytorch_allows_are_refused_by_name(tmp_path: Path) -> None:
+    told = refusal(programs.trained_with_mutations, CONFIG, tmp_path, "allow_mutation_on_saved_tensors clones")
+    assert "take forward out of that context" in told
+
+
+@pytest.mark.parametrize(
+    ("how", "block", "why"),
+    [
+        ("module", {}, "Call engine(x), not engine.module(x)"),
+        ("no_grad", PLANNED, "not under torch.no_grad()"),
+        ("engine", {"min_tensor_bytes": 8 << 20}, "all saved tensors are smaller than min_tensor_bytes 8388608"),
+        ("engine", {}, ""),
+    ],
+)
+def test_where_nothing_is_offloaded_the_log_and_the_report_say_so(
+    tmp_path: Path, how: str, block: dict[str, Any], why: str
+) -> None:
+    program = programs.trained_past_the_engine
+    found = compare(program, CONFIG, tmp_path, block=block, must_move=not why, how=how).results[0]
+    lines = [line for line in found["output"].splitlines() if "nothing was offloaded in the first step" in line]
+    assert [why in line and "[WARNING]" in line for line in lines] == [True] * bool(why)
+    said = ": nothing was offloaded" if why else ""
+    assert (found["report"]["state"], found["ended"]) == (f"running{said}", f"finished{said}")
+    assert found["summary"].startswith("nothing was offloaded, ") == bool(why)
