@@ -437,7 +437,7 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
 ) -> None:
     offloader = make(tmp_path, placement="adaptive", rematerialize=False)
     limits: list[tuple[object, ...]] = []
-    monkeypatch.setattr(offloader.cache.room, "limit", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(offloader.cache, "limit", lambda *limit: limits.append(limit))
     monkeypatch.setattr("ds_tba.plan.rates.Machine.room_bytes", lambda _: 1 << 10)  # less than any plan can reach
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     for _ in range(6):

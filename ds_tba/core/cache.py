@@ -377,15 +377,17 @@ class TensorCache(Residency):
         forward, first = self.forward, self.rematerialization
         view: SavedView | None = None
         with self.lock:
-            self.ends.act()
+            if self.ends.left:
+                self.ends.act()
             record = forward.by_key.get(key)
             choice = _KEPT if record is not None else forward.policy.choose(key, key.nbytes)
             if record is not None or (first is None and not self.may_wait):
                 view = self._add_view(record or self._add(forward, tensor, key, choice, number), tensor)
         if view is None:  # something may have to be proven or waited for first
             view = self._save_slowly(forward, tensor, key, choice, number)
-        # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
-        self._accelerator.share(tensor, self._accelerator.current_stream())
+        if not self._accelerator.is_synchronous:
+            # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
+            self._accelerator.share(tensor, self._accelerator.current_stream())
         if first is not None:
             first.note(tensor, view)
         return view
@@ -517,7 +519,8 @@ class TensorCache(Residency):
         try:
             if self._of_thread.leaving and not self._accelerator.is_capturing():
                 self._end_operations()
-            self.act_on_ends()  # what is gone makes room for what comes
+            if self.ends.left:
+                self.act_on_ends()  # what is gone makes room for what comes
             # First of all: backward waits for this read, and for no read ahead.
             tensor = held.restore()
             if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.is_operand:

@@ -18,8 +18,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-_STAMP = "_ds_tba_stamp"  # of storages and tensors
-OWN_ATTRIBUTES = frozenset({_STAMP})  # on tensors
+STAMP = "_ds_tba_stamp"  # of storages and tensors
+OWN_ATTRIBUTES = frozenset({STAMP})  # on tensors
 OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 COMPILED = "torch._functorch._aot_autograd"
@@ -61,10 +61,10 @@ class ViewSpec(NamedTuple):
 
 def stamp_of(owner: torch.UntypedStorage | torch.Tensor) -> Stamp:
     """Return the stamp of a storage, or of a tensor's version counter, issued at first sight; see [Note: Stamps]."""
-    stamp: Stamp | None = getattr(owner, _STAMP, None)
+    stamp: Stamp | None = getattr(owner, STAMP, None)
     if stamp is None:
         stamp = next(_stamps)
-        setattr(owner, _STAMP, stamp)  # an address would be another storage's later
+        setattr(owner, STAMP, stamp)  # an address would be another storage's later
     return stamp
 
 
@@ -80,7 +80,8 @@ def lineage_of(tensor: torch.Tensor) -> Stamp:
     LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
     counter otherwise (``detach``) count as different here, which costs a second write and is never wrong.
     """
-    return stamp_of(base_of(tensor))
+    base = tensor._base
+    return stamp_of(tensor if base is None else base)
 
 
 def next_sequence_number() -> int:
