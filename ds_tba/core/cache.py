@@ -560,17 +560,13 @@ class TensorCache(Keeper):
 
     # ---- room, for forwards that run again and for ourselves ----------------------------------------------------
 
-    def begin_recomputation(self, saved_bytes: int) -> None:
-        """Make room for what a pass saves that runs again in backward, and count it."""
-        self._stats.recomputed_bytes += saved_bytes
-        self.room.wait_for(saved_bytes)
-
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
         if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
             return
         self.room.wait_for(nbytes := held_bytes(tensor, self._device))
         with self.finalizers, self.finalizers.lock:
+            self._stats.recomputed_bytes += 0 if self.room.memory_of(tensor.untyped_storage()) else nbytes
             self._recomputed.append(self.room.count(tensor.untyped_storage(), nbytes))
             self.room.count_until_free(tensor.untyped_storage())
 

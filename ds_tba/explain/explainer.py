@@ -90,8 +90,8 @@ def _holders(samples: StepSamples) -> Iterator[str]:
 
 def _runs_again(frame: FrameType) -> bool:
     """Return whether a frame runs a pass again; nothing does where the room is not loaded."""
-    passes = sys.modules.get("ds_tba.recompute.passes")
-    return passes is not None and frame.f_code is passes.RecomputedPass._run_again.__code__
+    room = sys.modules.get("ds_tba.recompute.checkpoint")
+    return room is not None and frame.f_code is room.RecomputedPass.run_again.__code__
 
 
 def failure_of(error: BaseException, running: RunningModule, device: torch.device) -> Failure:
