@@ -195,6 +195,11 @@ class Rooms:
         from ds_tba.recompute.checkpoint import Blocks
 
         config, plans = self._core.config, self._core.config.placement == "adaptive"
+        if config.recompute and not SHOWS_HOOKS:
+            raise IncompatibleError(
+                f'"{BLOCK}.recompute" needs PyTorch 2.8, and this is {torch.__version__}: update it, or set '
+                '"recompute": false.'
+            )
         machine = self._open_machine(everyone)
         found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
         chosen = self._chosen

@@ -128,8 +128,9 @@ class _Search:
 
     # ---- items --------------------------------------------------------------------------------------------------
 
-    def _price(self, cost_s: float, storages: Ints) -> float:
-        freed = float((self._timeline.nbytes[storages] * self._idle_s[storages]).sum())
+    def _price(self, cost_s: float, storages: Ints, idle_s: float | None = None) -> float:
+        idle = self._idle_s[storages] if idle_s is None else idle_s
+        freed = float((self._timeline.nbytes[storages] * idle).sum())
         return float(f"{cost_s / max(freed, SAME_TIME_S):.2e}")  # or the rounding of times would order equal ones
 
     def _moves(self, again: Sequence[_Item]) -> tuple[list[_Item], int]:
@@ -184,10 +185,11 @@ class _Search:
             if block.is_recomputable and limits.recompute:
                 passes.setdefault(block.module, []).append(number)
         blocks = [np.array(one, np.int64) for one in passes.values()]
+        mean_s = float(self._idle_s.mean()) if blocks else 0.0  # of all alike, or the first blocks would go, not any
         for at in sorted(range(len(blocks)), key=lambda number: f"{number:032b}"[::-1]):
             own = np.flatnonzero(np.isin(timeline.owner, blocks[at]))
             cost_s = float(timeline.recompute_s[blocks[at]].sum())
-            items.append(_Item(self._price(cost_s, own), 0, _NONE, blocks[at]))
+            items.append(_Item(self._price(cost_s, own, mean_s), 0, _NONE, blocks[at]))
         return sorted(items, key=lambda item: item.price)
 
     # ---- replays ------------------------------------------------------------------------------------------------
