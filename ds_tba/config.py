@@ -210,12 +210,16 @@ class AioConfig(BaseModel):
     overlap_events: StrictBool = True
 
 
-_SWITCH, _DETAILS = "on or off", "in detail"  # the kinds of ``rematerialize``
+_SWITCH, _DETAILS, _BY_NAME = "on or off", "in detail", "by name"  # the kinds of ``rematerialize`` and ``recompute``
 
 
 def _kind_of_rematerialize(value: object) -> str:
     """Return which branch of the union validates: or pydantic would print the errors of both."""
     return _SWITCH if isinstance(value, bool) else _DETAILS
+
+
+def _kind_of_recompute(value: object) -> str:
+    return _BY_NAME if isinstance(value, list) else _SWITCH
 
 
 class RematerializeConfig(Block):
@@ -237,7 +241,9 @@ class OffloadConfig(Block):
         Annotated[StrictBool, Tag(_SWITCH)] | Annotated[RematerializeConfig, Tag(_DETAILS)],
         Discriminator(_kind_of_rematerialize),
     ] = True
-    recompute: StrictBool = False
+    recompute: Annotated[
+        Annotated[StrictBool, Tag(_SWITCH)] | Annotated[Patterns, Tag(_BY_NAME)], Discriminator(_kind_of_recompute)
+    ] = False
     blocks: list[NonEmptyStr] | None = None
     only: Patterns | None = None
     except_: Patterns | None = Field(default=None, alias="except")  # a word of Python's

@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
@@ -120,9 +119,6 @@ class OffloadReport:
     kept_bytes_by_reason: dict[str, int] = told("the same, by reason", "kept", factory=dict)
     fallbacks: int = told("eligible tensors that stayed because no store could take or write them", "fallbacks")
     fallbacks_by_reason: dict[str, int] = told("the same, by reason", "fallback", factory=dict)
-    blocks_left_out: list[dict[str, str]] = told(
-        'path and reason of each block that is not recomputed, with `"recompute": true`', factory=list
-    )
     holders: list[dict[str, Any]] = told(
         "fields of `Holder`: who held saved bytes as the forward of `holders_step` ended, the largest first",
         factory=list,
@@ -208,8 +204,6 @@ class OffloadReport:
                 rows += [(f"  {name}: {key}", readable_as(unit, each)) for key, each in value.items()]
             else:
                 rows.append((name, readable_as(unit, value)))
-        reasons = Counter(one.get("reason", "unknown") for one in self.blocks_left_out)
-        rows += [("blocks not recomputed", f"{count}: {reason}") for reason, count in reasons.items()]
         rows += [] if self.plan is None else self._plan_rows(self.plan)
         return [*rows, *((f"wear of {one.path}", _wear(one)) for one in self.path_wear())]
 

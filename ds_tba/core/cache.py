@@ -635,17 +635,13 @@ class TensorCache(Residency):
 
     # ---- room, for forwards that run again ----------------------------------------------------------------------
 
-    def begin_recomputation(self, saved_bytes: int) -> None:
-        """Make room for what a pass saves that runs again in backward, and count it."""
-        self._stats.recomputed_bytes += saved_bytes
-        self.wait_for(saved_bytes)
-
     def count_again(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
         if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
             return
         self.wait_for(nbytes := held_bytes(tensor, self._device))
         with self.lock:
+            self._stats.recomputed_bytes += 0 if self.memory_of(tensor.untyped_storage()) else nbytes
             self._recomputed.append(self.count(tensor.untyped_storage(), nbytes))
             self.count_until_free(tensor.untyped_storage())
 

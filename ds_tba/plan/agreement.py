@@ -120,7 +120,6 @@ class Offer:
     resources: Resources
     write_limit_bytes: float
     room_bytes: float
-    non_recomputable: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +130,17 @@ class Wish:
         trace: as recorded; as long as one of its steps with everything kept, with the rates of now.
         limits: of the plan, if this rank were alone.
         room_bytes: for activations, on its device.
-        non_recomputable: paths of the blocks that it cannot recompute.
     """
 
     trace: Trace
     limits: Limits
     room_bytes: float = math.inf
-    non_recomputable: frozenset[str] = frozenset()
 
     @property
     def offer(self) -> Offer:
         """Return what the other ranks need to know."""
         trace, write_limit_bytes = self.trace, self.limits.write_limit_bytes_per_step
-        return Offer(trace.saved_bytes, trace.resources, write_limit_bytes, self.room_bytes, self.non_recomputable)
+        return Offer(trace.saved_bytes, trace.resources, write_limit_bytes, self.room_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +244,7 @@ class Planning:
 def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
     """Return a plan within the limits, and within the device's memory whatever they are; or why there is none."""
     try:
-        trace = _for_all(wish, offers)
+        trace = replace(wish.trace, resources=slowest([offer.resources for offer in offers]))
         room_bytes = min(offer.room_bytes for offer in offers)
         # The drives of another machine may be more worn than the leader's.
         limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
@@ -265,14 +262,4 @@ def _recompute_advice(found: PlanInForce) -> str:
         return '"recompute": true, '
     if all(block.is_recomputable for block in found.trace.blocks):
         return ""
-    return "blocks that can be recomputed (the log and blocks_left_out in the report say why some cannot), "
-
-
-def _for_all(wish: Wish, offers: Sequence[Offer]) -> Trace:
-    """Return the leader's trace on the slowest machine, with what every rank can recompute."""
-    non_recomputable = frozenset[str]().union(*(offer.non_recomputable for offer in offers))
-    blocks = tuple(
-        replace(block, is_recomputable=block.is_recomputable and block.module not in non_recomputable)
-        for block in wish.trace.blocks
-    )
-    return replace(wish.trace, resources=slowest([offer.resources for offer in offers]), blocks=blocks)
+    return "blocks that are neither checkpointed nor compiled as a whole, so that they can be recomputed, "

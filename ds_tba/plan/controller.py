@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,7 @@ from ds_tba.plan.policy import ByPlan, PlanInForce
 from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Trace
-from ds_tba.recompute.blocks import Blocks
+from ds_tba.recompute.checkpoint import Blocks
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
 from ds_tba.storage.base import Always, Policy
@@ -84,10 +84,7 @@ class Controller:
         is_synchronous = machine.rates.is_synchronous
         self._scene = Scene(cache, machine.clock, watched.running, machine.memory, is_synchronous)
         self._blocks = watched.blocks
-        # A rank that deviates from a plan must not leave others waiting in backward: under ZeRO-3 a recomputation
-        # gathers parameters, which takes all ranks.
-        is_sharded = any(hasattr(one, "ds_id") for one in watched.model.parameters())
-        self._is_strict = self._agreement.size > 1 and is_sharded
+        self._chooses_blocks = machine.config.recompute is True
         self._recording: Recording | None = None
         self._trace: Trace | None = None  # recorded, or that of the plan in force
         self._steps = 0
@@ -116,7 +113,7 @@ class Controller:
         if not torch.is_grad_enabled():
             yield
             return
-        self._cache.end_recomputations()  # of a backward that raised, or of another micro-batch
+        self._blocks.end_backward()  # one that raised, or of another micro-batch
         continues = self._step is not None and self._cache.expects_forward
         if not continues:
             self._begin()
@@ -126,17 +123,9 @@ class Controller:
         is_recorded = recorder is not None
         with (
             self._cache.saving(self._policy, around, lead, continues=continues, is_recorded=is_recorded),
-            self._passes(recorder),
+            self._blocks.forward(recorder if self._chooses_blocks else None),
         ):
             yield
-
-    def _passes(self, recorder: Recorder | None) -> AbstractContextManager[None]:
-        """Have a recorder told of all passes, else the plan's policy of those through blocks that it recomputes."""
-        if recorder is not None:
-            return self._blocks.listening(recorder)
-        if isinstance(self._policy, ByPlan) and self.in_force is not None and self.in_force.watched:
-            return self._blocks.listening(self._policy, self.in_force.watched)
-        return nullcontext()
 
     def after_forward(self) -> ForwardHooks | None:
         """See :meth:`TensorCache.after_forward`: to a plan it is a part of the forward, behind its last block."""
@@ -161,8 +150,8 @@ class Controller:
         """Note that backward is over."""
         if self._recording is not None:
             self._recording.end_micro_step()
-        self._cache.end_recomputations()
         self._cache.end_micro_step()
+        self._blocks.end_backward()
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped. A collective in some steps, the same ones on all ranks."""
@@ -201,7 +190,7 @@ class Controller:
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
         if plan is not None and not (is_recorded and plan.recomputes):
-            self._policy = ByPlan(plan, self._stores, self._step.mismatch, is_strict=self._is_strict)
+            self._policy = ByPlan(plan, self._stores, self._step.mismatch)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
@@ -301,15 +290,15 @@ class Controller:
         """Return this rank's part in the next plan; None where nothing was recorded."""
         if self._trace is None:
             return None
-        if self._agreement.rank == 0:
-            self._blocks.warn_left_out()
         machine = self._machine
         trace = replace(self.feedback.corrected(self._trace), resources=machine.rates.resources())
         limits = replace(machine.limits(trace.step_s), movable_share=self.feedback.share)
-        return Wish(trace, limits, machine.room_bytes(), frozenset(self._blocks.left_out()))
+        return Wish(trace, limits, machine.room_bytes())
 
     def _follow(self, found: PlanInForce) -> None:
         is_new = not found.is_same_as(self.in_force)  # on every rank alike
+        if self._chooses_blocks:
+            self._blocks.chosen = found.recomputed
         self._trace, self.in_force = found.trace, found
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
@@ -341,5 +330,4 @@ class Controller:
         return {
             "plans": self.plans,
             "plan": plan and {"reason": self._reason, "measured_step_s": measured_s, **plan.summary()},
-            "blocks_left_out": [{"path": path, "reason": why} for path, why in self._blocks.left_out().items()],
         }

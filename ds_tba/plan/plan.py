@@ -52,7 +52,7 @@ class Limits:
             config.activation_budget_bytes,
             config.host_budget_bytes or 0,
             write_limit_bytes_per_step,
-            config.recompute,
+            config.recompute is True,
             config.rematerialize_enabled,
         )
 

@@ -6,15 +6,12 @@ planned one: it counts how they differ, and ``feedback.py`` judges.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass
 
-import torch
-
 from ds_tba.config import Placement
-from ds_tba.errors import IncompatibleError
 from ds_tba.plan.plan import Limits, Plan
-from ds_tba.plan.trace import Scopes, Trace
+from ds_tba.plan.trace import Trace
 from ds_tba.storage.base import AnyStore, Choice
 from ds_tba.wear import DAY_S, TERABYTE, life_days
 
@@ -28,37 +25,28 @@ class PlanInForce:
     """A plan with the trace and the limits that it was made for.
 
     Attributes:
-        watched: paths of the blocks of which any pass is recomputed.
-        passes: numbers of the passes through these, in order.
-        expected: storages that are saved, in order: before the first of these passes, in it, before the next, ...
-        dropped_bytes: for each pass through a block the bytes that are not saved if the pass is recomputed.
+        recomputed: paths of the blocks that run again.
+        expected: storages that the policy is asked about, in order.
         moved_share: fraction of the movable bytes that goes to NVMe or to the host.
     """
 
     plan: Plan
     trace: Trace
     limits: Limits
-    watched: frozenset[str]
-    passes: tuple[int, ...]
-    expected: Scopes
-    dropped_bytes: tuple[int, ...]
+    recomputed: frozenset[str]
+    expected: tuple[int, ...]
     moved_share: float
 
     @classmethod
     def of(cls, plan: Plan, trace: Trace, limits: Limits) -> PlanInForce:
         """Return a plan for ``trace``."""
-        recomputed = [block for block, again in zip(trace.blocks, plan.recomputed_blocks, strict=True) if again]
-        watched = frozenset(block.module for block in recomputed)
-        passes = tuple(number for number, block in enumerate(trace.blocks) if block.module in watched)
-        dropped, moved_bytes = [0] * len(trace.blocks), 0
-        for storage, placement in zip(trace.storages, plan.placements, strict=True):
-            if placement is Placement.RECOMPUTE:
-                dropped[storage.blocks[0]] += storage.nbytes
-            elif placement in (Placement.NVME, Placement.HOST):
-                moved_bytes += storage.nbytes
+        blocks = zip(trace.blocks, plan.recomputed_blocks, strict=True)
+        recomputed = frozenset(block.module for block, again in blocks if again)
+        moved = (Placement.NVME, Placement.HOST)
+        placed = zip(trace.storages, plan.placements, strict=True)
+        moved_bytes = sum(storage.nbytes for storage, place in placed if place in moved)
         moved_share = moved_bytes / max(1, trace.movable_bytes)
-        expected = _expected(plan, trace, passes)
-        return cls(plan, trace, limits, watched, passes, expected, tuple(dropped), moved_share)
+        return cls(plan, trace, limits, recomputed, _expected(trace, recomputed), moved_share)
 
     def is_same_as(self, other: PlanInForce | None) -> bool:
         """Return whether both place every storage alike, and recompute the same blocks."""
@@ -66,7 +54,7 @@ class PlanInForce:
             return False
         mine, theirs = (
             # With the bytes: the same placements of larger storages have other limits, and are told again.
-            (one.trace.scopes, one.trace.saved_bytes, one.plan.placements, one.plan.recomputed_blocks)
+            (one.trace.saved_bytes, one.plan.placements, one.plan.recomputed_blocks)
             for one in (self, other)
         )
         return mine == theirs
@@ -82,7 +70,7 @@ class PlanInForce:
     @property
     def recomputes(self) -> bool:
         """True if any block is recomputed."""
-        return any(self.plan.recomputed_blocks)
+        return bool(self.recomputed)
 
     @property
     def computed_s(self) -> float:
@@ -140,19 +128,20 @@ class PlanInForce:
         }
 
 
-def _expected(plan: Plan, trace: Trace, passes: Sequence[int]) -> Scopes:
-    """Return what is saved before, in and behind each of these passes, where the plan is followed."""
-    found: list[tuple[int, ...]] = []
-    before: dict[int, None] = {}
-    of_pass = {2 * number + 1: number for number in passes}
-    for number, members in enumerate(trace.scopes):
-        if number not in of_pass:
-            before |= dict.fromkeys(members)
-            continue
-        is_recomputed = plan.recomputed_blocks[of_pass[number]]
-        found += [tuple(before), trace.blocks[of_pass[number]].inputs if is_recomputed else members]
-        before = {}
-    return (*found, tuple(before))
+def _expected(trace: Trace, recomputed: frozenset[str]) -> tuple[int, ...]:
+    """Return what is saved, in order, where these blocks run under a checkpoint, which saves their inputs alone."""
+    blocks = trace.blocks
+    again = {number for number, block in enumerate(blocks) if block.module in recomputed}
+    first_s = {index: blocks[n].forward_start_s for n in sorted(again, reverse=True) for index in blocks[n].inputs}
+    for index, storage in enumerate(trace.storages):
+        saved_s = storage.pack_s
+        for number in storage.blocks:
+            if number not in again:
+                first_s[index] = min(saved_s, first_s.get(index, saved_s))
+                break
+            saved_s = blocks[number].forward_end_s
+    asked = (index for index in first_s if trace.storages[index].is_asked)
+    return tuple(sorted(asked, key=lambda index: (first_s[index], index)))
 
 
 @dataclass(slots=True)
@@ -178,112 +167,55 @@ class ByPlan:
     """Follows a plan for one micro-step.
 
     Storages that the plan does not know are rematerialized where that can be, as it takes no room; else they go where
-    there is room without waiting. The saves are matched in order, from one recomputed pass to the next.
+    there is room without waiting.
 
     Args:
         in_force: the plan.
         stores: the store of each tier.
         mismatch: of the step; this micro-step's is added to it.
-        is_strict: another pass than planned ends the run.
     """
 
-    def __init__(
-        self,
-        in_force: PlanInForce,
-        stores: Mapping[Placement, AnyStore],
-        mismatch: PlanMismatch,
-        *,
-        is_strict: bool = False,
-    ) -> None:
+    def __init__(self, in_force: PlanInForce, stores: Mapping[Placement, AnyStore], mismatch: PlanMismatch) -> None:
         self.mismatch = mismatch
-        self._is_strict = is_strict
         self.prefetch_distance = in_force.plan.prefetch_distance
-        self._plan = in_force
         self._storages = in_force.trace.storages
+        self._placements = in_force.plan.placements
+        self._expected = in_force.expected
         # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
         self._stores = {place: tuple({one: stores[one] for one in (place, *stores)}.values()) for place in stores}
         self._all_stores = tuple(stores.values())
         self._unknown = Choice(self._all_stores, False, "plan", rematerialize=True)
-        self._kept = Choice((), False, "plan")
-        self._depth = 0
+        self._chosen: dict[Hashable, Choice] = {}
         self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
-        self._begin_part(0)
 
-    def _begin_part(self, number: int) -> None:
-        self._part, expected = number, self._plan.expected
-        self._expected = expected[number] if number < len(expected) else ()
-        self._position = 0  # how many of the expected were saved
-        self._seen: set[Hashable] = set()
+    def choose(self, key: Hashable, nbytes: int) -> Choice:
+        """Return the plan's choice for the storage that comes next; one that is saved again has the same."""
+        choice = self._chosen.get(key)
+        if choice is None:  # counted again, it would shift all that comes after it by one place
+            choice = self._chosen[key] = self._next(len(self._chosen), nbytes)
+        return choice
 
-    def _end_part(self) -> None:
-        missed = [self._storages[index] for index in self._expected[self._position :]]
+    def _next(self, position: int, nbytes: int) -> Choice:
+        if position >= len(self._expected):
+            self.mismatch.unknown_saves += 1
+            return self._unknown
+        index = self._expected[position]
+        planned_bytes, placement = self._storages[index].nbytes, self._placements[index]
+        self.mismatch.drift_bytes += abs(nbytes - planned_bytes)
+        self._saved_bytes, self._planned_bytes = self._saved_bytes + nbytes, self._planned_bytes + planned_bytes
+        if placement is Placement.KEEP:
+            return Choice((), False, "plan")
+        if placement is Placement.REMATERIALIZE:
+            return Choice(self._all_stores, True, "plan", rematerialize=True)
+        return Choice(self._stores[placement], True)
+
+    def end(self) -> None:
+        """End the micro-step."""
+        missed = [self._storages[index] for index in self._expected[len(self._chosen) :]]
         # Not every save of a storage that may not be offloaded is asked about here.
         missed_bytes = sum(one.nbytes for one in missed if one.is_movable)
         self.mismatch.missed_bytes += missed_bytes
         self.mismatch.drift_bytes += missed_bytes
-        self._begin_part(self._part + 1)
-
-    def enter(self, path: str, _inputs: Sequence[torch.Tensor] = (), obstacle: str = "") -> int | None:
-        """Begin a pass through a watched block; see :class:`ds_tba.recompute.blocks.PassListener`.
-
-        Raises:
-            IncompatibleError: the plan has another pass here, or one to be recomputed, and is to be kept to.
-        """
-        self._depth += 1
-        if self._depth > 1:  # a part of the pass around it: as one of its own it would shift all that come after
-            return None
-        self._end_part()
-        at, plan = self._part // 2, self._plan
-        number = plan.passes[at] if at < len(plan.passes) else None
-        # Another block than planned: recomputed in its place, it would drop what the plan keeps for other passes.
-        if number is not None and plan.trace.blocks[number].module == path:
-            if not plan.plan.recomputed_blocks[number]:
-                return None
-            if not obstacle:
-                return plan.dropped_bytes[number]
-        self.mismatch.unknown_saves += 1
-        if self._is_strict:
-            raise IncompatibleError(
-                f"the block {path!r} does not do here what the plan of all ranks says "
-                f"({obstacle or 'it comes at another place'}), and the others would wait for this rank in backward: "
-                'set "recompute": false.'
-            )
-        return None
-
-    def leave(self, _obstacle: str = "") -> None:
-        """End the pass."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._end_part()
-
-    def end(self) -> None:
-        """End the micro-step."""
-        while self._part < len(self._plan.expected):  # what later passes would have saved is missed, too
-            self._end_part()
         growth = self._saved_bytes / max(1, self._planned_bytes) - 1
         # The micro-step that grew most counts: a smaller one after it must not hide it.
         self.mismatch.growth = max(self.mismatch.growth, growth)
-
-    def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """Return the plan's choice for the storage that comes next."""
-        if key in self._seen:  # counted again, it would shift all that comes after it by one place
-            return self._kept
-        self._seen.add(key)
-        if self._position >= len(self._expected):
-            self.mismatch.unknown_saves += 1
-            return self._unknown
-        index = self._expected[self._position]
-        self._position += 1
-        planned_bytes = self._storages[index].nbytes
-        self.mismatch.drift_bytes += abs(nbytes - planned_bytes)
-        self._saved_bytes, self._planned_bytes = self._saved_bytes + nbytes, self._planned_bytes + planned_bytes
-        placement = self._plan.plan.placements[index]
-        if placement is Placement.KEEP:
-            return self._kept
-        if placement is Placement.REMATERIALIZE:
-            return Choice(self._all_stores, True, "plan", rematerialize=True)
-        stores = self._stores.get(placement)
-        if stores is None:  # it was to be recomputed with a block that is not
-            self.mismatch.unknown_saves += 1
-            return self._unknown
-        return Choice(stores, True)

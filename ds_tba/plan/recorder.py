@@ -6,8 +6,8 @@ It cannot see what saves outside of the hooks, nor which of two micro-steps is t
 pauses counts: the trace shows the micro-step as if nothing had been moved, however long moving took. So a micro-step
 may be recorded while everything goes to NVMe, which is the safe thing to do before the model's size is known.
 
-[Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per scope
-here, which may not be moved: their bytes count, and go with a block that is recomputed.
+[Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per
+pass here, which may not be moved: their bytes count, and go with a block that is recomputed.
 
 [Note: Excluded by name] The bytes of a storage that a module keeps stay in memory, also where another module that has
 saved it would let them leave: moving them, or making them again, frees nothing.
@@ -48,7 +48,6 @@ from ds_tba.core.saved import (
     SavedView,
     StorageKey,
 )
-from ds_tba.core.tensors import Stamp, has_plain_storage, stamp_of
 from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
@@ -79,6 +78,7 @@ class _Storage:
     packed: int
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
+    is_asked: bool = True
     is_excluded: bool = False  # a module has saved it that may not let it leave, whoever else has
     origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
@@ -89,24 +89,13 @@ class _Storage:
 
 
 @dataclass(slots=True)
-class _Scope:
-    """See [Note: Scopes] in ``ds_tba/plan/trace.py``."""
+class _Pass:
+    """A pass through a block; moments are numbers of pauses."""
 
-    number: int
+    module: str
     entered: int
-    module: str = ""
+    inputs: list[int]
     left: int = 0
-    inputs: list[int] = field(default_factory=list)
-    members: dict[int, None] = field(default_factory=dict)  # in order
-    small: int = _NOTHING
-    is_recomputable: bool = True
-    given: frozenset[Stamp] = frozenset()  # storages of all inputs
-    has_saved: bool = False  # anything else
-
-    @property
-    def pass_number(self) -> int:
-        """Return the number of the pass; OUTSIDE between passes."""
-        return self.number // 2 if self.number % 2 else OUTSIDE
 
 
 @dataclass(slots=True)
@@ -116,14 +105,14 @@ class MicroStepRecord:
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
         forwards: the numbers of the next pause and the next storage when each forward began.
-        uses: pause and scope of each unpack.
+        uses: pause of each unpack, and the pass that saved it.
         ended: mark of the end of backward.
     """
 
     clock: Clock
     pauses: list[tuple[object, object]] = field(default_factory=list)
     storages: list[_Storage] = field(default_factory=list)
-    scopes: list[_Scope] = field(default_factory=list)
+    passes: list[_Pass] = field(default_factory=list)
     forwards: list[tuple[int, int]] = field(default_factory=list)
     uses: list[tuple[int, int]] = field(default_factory=list)
     ended: object = None
@@ -161,17 +150,16 @@ class MicroStepRecord:
         spans: dict[int, tuple[int, int]] = {}
         for place, (_, number) in enumerate(self.uses):
             spans[number] = (spans.get(number, (place,))[0], place)
-        blocks = [self._block(scope, spans.get(scope.number), times) for scope in self.scopes if scope.number % 2]
+        blocks = [self._block(one, spans.get(number), times) for number, one in enumerate(self.passes)]
         storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
         is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
         forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
-        scopes = tuple(tuple(scope.members) for scope in self.scopes)
-        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards, scopes)
+        return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards)
 
     def _times(self) -> list[float]:
         """Return the begin of each pause on the trace's clock, and the end of the micro-step as the last."""
-        # The first pause opens the first scope: there the clock starts.
+        # The first pause is at the begin of forward: there the clock starts.
         last, at_s, times = self.pauses[0][0], 0.0, []
         for before, after in (*self.pauses, (self.ended, None)):
             at_s += max(0.0, self.clock.elapsed_s(last, before))
@@ -179,9 +167,9 @@ class MicroStepRecord:
             last = after
         return times
 
-    def _block(self, scope: _Scope, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
+    def _block(self, found: _Pass, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
         """Return a pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
-        left_s, started_s, ended_s = times[scope.left], times[-1], times[-1]
+        left_s, started_s, ended_s = times[found.left], times[-1], times[-1]
         if span is not None:
             first, last = span
             started_s = max(left_s, times[self.uses[first][0]])
@@ -189,9 +177,10 @@ class MicroStepRecord:
             after += [pause for pause, _ in self.forwards if pause > self.uses[last][0]][:1]
             if after:
                 ended_s = max(started_s, times[min(after)])
-        inputs = tuple(dict.fromkeys(scope.inputs))
-        is_recomputable = scope.is_recomputable and span is not None
-        return BlockTrace(scope.module, times[scope.entered], left_s, started_s, ended_s, inputs, is_recomputable)
+        inputs, number = tuple(dict.fromkeys(found.inputs)), self.passes.index(found)
+        own = (at for at, one in enumerate(self.storages) if one.passes == [number] and at not in inputs)
+        frees = span is not None and next(own, None) is not None  # else the model checkpoints the block itself
+        return BlockTrace(found.module, times[found.entered], left_s, started_s, ended_s, inputs, frees)
 
     def _storage(self, index: int, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
         found = self.storages[index]
@@ -215,6 +204,7 @@ class MicroStepRecord:
             None if found.origin is None or found.is_excluded else found.origin.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
+            found.is_asked,
         )
 
 
@@ -234,14 +224,14 @@ def _before(times: list[float], moment: int | None) -> float:
 class Recorded:
     """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
-    __slots__ = ("__weakref__", "held", "index", "scope")
+    __slots__ = ("__weakref__", "held", "index", "pass_number")
 
     def __init__(
-        self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, scope: int
+        self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, pass_number: int
     ) -> None:
         self.held = held
         self.index = index
-        self.scope = scope
+        self.pass_number = pass_number
         record.ends.watch(self, (_End.FREED, index))
 
 
@@ -292,44 +282,48 @@ class Recorder:
         self._clock = scene.clock
         self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
         self._small: dict[CountedMemory, int] = {}
+        self._small_index = _NOTHING  # of the small tensors of this pass, or since the last one
+        self._pass_number = OUTSIDE
         self._depth = 0
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return the hooks that record what those of the cache do, for a forward that begins."""
         self._hooks = hooks
         record = self.record
-        if not record.scopes:
+        if not record.forwards:
             with self._pause():
-                self._open_scope("")
-        else:  # one more forward of the same micro-step: small tensors of two forwards do not live equally long
-            record.scopes[-1].small = _NOTHING
+                pass
+        self._small_index = _NOTHING  # small tensors of two forwards of one micro-step do not live equally long
         record.forwards.append((len(record.pauses), len(record.storages)))
         return self.pack, self.unpack
 
-    def enter(self, path: str, inputs: Sequence[torch.Tensor], obstacle: str = "") -> None:
-        """Begin a pass through a block; see :class:`ds_tba.recompute.blocks.PassListener`."""
+    def enter(self, path: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Begin a pass through a block; see :class:`ds_tba.recompute.checkpoint.PassListener`."""
         self._depth += 1
-        if self._depth == 1:
-            with self._pause():
-                self._open_pass(path, inputs, is_recomputable=not obstacle)
+        if self._depth > 1:
+            return
+        with self._pause():
+            found: list[int] = []
+            for tensor in inputs:
+                why = self._scene.saver.eligibility_of(tensor)
+                if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
+                    found.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
+            self._pass_number, self._small_index = len(self.record.passes), _NOTHING
+            self.record.passes.append(_Pass(path, len(self.record.pauses), found))
 
-    def leave(self, obstacle: str = "") -> bool:
-        """End the pass; return whether it saved anything but its inputs and parameters."""
-        scope = self.record.scopes[-1]
-        scope.is_recomputable = scope.is_recomputable and not obstacle
-        has_saved = scope.has_saved
+    def leave(self) -> None:
+        """End the pass."""
         self._depth -= 1
         if self._depth == 0:
             with self._pause():
-                self._open_scope("")
-        return has_saved
+                self.record.passes[-1].left = len(self.record.pauses)
+                self._pass_number, self._small_index = OUTSIDE, _NOTHING
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
         with self._pause():
             held = self._hooks[0](tensor)
             self._sample_memory()
-            scope = self.record.scopes[-1]
-            return Recorded(self.record, held, self._saved(held, tensor, scope), scope.number)
+            return Recorded(self.record, held, self._saved(held, tensor), self._pass_number)
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         record = self.record
@@ -338,7 +332,7 @@ class Recorder:
         with self._pause():
             tensor = self._hooks[1](recorded.held)
             now = len(record.pauses)
-            record.uses.append((now, recorded.scope))
+            record.uses.append((now, recorded.pass_number))
             self._sample_memory()
             if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
                 record.storages[recorded.index].unpacked = now
@@ -365,36 +359,19 @@ class Recorder:
         self.record.ends.act()
         self.record.pauses.append((before, self._clock.mark()))
 
-    def _open_scope(self, module: str) -> _Scope:
-        scopes, now = self.record.scopes, len(self.record.pauses)
-        if scopes:
-            scopes[-1].left = now
-        scopes.append(_Scope(len(scopes), now, module))
-        return scopes[-1]
-
-    def _open_pass(self, module: str, inputs: Sequence[torch.Tensor], *, is_recomputable: bool) -> None:
-        scope = self._open_scope(module)
-        scope.is_recomputable = is_recomputable
-        scope.given = frozenset(stamp_of(one.untyped_storage()) for one in inputs if has_plain_storage(one))
-        for tensor in inputs:
-            why = self._scene.saver.eligibility_of(tensor)
-            if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
-                scope.inputs.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
-
-    def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor, scope: _Scope) -> int:
+    def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor) -> int:
         """Return the index of the storage behind a saved tensor."""
         if isinstance(held, PassedThrough):
             return _NOTHING
-        if not scope.has_saved:
-            scope.has_saved = not has_plain_storage(tensor) or stamp_of(tensor.untyped_storage()) not in scope.given
         if isinstance(held, SavedExcluded):
             index = self._index_of(StorageKey.of(tensor), False)
-            self.record.storages[index].is_excluded = True
+            storage = self.record.storages[index]
+            storage.is_excluded, storage.is_asked = True, storage.is_asked and bool(storage.passes)
         elif isinstance(held, SavedCounted):
-            index = self._index_of_small(held, scope)
+            index = self._index_of_small(held)
         else:
             index = self._index_of(held.record.key, True)  # else there were no view of it
-            scope.members[index] = None
+            self.record.storages[index].is_asked = True
             origin = held.record.origin
             if origin is not None and self.record.storages[index].origin is None:
                 found = {self._by_key.get(key, _NOTHING) for key in origin.sources} - {_NOTHING}
@@ -405,8 +382,8 @@ class Recorder:
         if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
             storage.left = None
             setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
-        if scope.pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
-            storage.passes.append(scope.pass_number)
+        if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
+            storage.passes.append(self._pass_number)
         return index
 
     def _index_of(self, key: StorageKey, is_movable: bool) -> int:
@@ -414,15 +391,16 @@ class Recorder:
             self._by_key[key] = self._add(key.nbytes, is_movable)
         return self._by_key[key]
 
-    def _index_of_small(self, held: SavedCounted, scope: _Scope) -> int:  # see [Note: Small tensors]
+    def _index_of_small(self, held: SavedCounted) -> int:  # see [Note: Small tensors]
         index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once
         if index is not None:
             return index
-        if scope.small == _NOTHING:
-            scope.small = self._add(0, False)
-        self._small[held.memory] = scope.small
-        self.record.storages[scope.small].nbytes += max(1, held.nbytes)
-        return scope.small
+        if self._small_index == _NOTHING:
+            self._small_index = self._add(0, False)
+            self.record.storages[self._small_index].is_asked = False
+        self._small[held.memory] = self._small_index
+        self.record.storages[self._small_index].nbytes += max(1, held.nbytes)
+        return self._small_index
 
     def _add(self, nbytes: int, is_movable: bool) -> int:
         storages, now = self.record.storages, len(self.record.pauses)

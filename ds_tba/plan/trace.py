@@ -11,11 +11,6 @@ readers.
 [Note: Sources] Some storages are the output of an operation whose inputs are saved, too, so that the operation alone
 can make them again: ``StorageTrace.sources`` are those inputs, all of them packed earlier. Small tensors and parameters
 that the operation needs are not among them.
-
-[Note: Scopes] In another micro-step of the same model storages are known by the order in which they are first saved. A
-micro-step is recorded in scopes, cut where passes through blocks begin and end, so that pass ``n`` is scope ``2 * n +
-1``. A plan is followed in order from one recomputed pass to the next: such a pass saves its inputs only, and shifts
-nobody else's place. Where nothing may be recomputed, blocks are not looked at, and there is one scope.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import TypeVar
 
 FORMAT = 1
-Scopes = tuple[tuple[int, ...], ...]  # the storages of each scope, in order
 OUTSIDE = -1
 
 
@@ -48,6 +42,7 @@ class StorageTrace:
         sources: indices of storages, each smaller than its own; see [Note: Sources].
         is_used: False where backward never asked for it: a loss that is kept with its graph, say. Once moved, it need
             not come back.
+        is_asked: the policy is asked where it goes; not about small ones.
     """
 
     nbytes: int
@@ -61,6 +56,7 @@ class StorageTrace:
     rematerialize_s: float | None = None
     sources: tuple[int, ...] = ()
     is_used: bool = True
+    is_asked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +149,6 @@ class Trace:
         micro_steps: of one step.
         forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
             forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/prefetch.py``.
-        scopes: see [Note: Scopes]; not in JSON, as only who follows a plan needs them.
     """
 
     storages: tuple[StorageTrace, ...]
@@ -163,7 +158,6 @@ class Trace:
     optimizer_s: float = 0.0
     micro_steps: int = 1
     forwards: tuple[int, ...] = ()
-    scopes: Scopes = ()
 
     @property
     def step_s(self) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.estimate_models import ALL
 
-from ds_tba.cli.plan.dry_run import Passes, PeakMeter, dry_run
+from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig
@@ -22,7 +22,8 @@ from ds_tba.errors import ConfigError, ModelError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources, Trace
-from ds_tba.recompute.blocks import Blocks, find_blocks
+from ds_tba.recompute.blocks import find_blocks
+from ds_tba.recompute.checkpoint import Blocks
 from ds_tba.remat.where import RunningModule
 
 BATCH, SEQUENCE = 4, 96
@@ -87,7 +88,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     recorder = Recorder(Scene(cache, NoClock(), running))
     with (
         cache.saving(around=recorder.around),
-        Blocks(find_blocks(model, None), cache).listening(Passes(recorder, ())),
+        Blocks(find_blocks(model, None), cache).forward(recorder),
     ):
         output = forward()
     loss_of(output).backward()

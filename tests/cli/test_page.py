@@ -44,7 +44,6 @@ def report(**changed: Any) -> dict[str, Any]:
         fallbacks=3, write_bytes_per_s=4e9, read_bytes_per_s=5e9, stall_s=1.0, kept_bytes_by_reason={"small": 60 * GIB},
         fallbacks_by_reason={"staging full": 3}, bandwidth=[{**start, "write_alone_bytes_per_s": 2e9}],
         bandwidth_at_start=[start], wear=[wear], plan=plan, plans=1,
-        blocks_left_out=[{"path": "model.layers.0", "reason": "fills a cache"}],
     )  # fmt: skip
     return {**found.to_dict(), "holders": [holder], "timeline_path": "/elsewhere/step.json", **changed}
 
@@ -135,7 +134,6 @@ def test_names_of_files_and_modules_are_text(tmp_path: Path) -> None:
         state=HOSTILE, backend=HOSTILE, paths=[HOSTILE], integrity=HOSTILE, placement=HOSTILE,
         holders=[{"module": HOSTILE, "op": HOSTILE, "saved_bytes": 5, "resident_bytes": 5}],
         kept_bytes_by_reason={HOSTILE: 5}, fallbacks_by_reason={HOSTILE: 5},
-        blocks_left_out=[{"path": HOSTILE, "reason": HOSTILE}],
         wear=[{**report()["wear"][0], "path": HOSTILE, "device": HOSTILE, "model": HOSTILE}],
         bandwidth=[{"path": HOSTILE}], plan={"planner": HOSTILE, "bytes": {HOSTILE: 5}},
     )  # fmt: skip
@@ -167,7 +165,7 @@ def test_several_reports_are_compared(tmp_path: Path) -> None:
 
 def test_long_lists_and_names_are_cut(tmp_path: Path) -> None:
     holders = [{"module": "m" * 5000, "op": "o", "saved_bytes": GIB} for _ in range(5000)]
-    text = page(tmp_path, report(holders=holders, blocks_left_out=[{"path": "b" * 5000, "reason": "r" * 5000}] * 5000))
+    text = page(tmp_path, report(holders=holders))
     assert len(text) < 20_000 and row(text, "4990 more")[3] == "4990.00 GiB"
 
 
@@ -200,7 +198,6 @@ def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, cli: Cli
         plan={"reason": ""},
         wear=[{**report()["wear"][0], "newer": 1}],
         holders=[{"module": "mlp", "op": "Mul", "newer": 1}],
-        blocks_left_out=[{}],
         newer=[],
     )
     (tmp_path / "report.json").write_text(json.dumps(bare))

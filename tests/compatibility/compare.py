@@ -48,17 +48,11 @@ class Compared:
     def rematerialized_bytes(self) -> int:
         return sum(report["rematerialized_bytes"] for report in self.reports)
 
-    @property
-    def left_out(self) -> list[str]:
-        """Why blocks are not recomputed, a reason for each block."""
-        return [block["reason"] for block in self.reports[0]["blocks_left_out"]]
-
     def __str__(self) -> str:
         recomputed = f", {self.recomputed_bytes / MIB:.1f} MiB recomputed" if self.recomputed_bytes else ""
         again = f", {self.rematerialized_bytes / MIB:.1f} MiB rematerialized" if self.rematerialized_bytes else ""
-        left_out = f"; {len(self.left_out)} blocks are not recomputed: {self.left_out[0]}" if self.left_out else ""
         steps = self.reports[0]["steps"]
-        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{again}{recomputed} in {steps} steps{left_out}"
+        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{again}{recomputed} in {steps} steps"
 
 
 def row(section: str, name: str, *values: Any, decides: bool = False, marks: Iterable[Any] = ()) -> Any:

@@ -155,5 +155,5 @@ def test_a_block_with_state_ends_the_run_with_an_error_that_names_it(
     config = runs.with_block(runs.plain_config(stage), tmp_path, **RECOMPUTE)
     with pytest.raises(forked.ProgramFailed) as failed:
         forked.run(train_each, config, tmp_path, ranks=ranks, kinds=[kind])
-    assert "RecomputationError: the forward of the block 'blocks.2'" in str(failed.value)
-    assert 'naming the others in "blocks"' in str(failed.value)
+    assert "RecomputationError: the output of the block 'blocks.2' differs" in str(failed.value)
+    assert 'naming the others in "recompute"' in str(failed.value)

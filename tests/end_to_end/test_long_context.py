@@ -53,7 +53,7 @@ def test_blocks_may_be_recomputed(tmp_path: Path) -> None:
     recomputed, _ = long_context(tmp_path, "--recompute", "--budget_mib", "64")
     assert is_equal(recomputed, plain)
     # both layers may be; what a plan does with that is a matter of the drive
-    assert recomputed["report"]["plan"]["blocks"] == 2 and recomputed["report"]["blocks_left_out"] == []
+    assert recomputed["report"]["plan"]["blocks"] == 2
 
 
 @pytest.mark.parametrize("counted", [None, 5000], ids=["by itself", "by the Trainer"])

@@ -337,7 +337,7 @@ def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
     ours, offloader = trained(make, FIRST_PLAN)
     with monkeypatch.context() as patched:
         patched.setattr("ds_tba.plan.feedback.Feedback.decide", lambda *_: Action.PLAN)
-        patched.setattr("ds_tba.recompute.blocks.Blocks.left_out", no_descriptors)
+        patched.setattr("ds_tba.plan.rates.Machine.limits", no_descriptors)
         patched.setattr("ds_tba.plan.rates.Rates.measure", no_descriptors)
         patched.setattr("ds_tba.plan.rates.Rates.may_measure", lambda _: True)
         steps(ours, offloader, [ROWS] * 2)
@@ -357,7 +357,7 @@ def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
     feedback = controller_of(offloader).feedback
     kept_s = feedback.kept_s
     with monkeypatch.context() as patched:
-        patched.setattr("ds_tba.recompute.blocks.Blocks.left_out", no_descriptors)
+        patched.setattr("ds_tba.plan.rates.Machine.limits", no_descriptors)
         steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
     assert offloader.report().plans == 1 and feedback.kept_s == kept_s
     with monkeypatch.context() as patched:

@@ -24,7 +24,7 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.recorder import Recording
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.trace import Scopes, Trace
+from ds_tba.plan.trace import Trace
 
 FORWARDS = 4
 STEPS = 8
@@ -121,7 +121,7 @@ def test_a_step_that_raised_is_not_recorded_and_the_next_ones_are_exact(
 ) -> None:
     recorded, sizes = Recording.recorded, list[set[int]]()
 
-    def watched(recording: Recording, *args: Any) -> tuple[Trace, Scopes]:
+    def watched(recording: Recording, *args: Any) -> Trace:
         sizes.append({len(record.storages) for record in recording._done})
         return recorded(recording, *args)
 

@@ -59,12 +59,12 @@ def made(planner: Planner, wish: Wish = WISH, agreement: Alone | None = None) ->
     return found
 
 
-def test_the_slowest_rank_counts_and_what_one_cannot_recompute_nobody_does() -> None:
+def test_the_slowest_rank_counts() -> None:
     planner = Seeing("recompute")
     slow = replace(resources(), compute_s_per_byte=5e-9, staging_bytes=1000)
-    found = made(planner, agreement=Besides(resources=slow, non_recomputable=frozenset({"a"})))
+    found = made(planner, agreement=Besides(resources=slow))
     assert planner.traces[0].resources == found.trace.resources == slow
-    assert found.plan.recomputed_blocks == (False, True)
+    assert found.plan.recomputed_blocks == (True, True)
 
 
 def test_the_least_room_counts() -> None:

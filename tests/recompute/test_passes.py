@@ -7,7 +7,7 @@ A block of plain layers gives every bit; under the default block nothing runs tw
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,6 @@ from support import recomputed_training
 from support.recomputed_training import (
     DEPTH,
     ROWS,
-    STEPS,
     TRACKER,
     WIDTH,
     Attends,
@@ -37,18 +36,9 @@ from torch import Tensor, nn
 
 from ds_tba.errors import RecomputationError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.recompute import passes as recompute
 
 pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
 make = recomputed_training.make
-
-
-class Ragged(Plain):
-    """Nested tensors of the strided layout, whose shape a checkpoint cannot ask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(torch.nested.as_nested_tensor([x[:5], x[5:]])).relu()
-        return super().forward(x + torch.cat((h * h).unbind()))
 
 
 class Renormalizes(Plain):
@@ -247,7 +237,6 @@ PLAIN: dict[str, tuple[Make, type[Net]]] = {
     "torch's own": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32), Net),
     "dict argument": (TakesDicts, GivesDicts),
     "fork_rng": (Forks, Net),
-    "nested tensors": (Ragged, Net),
 }
 
 
@@ -277,64 +266,10 @@ def test_a_block_with_state_raises_in_its_first_recomputation(
     ours = net(block)
     offloader = make(ours, recompute=True)
     done = 0
-    with pytest.raises(RecomputationError, match=r"'layers\.2' .*\"blocks\", or set \"recompute\": false"):
+    with pytest.raises(RecomputationError, match=r"'layers\.2' .*\"recompute\", or set \"recompute\": false"):
         for _ in steps(ours, offloader):
             done += 1
     assert offloader.report().plans == 1 and done >= 1
-
-
-@pytest.fixture
-def plays_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The CPU, whose kernels then may give other bits each time, as those of a GPU."""
-    monkeypatch.setattr(recompute, "_REPEATABLE", frozenset())
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-class AddsInAnyOrder(Plain):
-    """The last bits differ from one run to the next."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y * (1 + random.random() * 1e-6)
-
-
-@pytest.mark.usefixtures("plays_a_device")
-@pytest.mark.parametrize("warn_only", [None, True])
-def test_kernels_that_give_other_bits_are_told_once_for_each_block(
-    make: Callable[..., ActivationOffloader], caplog: pytest.LogCaptureFixture, warn_only: bool | None
-) -> None:
-    if warn_only is not None:
-        torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    ours = Net(AddsInAnyOrder)
-    offloader = make(ours, recompute=True)
-    assert len(list(steps(ours, offloader))) == STEPS and offloader.report().recomputed_bytes > 0
-    told = [one.getMessage() for one in caplog.records if "returned other bytes" in one.getMessage()]
-    assert len(told) == DEPTH
-    assert all(any(f"'layers.{index}'" in one for one in told) for index in range(DEPTH))
-
-
-@pytest.mark.usefixtures("plays_a_device")
-def test_other_bits_are_an_error_where_kernels_are_deterministic(make: Callable[..., ActivationOffloader]) -> None:
-    torch.use_deterministic_algorithms(True)
-    ours = Net(AddsInAnyOrder)
-    with pytest.raises(RecomputationError, match=r"'layers\.2' returned other bytes"):
-        list(steps(ours, make(ours, recompute=True)))
-
-
-class OtherForm(Plain):
-    """An output of another shape the second time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y if torch._C._current_graph_task_id() == -1 else y.view(1, *y.shape)
-
-
-@pytest.mark.usefixtures("plays_a_device")
-def test_an_output_of_another_form_is_an_error_on_any_device(make: Callable[..., ActivationOffloader]) -> None:
-    ours = Net(OtherForm)
-    with pytest.raises(RecomputationError, match=r"'layers\.2' returned other bytes"):
-        list(steps(ours, make(ours, recompute=True)))
 
 
 def test_a_block_with_state_is_left_out_by_naming_the_others(make: Callable[..., ActivationOffloader]) -> None:
@@ -344,8 +279,8 @@ def test_a_block_with_state_is_left_out_by_naming_the_others(make: Callable[...,
         made.append(Counts() if len(made) % DEPTH == 1 else Plain())
         return made[-1]
 
-    report = check(make, block, Net, recompute=True, blocks=["layers.0", "layers.2"]).report()
-    assert report.plan is not None and report.plan["recomputed_blocks"] == 2 and report.recomputed_bytes > 0
+    report = check(make, block, Net, recompute=["layers.0", "*.2"]).report()
+    assert report.plan is not None and report.recomputed_bytes > 0
 
 
 class _ReadsTwice(torch.autograd.Function):
@@ -369,9 +304,7 @@ class ReadsTwice(Plain):
 def test_a_function_that_reads_twice_is_named(make: Callable[..., ActivationOffloader]) -> None:
     ours = Net(ReadsTwice)
     offloader = make(ours, recompute=True)
-    with pytest.raises(
-        RecomputationError, match=r"^a custom Function in the block 'layers\.2' reads ctx.saved_tensors"
-    ):
+    with pytest.raises(RecomputationError, match=r"the block 'layers\.2' in backward: .*already unpacked once"):
         list(steps(ours, offloader, 5))
     assert offloader.report().recomputed_bytes > 0
 

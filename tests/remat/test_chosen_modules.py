@@ -192,9 +192,8 @@ def test_blocks_of_which_a_part_is_excluded_are_not_recomputed(make: Any) -> Non
     ours = model()
     offloader = make(ours, recompute=True, planner=PLANNERS["recompute"], **{"except": ["layers.1.mlp"]})
     assert_same_steps(steps(ours, offloader, 6), expected)
-    left_out = offloader.report().blocks_left_out
-    assert [one for one in left_out if '"only" or "except" keeps' in str(one)] == left_out and len(left_out) == 1
-    assert "layers.1" in str(left_out) and offloader.report().recomputed_bytes > 0
+    report = offloader.report()
+    assert report.plan is not None and report.plan["blocks"] == DEPTH - 1 and report.recomputed_bytes > 0
 
 
 def test_who_runs_out_of_memory_is_told_which_pattern_keeps_most(make: Any) -> None:

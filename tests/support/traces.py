@@ -40,11 +40,13 @@ def one_block(*storages: StorageTrace, machine: Resources, inputs: tuple[int, ..
 # Two blocks. Storage 0 is saved before the first, which takes it; 1 and 2 in the first; 2 also in the second, which
 # takes it; 3 in the second; 4 behind both.
 TRACE = Trace(
-    tuple(storage(0.0, 1.0, 1.0, blocks) for blocks in ((OUTSIDE,), (0,), (0, 1), (1,), (OUTSIDE,))),
+    tuple(
+        storage(pack_s, 1.0, 1.0, blocks)
+        for pack_s, blocks in ((0.0, (OUTSIDE,)), (0.1, (0,)), (0.2, (0, 1)), (0.6, (1,)), (1.0, (OUTSIDE,)))
+    ),
     (BlockTrace("a", 0.0, 0.5, 1.0, 1.5, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 1.5, (2,))),
     resources(),
     2.0,
-    scopes=((0,), (1, 2), (), (2, 3), (4,)),
 )
 
 
@@ -189,7 +191,7 @@ def _rows(table: dict[str, list[Any]], *tuples: str) -> list[dict[str, Any]]:
 def simulate(trace: Trace, plan: Plan) -> Prediction:
     """The cost of a step of ``trace`` under ``plan``."""
     assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
-    return replay(Timeline.of(trace), assignment, plan.prefetch_distance).cost
+    return replay(Timeline.of(trace), assignment).cost
 
 
 def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:

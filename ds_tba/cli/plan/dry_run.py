@@ -46,8 +46,8 @@ from ds_tba.errors import ConfigError, ModelError
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.recompute.blocks import Blocks, find_blocks
-from ds_tba.recompute.passes import Block
+from ds_tba.recompute.blocks import Block, find_blocks
+from ds_tba.recompute.checkpoint import Blocks
 from ds_tba.remat.where import ChosenModules, RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
@@ -147,7 +147,7 @@ def _micro_step(
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
     cache.gate.exclude(chosen)
-    excluded = [block.path for block in blocks if chosen.excludes_part_of(block.module)]
+    blocks = [block for block in blocks if not chosen.excludes_part_of(block.module)]
     recorder = Recorder(Scene(cache, clock, running))
     for module in model.modules():
         mark_owned(module)
@@ -160,7 +160,7 @@ def _micro_step(
     with clock, meter:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
-            Blocks(blocks, cache, may_recompute=False).listening(Passes(recorder, excluded)),
+            Blocks(blocks, cache).forward(recorder),
         ):
             output = subject.forward()
         loss = loss_of(output)
@@ -181,20 +181,6 @@ def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans
     takes_time = took_s > 0
     ends_s, took_s, nbytes = ends_s[takes_time], took_s[takes_time], nbytes[takes_time]
     return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
-
-
-class Passes:
-    """Tells a recorder of the passes through blocks, as if all may be recomputed but those at ``excluded``."""
-
-    def __init__(self, recorder: Recorder, excluded: Collection[str]) -> None:
-        self._recorder = recorder
-        self._excluded = excluded
-
-    def enter(self, path: str, inputs: Sequence[torch.Tensor], _obstacle: str) -> None:
-        self._recorder.enter(path, inputs, "excluded" if path in self._excluded else "")
-
-    def leave(self, _obstacle: str) -> None:
-        self._recorder.leave()
 
 
 # ---- time and memory of the device ----------------------------------------------------------------------------------

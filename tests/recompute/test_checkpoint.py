@@ -1,0 +1,708 @@
+"""Passes through blocks: who is told of what, and that a recomputed pass gives every bit that it gives otherwise."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from conftest import StoreFactory
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ds_tba.core.cache import TensorCache
+from ds_tba.errors import ActivationModifiedError, RecomputationError
+from ds_tba.recompute import checkpoint as checkpointing
+from ds_tba.recompute.blocks import find_blocks
+from ds_tba.recompute.checkpoint import Blocks
+
+pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
+WIDTH, LENGTH, BATCH = 16, 8, 4
+
+
+class Layer(nn.Module):
+    """Attention and MLP, with dropout and with a parameter of its own."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(width))
+        self.attention = nn.MultiheadAttention(width, 2, dropout, batch_first=True)
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x * self.gain)
+        x = x + self.attention(h, h, h, need_weights=False)[0]
+        return x + self.down(self.drop(functional.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module] = Layer, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(make() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().pow(2).mean()
+
+
+class Linear(nn.Module):
+    """Has what blocks of one linear layer share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+def around_each(how: Callable[[nn.Module, Tensor], Tensor]) -> type[Net]:
+    """Return a net that calls its layers in this way."""
+
+    class Around(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = how(layer, x)
+            return x.pow(2).mean()
+
+    return Around
+
+
+def as_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+class Memory:
+    """Counts what is saved again, and in how many passes."""
+
+    def __init__(self) -> None:
+        self.saved: list[Tensor] = []
+
+    def count_again(self, tensor: Tensor) -> None:
+        self.saved.append(tensor.detach())
+
+    def end_recomputations(self) -> None: ...
+
+
+class Diary:
+    """Is told of passes."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def enter(self, path: str, inputs: Sequence[Tensor]) -> None:
+        self.events.append((path, len(inputs)))
+
+    def leave(self) -> None:
+        self.events.append(("left", 0))
+
+
+class Bench:
+    """A model of which blocks are recomputed; the twin of it runs without us."""
+
+    def __init__(
+        self, make: Callable[[], nn.Module] = Layer, depth: int = 4, net: Callable[..., nn.Module] = Net
+    ) -> None:
+        torch.manual_seed(3)
+        self.model = net(make, depth)
+        self.twin = copy.deepcopy(self.model)
+        self.memory = Memory()
+        self.blocks = Blocks(find_blocks(self.model, None), self.memory)
+        self.passes = 0
+
+    def micro_step(
+        self, *wanted: int, seed: int = 7, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **more: Any
+    ) -> Any:
+        """One step, with the blocks in ``wanted`` recomputed."""
+        self.blocks.chosen = frozenset(self.blocks.all[number].path for number in wanted)
+        found = run(self.model, seed, around=lambda: self.forward(around), **more)
+        self.blocks.end_backward()
+        return found
+
+    @contextmanager
+    def forward(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
+        with around(), self.blocks.forward():
+            yield
+
+    def check(self, *wanted: int, **more: Any) -> None:
+        """One micro-step with, one without: equal in every bit."""
+        ours = self.micro_step(*wanted, **more)
+        more.pop("around", None)
+        assert_same(ours, run(self.twin, **{"seed": 7, **more}))
+
+    def saved_again(self) -> int:
+        """How many tensors were saved again since the last call."""
+        found, self.memory.saved = len(self.memory.saved), []
+        return found
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == set()
+
+
+def run(
+    model: nn.Module,
+    seed: int,
+    backward: Callable[[Tensor], None] = Tensor.backward,
+    amp: bool = False,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Tensor]:
+    """Loss, gradients of input and parameters, buffers, and where the random numbers stand afterwards."""
+    torch.manual_seed(seed)
+    model.zero_grad()
+    x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    with around(), torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        loss = model(x)
+    backward(loss)
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    buffers = {name: one.clone() for name, one in model.named_buffers()}
+    return {"loss": loss.detach(), "x": x.grad, **gradients, **buffers, "rng": torch.get_rng_state()}
+
+
+# ---- exact ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("wanted", [(), (0, 2), (0, 1, 2, 3)], ids=["none", "every second", "all"])
+def test_recomputed_passes_are_exact(wanted: tuple[int, ...], dropout: float, amp: bool) -> None:
+    bench = Bench(lambda: Layer(dropout=dropout))
+    for seed in (1, 2):
+        bench.check(*wanted, seed=seed, amp=amp)
+    assert bool(bench.saved_again()) == bool(wanted)
+
+
+# ---- who is told, and what the model is outside of forwards ----------------------------------------------------------
+
+
+def test_in_a_recorded_forward_all_passes_are_told_of_and_none_is_recomputed() -> None:
+    bench, diary = Bench(depth=2), Diary()
+    bench.blocks.chosen = frozenset({"layers.1"})
+    with bench.blocks.forward(diary), torch.no_grad():
+        bench.model(torch.ones(1, LENGTH, WIDTH))
+    with bench.blocks.forward(diary):
+        loss = bench.model(torch.ones(1, LENGTH, WIDTH))
+    loss.backward()
+    assert diary.events == [("layers.0", 1), ("left", 0), ("layers.1", 1), ("left", 0)] and not bench.saved_again()
+
+
+def test_a_pass_that_raises_is_left() -> None:
+    bench, diary = Bench(depth=2), Diary()
+    with pytest.raises(RuntimeError, match="size of tensor"), bench.blocks.forward(diary):
+        bench.model.layers[0](torch.ones(1, LENGTH, WIDTH + 1))
+    assert diary.events == [("layers.0", 1), ("left", 0)]
+
+
+def test_other_threads_are_not_listened_to() -> None:
+    bench, diary = Bench(), Diary()
+    with bench.blocks.forward(diary):
+        other = threading.Thread(target=run, args=(bench.model, 1))
+        other.start()
+        other.join()
+    assert diary.events == []
+
+
+def test_a_forward_leaves_the_model_as_it_was() -> None:
+    bench = Bench()
+    layer = bench.model.layers[2]
+    layer.forward = own = layer.forward  # an attribute of its own
+    before = [dict(module.__dict__) for module in bench.model.modules()]
+    bench.blocks.chosen = frozenset(one.path for one in bench.blocks.all)
+    with bench.blocks.forward():
+        first = bench.model.layers[0].forward
+        with bench.blocks.forward():
+            assert bench.model.layers[0].forward is first and first.__name__ == "forward"
+        assert bench.model.layers[0].forward is first
+        assert inspect.signature(first) == inspect.signature(own)
+    assert [dict(module.__dict__) for module in bench.model.modules()] == before
+    assert layer.__dict__["forward"] is own
+
+
+@pytest.mark.parametrize("made", ["deepcopy", "pickle"])
+def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself(made: str) -> None:
+    bench = Bench()
+    bench.blocks.chosen = frozenset({"layers.0", "layers.1"})
+    with bench.forward():
+        other = copy.deepcopy(bench.model) if made == "deepcopy" else pickle.loads(pickle.dumps(bench.model))
+        with torch.no_grad():
+            for parameter in (*other.parameters(), *bench.twin.parameters()):
+                parameter.mul_(0.5)
+        assert_same(run(other, 5), run(bench.twin, 5))
+    assert not bench.saved_again()
+
+
+def test_the_inputs_alone_are_saved_outside_and_freed_in_forward() -> None:
+    class Ends(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).relu()
+
+    held: list[Any] = []
+
+    class Put:
+        """Stands for a store: holds the bytes elsewhere."""
+
+        def __init__(self, tensor: Tensor) -> None:
+            self.copy = tensor.detach().clone()
+            held.append(weakref.ref(tensor.untyped_storage()))
+
+    bench = Bench(Ends, depth=3, net=around_each(lambda layer, x: layer(x)))
+    bench.blocks.chosen = frozenset({"layers.0", "layers.1", "layers.2"})
+    with torch.autograd.graph.saved_tensors_hooks(Put, lambda put: put.copy), bench.blocks.forward():
+        loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
+    assert [one() is None for one in held] == [True] * len(held) and len(held) <= 8
+    loss.backward()
+
+
+def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
+    bench = Bench()
+    layer, calls = bench.model.layers[0], []
+    own = layer.forward
+    theirs = layer.forward = lambda x: (calls.append(1), own(x))[1]
+    bench.check(0)
+    assert layer.forward is theirs and len(calls) == 2
+
+
+# ---- arguments and results ------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Takes and gives what layers take and give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = Layer(), nn.Dropout(0.2)
+
+    def forward(
+        self,
+        x: Tensor,
+        nothing: None,
+        pair: tuple[Tensor, list[Tensor]],
+        *,
+        mask: Tensor,
+        more: dict[str, Any],
+        seen: list[int],
+    ) -> tuple[Tensor, dict[str, Any], None]:
+        seen.append(1)
+        pair[1].append(x)  # of the caller's own list in forward, of nobody's in a recomputation
+        h = self.inner(self.drop(x)) * mask + pair[0] * more["scale"] + pair[1][0]
+        return h, {"aux": (h * 2).mean(), "name": "odd"}, nothing
+
+
+class OddNet(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(depth))
+        self.seen: list[int] = []
+        self.lists: list[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, fixed, loss = torch.ones(LENGTH, 1), x.detach() * 2, x.new_zeros(())
+        for layer in self.layers:
+            given = [fixed.clone()]
+            x, extra, _ = layer(x, None, (fixed, given), mask=mask, more={"scale": 0.5, "k": x}, seen=self.seen)
+            self.lists.append(given)
+            loss = loss + extra["aux"]
+        return loss + x.pow(2).mean()
+
+
+def test_arguments_of_every_kind() -> None:
+    bench = Bench(Odd, net=OddNet)
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+    assert [len(given) for given in bench.model.lists] == [2] * 4
+
+
+def test_a_tensor_that_is_passed_twice_is_one_tensor_again() -> None:
+    class Same(Linear):
+        def forward(self, query: Tensor, *, key: Tensor) -> Tensor:
+            return self.linear(query * key) if query is key else query * key
+
+    bench = Bench(Same, net=around_each(lambda layer, x: layer(x, key=x)))
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+
+
+# ---- autograd -------------------------------------------------------------------------------------------------------
+
+
+def test_backward_twice_through_one_graph() -> None:
+    def twice(loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    bench = Bench()
+    bench.check(0, 1, 2, 3, backward=twice)
+    assert bench.saved_again()
+
+
+def test_double_backward() -> None:
+    def double(loss: Tensor) -> None:
+        leaves = [*bench.model.parameters()] if which[0] else [*bench.twin.parameters()]
+        which[0] = False
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        sum(one.pow(2).sum() for one in gradients).backward()
+
+    which = [True]
+    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)))
+    bench.check(0, 1, 2, 3, backward=double)
+    assert bench.saved_again()
+
+
+@pytest.mark.parametrize("frozen", ["some blocks", "all before", "shared"])
+def test_frozen_and_shared_blocks(frozen: str) -> None:
+    class Shared(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.layers[0](x)
+            return x.pow(2).mean()
+
+    class Headless(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.detach()) + x.sum()
+
+    if frozen == "shared":
+        bench = Bench(depth=1, net=Shared)
+    else:
+        bench = Bench(net=Headless if frozen == "all before" else Net)
+        for model in (bench.model, bench.twin):
+            parts = model.layers[::2] if frozen == "some blocks" else [model.first, model.layers[0]]
+            for part in parts:
+                part.requires_grad_(False)
+    bench.check(*range(len(bench.blocks.all)))
+    assert bench.saved_again()
+
+
+# ---- what a second run may not meet ---------------------------------------------------------------------------------
+
+
+class Overwrites(Linear):
+    """Its own input, by which autograd needs nothing of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.mul_(0.5))
+
+
+class AddedTo(nn.Module):
+    """Lets its input be changed after it: it saves none of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.bias).sin()
+
+
+class Adds(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            h = layer(x)
+            x += h
+        return x.sum()
+
+
+@pytest.mark.parametrize(("make", "net"), [(Overwrites, Net), (AddedTo, Adds)])
+def test_an_input_that_is_changed_in_place_raises(make_store: StoreFactory, make: Any, net: Any) -> None:
+    bench = Bench(make, net=net)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        bench.micro_step(0, 1, 2, 3)
+    with pytest.raises(ActivationModifiedError, match="modified by an inplace operation"):
+        bench.micro_step(0, 1, 2, 3, around=TensorCache([make_store()], "cpu", 64).saving)
+    bench.check()
+
+
+class Scaled(Layer):
+    """Reads an attribute that others change."""
+
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Offset(Scaled):
+    """Has another output only, and saves the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Layer.forward(self, x) + self.scale
+
+
+class Adapters(Layer):
+    """Layers as PEFT has them: an attribute says which adapter is added."""
+
+    active = "policy"
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = {name: nn.Linear(WIDTH, WIDTH, bias=False) for name in ("policy", "reference")}
+        self.adapters = nn.ModuleDict(make)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.adapters[self.active](x)
+
+
+class TwoTowers(Net):
+    """A trunk that runs twice before one backward, each time with another adapter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses = []
+        for active in ("reference", "policy"):
+            for layer in self.layers:
+                layer.active = active
+            losses.append(super().forward(x))
+        return losses[1] - 0.5 * losses[0]
+
+
+def test_a_trunk_that_runs_twice_with_another_adapter_raises_in_every_backward() -> None:
+    """Its last pass runs again with the adapter that is still active, and is equal."""
+    bench = Bench(Adapters, net=TwoTowers)
+    for _ in range(3):
+        with pytest.raises(RecomputationError, match=r"the output of the block 'layers\.3' differs .*\"recompute\""):
+            bench.micro_step(0, 1, 2, 3)
+    bench.check()
+
+
+@pytest.mark.parametrize("make", [Scaled, Offset, Adapters], ids=["in what is saved", "in the output", "an adapter"])
+@pytest.mark.parametrize("before", [0, 2], ids=["at once", "later"])
+def test_a_switch_between_forward_and_backward_raises(make: Callable[[], nn.Module], before: int) -> None:
+    bench = Bench(make)
+    for _ in range(before):
+        bench.check(0, 1, 2, 3)
+
+    def backward(loss: Tensor) -> None:
+        bench.model.layers[1].scale, bench.model.layers[1].active = 2.0, "reference"
+        loss.backward()
+
+    with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs .*naming the others"):
+        bench.micro_step(0, 1, 2, 3, backward=backward)
+
+
+@pytest.mark.parametrize("name", ["up.weight", "up.bias", "gain"])
+def test_a_parameter_that_is_changed_between_forward_and_backward_raises(name: str) -> None:
+    bench = Bench()
+
+    def backward(loss: Tensor) -> None:
+        with torch.no_grad():
+            bench.model.layers[2].get_parameter(name).add_(1)
+        loss.backward()
+
+    with pytest.raises((ActivationModifiedError, RecomputationError), match=r"block 'layers\.2'"):
+        bench.micro_step(0, 1, 2, 3, backward=backward)
+
+
+def test_parameters_that_are_replaced_for_the_call_raise() -> None:
+    def with_others(layer: nn.Module, x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {name: 2 * one for name, one in layer.named_parameters()}, (x,))
+
+    bench = Bench(net=around_each(with_others))
+    with pytest.raises(RecomputationError, match=r"'layers\.3'"):
+        bench.micro_step(0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("how", ["equal", "one byte", "two rows trade places", "another shape"])
+def test_sums_on_a_device_tell_outputs_apart(how: str) -> None:
+    """As on a device, with the CPU's memory."""
+    first = torch.randn(64, 1025).to(torch.bfloat16)
+    again = first.clone()
+    if how == "one byte":
+        again.view(torch.uint8)[3, 77] ^= 1
+    elif how == "two rows trade places":
+        again[[5, 6]] = first[[6, 5]]
+    elif how == "another shape":
+        again = again.view(1025, 64)
+    pairs = [[checkpointing.sums_of(one.view(torch.int16).view(-1)) for one in (first, again)]]
+    differs = how == "another shape" or not all(torch.equal(*pair) for pair in pairs)
+    assert differs == (how != "equal")
+
+
+def test_a_device_answers_at_the_end_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "_HOST", "none")
+    bench = Bench(Offset)
+    bench.check(0, 1, 2, 3)
+    reached = []
+
+    def backward(loss: Tensor) -> None:
+        bench.model.layers[1].scale = 2.0
+        loss.backward()
+        reached.append(True)
+
+    with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs"):
+        bench.micro_step(0, 1, 2, 3, backward=backward)
+    assert reached
+    bench.model.layers[1].scale = 1.0
+    bench.check(0, 1, 2, 3)
+
+
+def runs_again() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Longer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).tanh()
+        return x.tanh().tanh() if runs_again() else x
+
+
+class Shorter(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x).tanh()
+        return x if runs_again() else x.tanh().tanh()
+
+
+class Wider(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.float64 if runs_again() else torch.float32
+        return super().forward(x).to(dtype).tanh().to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"), [(Longer, "output of"), (Shorter, "output of"), (Wider, "PyTorch cannot recompute")]
+)
+def test_other_tensors_in_a_recomputation_raise_an_error_of_ours(make: Callable[[], nn.Module], words: str) -> None:
+    with pytest.raises(RecomputationError, match=rf"{words} the block 'layers\.3' .*naming the others in"):
+        Bench(make).micro_step(0, 1, 2, 3)
+
+
+def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if "BROKEN" in os.environ:
+                raise ArithmeticError("in forward")
+            return x.tanh()
+
+    bench = Bench(Fails)
+    bench.blocks.chosen = frozenset({"layers.1"})
+    with bench.forward():
+        loss = bench.model(torch.ones(1, LENGTH, WIDTH))
+    monkeypatch.setenv("BROKEN", "1")
+    with pytest.raises(ArithmeticError):
+        loss.backward()
+    monkeypatch.delenv("BROKEN")
+    bench.check(1)
+
+
+def test_buffers_are_what_any_checkpoint_makes_of_them() -> None:
+    """A batch norm counts its runs in them."""
+    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.ReLU()))
+    bench.twin.forward = around_each(as_checkpoint).forward.__get__(bench.twin)
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+
+
+# ---- hooks ----------------------------------------------------------------------------------------------------------
+
+
+def test_hooks_of_a_block_run_once() -> None:
+    """Run again on what it made of the arguments, this one would scale them twice."""
+    bench = Bench()
+    calls: list[str] = []
+    for model in (bench.model, bench.twin):
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+            layer.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+            layer.register_forward_hook(lambda _, __, out: calls.append("after") or out * 3)
+            layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+    assert sorted(calls) == sorted(["before", "after", "backward"] * 8)
+
+
+def gather(module: nn.Module) -> None:
+    """Make a module's own parameters come and go with its hooks, as ZeRO-3 does, in memory that is used again."""
+    full = {name: one.detach().clone() for name, one in module.named_parameters(recurse=False)}
+
+    def come(*_: Any) -> None:
+        for name, one in module.named_parameters(recurse=False):
+            one.data = full[name].clone()
+
+    def go(*_: Any) -> None:
+        for one in module.parameters(recurse=False):
+            one.data.fill_(torch.nan)
+            one.data = torch.empty(0)
+
+    module.register_forward_pre_hook(come)
+    module.register_forward_hook(go)
+    module.register_full_backward_pre_hook(come)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_parameters_that_come_and_go_with_hooks() -> None:
+    """What the recomputation saw of a parameter is not there any more when backward uses it."""
+    bench = Bench(lambda: nn.Sequential(Scale(), nn.Tanh(), Scale(), nn.Tanh()))
+    for layer in bench.model.layers:
+        gather(layer[0]), gather(layer[2])
+    bench.check()
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+
+
+# ---- compiled and through stores ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_blocks_compiled_one_by_one(backend: str) -> None:
+    torch._dynamo.reset()
+    bench = Bench(lambda: Layer(dropout=0.0))
+    for one in (bench.model, bench.twin):
+        for index in range(4):
+            one.layers[index] = torch.compile(one.layers[index], backend=backend)
+    bench.blocks = Blocks(find_blocks(bench.model, None), bench.memory)
+    for wanted in ((), (0, 1, 2, 3), (0, 1, 2, 3)):
+        bench.check(*wanted)
+    assert bench.saved_again()
+
+
+def test_what_is_given_back_while_a_pass_is_recomputed_is_what_was_saved(make_store: StoreFactory) -> None:
+    """Every block, several micro-steps in flight, through a store: the inputs come back from the file."""
+    store = make_store()
+    cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
+    bench = Bench()
+    bench.blocks.chosen = frozenset(one.path for one in bench.blocks.all)
+    outcome = []
+    for model in (bench.model, bench.twin):
+        model.zero_grad()
+        losses = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            with bench.forward(cache.saving) if model is bench.model else nullcontext():
+                losses.append(model(torch.randn(BATCH, LENGTH, WIDTH)))
+        for loss in (losses[1], losses[0], losses[2]):
+            loss.backward()
+        outcome.append({name: one.grad for name, one in model.named_parameters()})
+    assert_same(outcome[0], outcome[1])
+    assert bench.saved_again() and store.stats.offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_the_users_inside_a_block(reentrant: bool) -> None:
+    class Checkpointed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = checkpoint(lambda h: self.drop(functional.gelu(self.up(h))), x, use_reentrant=reentrant)
+            return super().forward(x + wide[..., :WIDTH])
+
+    bench = Bench(Checkpointed)
+    bench.check(0, 1, 2, 3)
+    bench.check(0, 2, seed=2)
+    assert bench.saved_again()
