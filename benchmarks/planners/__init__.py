@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ds_tba.plan.plan import Limits, Plan, Planner
+from ds_tba.plan.plan import Limits, Plan, Planner, rank
 from ds_tba.plan.replay import replay
 from ds_tba.plan.search import adaptive, plan_of
 from ds_tba.plan.timeline import Assignment, Timeline
@@ -15,9 +15,11 @@ from planners.tba import tba_assignment
 from planners.teraio import teraio_assignment
 
 
-def planned(name: str, trace: Trace, _limits: Limits, assignment: Assignment) -> Plan:
-    """Return the plan of an assignment."""
-    return plan_of(name, replay(Timeline.of(trace), assignment))
+def planned(name: str, trace: Trace, limits: Limits, assignment: Assignment) -> Plan:
+    """Return the plan of an assignment; it prefetches just in time or as far as allowed, whichever is better."""
+    timeline = Timeline.of(trace)
+    both = [replay(timeline, assignment, distance) for distance in ((), None)]
+    return plan_of(name, min(both, key=lambda found: rank(found.cost, limits, timeline.trace.step_s)))
 
 
 def keep(trace: Trace, limits: Limits) -> Plan:

@@ -1,35 +1,48 @@
 """One micro-step under an assignment: how long it takes, and how many bytes it holds at most.
 
-[Note: Model] Compute is one stream that waits. Writes, reads and the copies of either way are queues, in order. What
-goes to NVMe takes a place in staging when it is saved, and compute waits there until writes have left room. It is read
-back at the latest moment that lets it, and all that is used after it, come in time; on a device it is copied in then.
-What is still being written when it is used comes from staging, and is not written if its write has not begun. A storage
-larger than staging passes through in pieces, while compute waits. What backward never uses does not come back. On a
-synchronous device (a CPU) the training thread copies, and what was read is used where it lies. A recomputed block runs
-its forward again when backward reaches it; a rematerialized storage is made at its first use.
+[Note: Replay model] Compute is one stream that waits. Writes, reads, and the copies of either way are queues, served
+one transfer at a time: each ends its own duration after it was asked for or the one before has ended, whichever is
+later. A storage on its way to NVMe takes a place in staging at pack, is copied out, and is written; compute waits at
+pack until writes have left room. In backward reads are asked for in the order of first use: as far as half of staging
+while there are writes, else as far as all of it, and no further than the prefetch distance says. A storage that is
+still being written by then stays in staging and is not read; one whose write has not begun at its use is not written
+either. A storage that is larger than staging passes through all of it in pieces: compute waits at pack until no more of
+it is left than staging holds, and it is read back at its use, without reading ahead. What backward never uses does not
+come back. Host memory is the same without staging and drive. A recomputed block runs its forward again and makes its
+storages anew; a rematerialized storage is made at its first use.
 
-It is a model of averages: what it leaves out shows in the measured steps, and costs time, never memory. The peak is one
-sweep over the lifetimes that result.
+It is a model of averages. What it leaves out (lanes that share a drive unevenly, writes that slow when reads begin,
+kernels that copies slow) shows in the measured steps, which ``ds_tba/plan`` answers, and costs time, never memory.
+
+[Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied
+ahead; what was read is used where it lies, in staging.
+
+[Note: Latest starts] First uses are walked backwards: each copy in ends before its use and before the next copy
+begins, each read ends before its copy begins and before the next read begins. Every transfer is assumed to last
+``SLOWER`` times as long as measured. Each storage is asked for at the use before the one that its start allows: a
+reload that comes too late costs time, where one that comes too early costs only memory.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
-from ds_tba.plan.plan import SAME_TIME_S, Prediction
+from ds_tba.plan.plan import Prediction
 from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Spans, Timeline
 
-# Reads are assumed to take so many times as long as measured, and at least so many are asked for at once: a reload that
-# comes too late costs time, where one that comes too early costs only memory.
 SLOWER = 1.25
 MIN_DISTANCE = 2
 
 _KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
-_PACK, _USE, _AGAIN = range(3)  # in this order where they happen at the same time
+# In this order where they happen at the same time.
+_PACK, _BEGIN, _USE, _AGAIN = range(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,187 +54,318 @@ class Outcome:
         dropped: storages that the recomputation of their block makes again.
         cost: of a step.
         stalls: the storages for which compute waited, and the seconds, in order.
-        prefetch_distance: as in ``Plan``.
+        order: of the first uses of what was moved.
+        prefetch_distance: that was kept to, as in ``Plan``.
     """
 
     assignment: Assignment
     dropped: Bools
     cost: Prediction
     stalls: list[tuple[int, float]]
+    order: list[int]
     prefetch_distance: tuple[int, ...]
+
+
+class _Queue:
+    """Transfers one at a time, in the order in which they are asked for."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+
+    def serve(self, from_s: float, took_s: float) -> float:
+        """Return when a transfer is done that may begin at ``from_s``."""
+        self.free_s = max(self.free_s, from_s) + took_s
+        return self.free_s
 
 
 class _Replay:
     """One micro-step in progress. Times are of the replay, unless they are named ``at_s``: these are of the trace."""
 
-    def __init__(self, timeline: Timeline, assignment: Assignment, may_wait: bool = True) -> None:
-        self._may_wait, self._stalls = may_wait, list[tuple[int, float]]()
-        self._timeline, self._machine = timeline, timeline.trace.resources
-        self._lives = lives = timeline.lifetimes(assignment)
-        self._place, self._nbytes, self._padded = (
-            one.tolist() for one in (lives.placements, timeline.nbytes, timeline.padded_bytes)
-        )
-        drive, beside = self._machine.drives, bool(timeline.trace.forwards)  # there writes and reads alternate
-        self._write_rate = drive.write_beside_read_bytes_per_s if beside else drive.write_bytes_per_s
+    def __init__(
+        self, timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None, may_wait: bool
+    ) -> None:
+        resources, lifetimes = timeline.trace.resources, timeline.lifetimes(assignment)
+        self._timeline, self._resources, self._lifetimes = timeline, resources, lifetimes
+        self._may_wait = may_wait
+        # Lists, as indexing an array is slower.
+        self._place: list[int] = lifetimes.placements.tolist()
+        self._nbytes: list[int] = timeline.nbytes.tolist()
+        self._padded: list[int] = timeline.padded_bytes.tolist()
+        # The most that each takes of staging.
+        self._staging: list[int] = np.minimum(timeline.padded_bytes, resources.staging_bytes).tolist()
+        self._packed_at_s: list[float] = timeline.pack_s.tolist()
+        drive = resources.drives
         self._read_beside = drive.read_beside_write_bytes_per_s
-        self._read_rate = self._read_beside if beside else drive.read_bytes_per_s
-        # Beside writes that alternate with reads, these take half of staging.
-        self._staging_bytes = int(self._machine.staging_bytes * (PREFETCH_FRACTION_OF_STAGING if beside else 1))
-        self._write_free_s = self._read_free_s = self._out_free_s = self._in_free_s = 0.0
-        self._copied_s, self._written_s = [0.0] * len(self._place), [0.0] * len(self._place)
+        self._write_rate, self._read_rate = drive.write_bytes_per_s, drive.read_bytes_per_s
+        if timeline.trace.forwards:  # writes and reads alternate all the time
+            self._write_rate, self._read_rate = drive.write_beside_read_bytes_per_s, self._read_beside
+        self._writes, self._reads, self._out, self._in = _Queue(), _Queue(), _Queue(), _Queue()
+        count, blocks = len(self._place), len(timeline.recompute_s)
+        self._copied_s, self._written_s = [0.0] * count, [0.0] * count
+        self._arrived_s = [0.0] * count
         # When each storage takes device memory again, and when each block's recomputation begins.
-        self._back_s = [0.0] * (len(self._place) + len(timeline.recompute_s))
-        self._shift_s = self._stall_s = 0.0  # the replay is behind the trace
+        self._back_s = [0.0] * (count + blocks)
+        # The clock: by how much the replay is behind the trace, and since when.
+        self._shift_s = self._stall_s = 0.0
         self._shifts: list[tuple[float, float]] = []
-        self._staged: deque[tuple[float, int]] = deque()  # when each write is done, and its bytes
-        self._staged_bytes = self._peak_staging_bytes = 0
+        self._stalls: list[tuple[int, float]] = []
+        # Staging: what is to be written, and what is there for backward, with the bytes that were read for it.
+        self._unwritten: deque[int] = deque()
+        self._ahead: dict[int, int] = {}
+        self._staged_bytes = self._ahead_bytes = self._peak_staging_bytes = 0
         self._written_bytes = self._read_bytes = self._forwarded_bytes = 0
-        self._starts_s: dict[int, float] = {}  # the latest of each reload, once backward begins
-        self._distance: tuple[int, ...] = ()
+        # Reloads, in order: those before the cursor were asked for.
+        self._distance = distance
+        self._cursor = self._used = 0
+        self._order, self._events = self._schedule()
 
     def run(self) -> Outcome:
         """Play it all."""
-        timeline, lives = self._timeline, self._lives
-        moved = np.flatnonzero((lives.placements == _HOST) | (lives.placements == _NVME))
-        order = moved[np.lexsort((-moved, lives.need_s[moved]))]
-        order = order[lives.used[order]]
-        self._made = np.flatnonzero((lives.placements == Placement.REMATERIALIZE) & lives.used)
-        again = np.concatenate([self._made, np.flatnonzero(lives.recomputed) + len(self._place)])
-        again_at_s = np.concatenate([lives.need_s, timeline.backward_start_s])[again]
-        again_s = self._took_s = np.concatenate([timeline.rematerialize_s, timeline.recompute_s])
-        at_s = np.concatenate([timeline.pack_s[moved], lives.need_s[order], again_at_s])
-        kinds = np.repeat([_PACK, _USE, _AGAIN], [len(moved), len(order), len(again)])
-        which = np.concatenate([moved, order, again]).astype(np.int64)
-        sequence = np.lexsort((kinds, at_s))
-        acts = self._pack, self._use, self._again
-        events = zip(at_s[sequence].tolist(), kinds[sequence].tolist(), which[sequence].tolist(), strict=True)
-        for at, kind, one in events:
+        acts = self._pack, self._begin, self._use, self._again
+        for at_s, kind, which in self._events:
             before_s = self._shift_s
-            if kind == _USE and not self._starts_s:
-                self._plan_reads(order[lives.placements[order] != _KEEP], again_at_s, again_s[again])
-            acts[kind](one, at + self._shift_s)
+            acts[kind](which, at_s)
             if self._shift_s != before_s:
-                self._shifts.append((at, self._shift_s))
-        assignment = Assignment(lives.placements, lives.recomputed)
-        return Outcome(assignment, lives.dropped, self._cost(), self._stalls, self._distance)
+                self._shifts.append((at_s, self._shift_s))
+        lifetimes = self._lifetimes
+        return Outcome(
+            Assignment(np.array(self._place, np.int8), lifetimes.recomputed),
+            lifetimes.dropped,
+            self._cost(),
+            self._stalls,
+            self._order,
+            tuple(self._distance or ()),
+        )
+
+    def _schedule(self) -> tuple[list[int], list[tuple[float, int, int]]]:
+        """Return the order of first uses of what is offloaded, and the events in order (time, kind, storage or block).
+
+        Where times are equal, later packs are used first. Blocks are counted after the storages.
+        """
+        timeline, lifetimes = self._timeline, self._lifetimes
+        placements, need_s = lifetimes.placements, lifetimes.need_s
+        moved = np.flatnonzero((placements == _HOST) | (placements == _NVME))
+        order = moved[np.lexsort((-moved, need_s[moved]))]
+        order = order[lifetimes.used[order]]
+        self._made = np.flatnonzero((placements == Placement.REMATERIALIZE) & lifetimes.used)
+        blocks = np.flatnonzero(lifetimes.recomputed)
+        again_s = np.concatenate([need_s, timeline.backward_start_s])
+        again = np.concatenate([self._made, blocks + len(placements)])
+        self._again_at_s = np.sort(again_s[again])
+        self._took_s = np.concatenate([timeline.rematerialize_s, timeline.recompute_s])
+        self._again_until_s = np.append(0.0, np.cumsum(self._took_s[again[np.argsort(again_s[again], kind="stable")]]))
+        # Reading ahead begins with the first unpack of the micro-step, whatever it is of.
+        starts = np.concatenate([need_s[lifetimes.exists], timeline.backward_start_s[blocks]])
+        begin_s = np.array([starts.min()]) if len(starts) and len(moved) else np.zeros(0)
+        times, which = [timeline.pack_s[moved], begin_s, need_s[order], again_s[again]], [moved, begin_s, order, again]
+        kind = np.repeat([_PACK, _BEGIN, _USE, _AGAIN], [len(one) for one in times])
+        at_s, index = np.concatenate(times), np.concatenate(which).astype(np.int64)
+        sequence = np.lexsort((kind, at_s))
+        events = zip(at_s[sequence].tolist(), kind[sequence].tolist(), index[sequence].tolist(), strict=True)
+        return order.tolist(), list(events)
 
     def _wait(self, storage: int, seconds: float) -> None:
-        if seconds > SAME_TIME_S:
+        """Have compute wait for a storage."""
+        if seconds > 0:
             self._stalls.append((storage, seconds))
             self._stall_s += seconds * self._may_wait
             self._shift_s += seconds * self._may_wait
 
-    def _pack(self, storage: int, now_s: float) -> None:
-        nbytes, padded, staging_bytes = self._nbytes[storage], self._padded[storage], self._staging_bytes
-        on_drive, begun_s, staged = self._place[storage] == _NVME, now_s, min(padded, staging_bytes)
-        if on_drive:
-            full = self._may_wait and self._staged_bytes + staged > staging_bytes
-            while self._staged and (self._staged[0][0] <= now_s or full):
-                done_s, freed = self._staged.popleft()
-                now_s, self._staged_bytes = max(now_s, done_s), self._staged_bytes - freed
-                full = self._may_wait and self._staged_bytes + staged > staging_bytes
-            if not self._may_wait and self._staged_bytes + padded > staging_bytes:
-                self._place[storage] = self._lives.placements[storage] = _KEEP
-                return
-            now_s += (padded - staged) / self._write_rate  # in pieces
-        took_s, compute_s = nbytes / self._machine.copy_out_bytes_per_s, nbytes * self._machine.compute_s_per_byte
-        if self._machine.is_synchronous:
-            copied_s = now_s = now_s + took_s + compute_s
-        else:
-            copied_s = self._out_free_s = max(self._out_free_s, now_s) + took_s
-            now_s += compute_s
-        self._copied_s[storage] = self._written_s[storage] = copied_s
-        if on_drive:
-            self._write_free_s = max(self._write_free_s, copied_s) + staged / self._write_rate
-            self._written_s[storage] = self._write_free_s
-            self._written_bytes += padded
-            self._staged.append((self._write_free_s, staged))
-            self._staged_bytes += staged
-            self._peak_staging_bytes = max(self._peak_staging_bytes, self._staged_bytes)
-        self._wait(storage, now_s - begun_s)
+    # ---- out, in forward ----------------------------------------------------------------------------------------
 
-    def _plan_reads(self, order: Ints, again_at_s: Floats, again_s: Floats) -> None:
-        """Find the latest start of each reload, and the prefetch distance that keeps to it."""
-        machine, need_s = self._machine, self._lives.need_s[order]
-        by_time = np.argsort(again_at_s, kind="stable")
-        before_s = np.append(0.0, np.cumsum(again_s[by_time]))
-        use_s = need_s + self._shift_s + before_s[np.searchsorted(again_at_s[by_time], need_s, "left")]
-        on_drive = self._lives.placements[order] == _NVME
-        rate = np.where(use_s <= self._write_free_s, self._read_beside, self._read_rate) if on_drive.any() else 1.0
-        read_s = np.where(on_drive, self._timeline.padded_bytes[order] / rate, 0.0)
-        copy_s = np.where(machine.is_synchronous, 0.0, self._timeline.nbytes[order] / machine.copy_in_bytes_per_s)
-        starts_s = _latest_starts(use_s, copy_s * SLOWER)
-        starts_s = np.where(on_drive, _latest_starts(np.where(on_drive, starts_s, np.inf), read_s * SLOWER), starts_s)
-        starts_s = np.minimum.accumulate(starts_s[::-1])[::-1]  # they are asked for in order
-        number = np.arange(len(order))
-        asked_after = np.searchsorted(use_s, starts_s, "right")
-        asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
-        # No more is read ahead than staging holds, of which writes leave half.
-        ahead_bytes = np.append(0, np.cumsum(np.where(on_drive, self._timeline.padded_bytes[order], 0)))
-        bound = np.where(use_s <= self._write_free_s, PREFETCH_FRACTION_OF_STAGING, 1.0) * machine.staging_bytes
-        fits_after = np.searchsorted(ahead_bytes, ahead_bytes[1:] - bound)
-        asked_after = np.clip(np.maximum(asked_after, fits_after), 0, number)
-        if machine.is_synchronous:  # what is read ahead lies in staging, so it is as early as may be
-            asked_after = np.minimum(fits_after, number)
-        # They are asked for at a use, or as backward begins.
-        begins_s = np.append(min(self._lives.need_s[self._lives.exists]) + self._shift_s, use_s)
-        in_pieces = on_drive & (self._timeline.padded_bytes[order] > machine.staging_bytes)  # at their use alone
-        starts_s = np.where(in_pieces, use_s, begins_s[asked_after])
-        self._starts_s = dict(zip(order.tolist(), starts_s.tolist(), strict=True))
-        if not machine.is_synchronous:
-            self._distance = tuple((np.searchsorted(asked_after, number, "right") - number).tolist())
-
-    def _use(self, storage: int, now_s: float) -> None:
-        if self._place[storage] == _KEEP:
+    def _pack(self, storage: int, at_s: float) -> None:
+        on_drive, padded = self._place[storage] == _NVME, self._padded[storage]
+        asked_s = at_s + self._shift_s
+        now_s = self._staging_free_s(asked_s, padded) if on_drive else asked_s
+        if on_drive:  # pieces follow those that are written
+            now_s += (padded - self._staging[storage]) / self._write_rate
+        if not math.isfinite(now_s):  # no write under way makes room: waiting would never end, so the store refuses
+            self._place[storage] = _KEEP
             return
-        nbytes, padded, written_s = self._nbytes[storage], self._padded[storage], self._written_s[storage]
-        copy_s, is_host = nbytes / self._machine.copy_in_bytes_per_s, self._machine.is_synchronous
-        on_drive, there_s = self._place[storage] == _NVME, min(self._starts_s[storage], now_s)
-        if on_drive and written_s > there_s and padded <= self._machine.staging_bytes:  # it is still in staging
-            self._forwarded_bytes += nbytes
-            write_s = padded / self._write_rate
-            if written_s - write_s > now_s:  # not begun: the drive is not worn for this one
-                self._write_free_s -= write_s
-                self._written_bytes -= padded
-            there_s = min(written_s, now_s)
-        elif on_drive:
-            there_s = self._read_free_s = self._read(max(there_s, written_s, self._read_free_s), padded)
+        self._wait(storage, now_s - asked_s)
+        took_s = self._nbytes[storage] / self._resources.copy_out_bytes_per_s
+        compute_s = self._nbytes[storage] * self._resources.compute_s_per_byte
+        if self._resources.is_synchronous:
+            compute_s += took_s
+            self._copied_s[storage] = now_s + compute_s
         else:
-            there_s = max(there_s, written_s)
-        there_s = max(now_s, there_s) + copy_s if is_host else max(self._in_free_s, there_s) + copy_s
-        self._in_free_s = self._in_free_s if is_host else there_s
-        self._back_s[storage] = there_s - copy_s
-        self._wait(storage, there_s - now_s)
+            self._copied_s[storage] = self._out.serve(now_s, took_s)
+        self._wait(storage, compute_s)
+        if on_drive:
+            staged_bytes = self._staging[storage]
+            self._written_s[storage] = self._writes.serve(self._copied_s[storage], staged_bytes / self._write_rate)
+            self._written_bytes += padded
+            self._unwritten.append(storage)
+            self._stage(staged_bytes)
 
-    def _read(self, start_s: float, padded: int) -> float:
+    def _staging_free_s(self, now_s: float, padded: int) -> float:
+        """Return when staging has room for so much more, or all that it can hold; infinity if no write can make it."""
+        self._settle(now_s)
+        padded = min(padded, self._resources.staging_bytes) if self._may_wait else padded
+        while self._may_wait and self._unwritten and not self._has_room(padded):
+            now_s = max(now_s, self._written_s[self._unwritten[0]])
+            self._settle(now_s)
+        return now_s if self._has_room(padded) else math.inf
+
+    def _settle(self, now_s: float) -> None:
+        """Free the staging of what is written by now, unless backward gets it from there."""
+        while self._unwritten and self._written_s[self._unwritten[0]] <= now_s:
+            storage = self._unwritten.popleft()
+            self._staged_bytes -= 0 if storage in self._ahead else self._staging[storage]
+
+    def _stage(self, padded: int) -> None:
+        self._staged_bytes += padded
+        self._peak_staging_bytes = max(self._peak_staging_bytes, self._staged_bytes)
+
+    def _has_room(self, padded: int) -> bool:
+        return self._staged_bytes + padded <= self._resources.staging_bytes
+
+    def _comes_in_pieces(self, storage: int) -> bool:
+        return self._place[storage] == _NVME and self._padded[storage] > self._staging[storage]
+
+    # ---- back, in backward --------------------------------------------------------------------------------------
+
+    def _begin(self, _which: int, at_s: float) -> None:
+        """Begin backward: it is known what was offloaded."""
+        if self._distance is None:
+            self._order = [storage for storage in self._order if self._place[storage] != _KEEP]
+            self._distance = self._just_in_time(np.array(self._order, np.int64))
+        self._read_ahead(at_s)
+
+    def _use(self, storage: int, at_s: float) -> None:
+        now_s = at_s + self._shift_s
+        if self._place[storage] != _KEEP:  # else it found no room at pack
+            self._used += 1
+            self._wait(storage, self._there_s(storage, now_s) - now_s)
+        self._cursor += self._cursor < len(self._order) and self._order[self._cursor] == storage
+        self._read_ahead(at_s)
+
+    def _there_s(self, storage: int, now_s: float) -> float:
+        """Return when a storage can be used that is needed now."""
+        self._settle(now_s)
+        padded, written_s = self._padded[storage], self._written_s[storage]
+        in_pieces = self._comes_in_pieces(storage)
+        took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
+        if storage not in self._ahead:
+            self._bring(storage, now_s)
+        else:
+            self._ahead_bytes -= self._ahead.pop(storage)
+            self._staged_bytes -= padded if self._place[storage] == _NVME and written_s <= now_s else 0
+        if in_pieces and self._resources.is_synchronous:  # they are put together by the host
+            self._arrived_s[storage] += took_s
+            self._back_s[storage] = now_s
+        elif in_pieces:
+            self._back_s[storage] = now_s
+        elif written_s > now_s:  # handed over from staging, or not written at all
+            write_s = padded / self._write_rate
+            if written_s - write_s > now_s:  # not begun: the drive goes on with the next, and is not worn for this one
+                self._writes.free_s = max(now_s, self._writes.free_s - write_s)
+                self._written_bytes -= padded
+            self._arrived_s[storage] = now_s + took_s
+            self._back_s[storage] = now_s
+        elif self._resources.is_synchronous:  # the host copies it
+            self._arrived_s[storage] = self._back_s[storage] = max(now_s, self._arrived_s[storage]) + took_s
+        return max(now_s, self._arrived_s[storage])
+
+    def _bring(self, storage: int, now_s: float) -> None:
+        """Ask for the reload of a storage."""
+        took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
+        if self._written_s[storage] > now_s and not self._comes_in_pieces(storage):
+            self._forwarded_bytes += self._nbytes[storage]
+            self._back_s[storage] = self._written_s[storage]
+            self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
+            return
+        on_drive = self._place[storage] == _NVME
+        written_s = max(now_s, self._written_s[storage])  # later for pieces alone
+        there_s = self._read(written_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
+        self._back_s[storage] = there_s
+        self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
+
+    def _read(self, now_s: float, padded: int) -> float:
         """Return when a read is done: slower as long as there are writes."""
-        beside_s = max(0.0, self._write_free_s - start_s)
+        beside_s = max(0.0, self._writes.free_s - max(now_s, self._reads.free_s))
         took_s = padded / self._read_beside
         if took_s > beside_s:
             took_s = beside_s + (padded - self._read_beside * beside_s) / self._read_rate
         self._read_bytes += padded
-        return start_s + took_s
+        return self._reads.serve(now_s, took_s)
 
-    def _again(self, which: int, now_s: float) -> None:
-        self._back_s[which] = now_s
+    def _read_ahead(self, at_s: float) -> None:
+        """Ask for what is used next, as far as staging and the distance allow."""
+        now_s = at_s + self._shift_s
+        self._settle(now_s)
+        order, distance = self._order, self._distance or ()
+        reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
+        while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
+            storage = order[self._cursor]
+            if self._place[storage] == _NVME or (self._place[storage] == _HOST and not self._resources.is_synchronous):
+                if not self._hold_ahead(storage, now_s):
+                    return
+                self._bring(storage, now_s)
+            self._cursor += 1
+
+    def _hold_ahead(self, storage: int, now_s: float) -> bool:
+        """Take the room for one more storage before its use, if there is; return whether there was."""
+        padded, bound_bytes = self._padded[storage], float(self._resources.staging_bytes)
+        if self._comes_in_pieces(storage):
+            return False
+        if self._written_s[storage] > now_s:  # has its place in staging already
+            self._ahead[storage] = 0
+            return True
+        if self._place[storage] == _NVME:
+            if not self._has_room(padded):
+                return False
+            bound_bytes *= PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else 1
+        if self._ahead_bytes and self._ahead_bytes + padded > bound_bytes:  # one alone may be larger than the bound
+            return False
+        self._ahead[storage] = padded
+        self._ahead_bytes += padded
+        if self._place[storage] == _NVME:
+            self._stage(padded)
+        return True
+
+    def _just_in_time(self, order: Ints) -> list[int]:
+        """Return the prefetch distance for these reloads; see [Note: Latest starts]."""
+        timeline, resources, need_s = self._timeline, self._resources, self._lifetimes.need_s[order]
+        use_s = need_s + self._stall_s + self._again_until_s[np.searchsorted(self._again_at_s, need_s, "left")]
+        on_drive = np.array([self._place[storage] == _NVME for storage in order], bool)
+        rate = np.where(use_s <= self._writes.free_s, self._read_beside, self._read_rate) if on_drive.any() else 1.0
+        read_s = np.where(on_drive, timeline.padded_bytes[order] / rate, 0.0)
+        copy_s = np.where(resources.is_synchronous, 0.0, timeline.nbytes[order] / resources.copy_in_bytes_per_s)
+        starts_s = _latest_starts(use_s, copy_s * SLOWER)
+        read_starts_s = _latest_starts(np.where(on_drive, starts_s, np.inf), read_s * SLOWER)
+        starts_s = np.where(on_drive, read_starts_s, starts_s)
+        starts_s = np.minimum.accumulate(starts_s[::-1])[::-1]  # they are asked for in order
+        number = np.arange(len(order))
+        asked_after = np.searchsorted(use_s, starts_s, "right")
+        # At the last moment itself a plan whose times are a little wrong would wait.
+        asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
+        return (np.searchsorted(asked_after, number, "right") - number).tolist()
+
+    # ---- again ------------------------------------------------------------------------------------------------------
+
+    def _again(self, which: int, at_s: float) -> None:
+        self._back_s[which] = at_s + self._shift_s
         self._shift_s += float(self._took_s[which])
 
     # ---- what it came to ----------------------------------------------------------------------------------------
 
     def _cost(self) -> Prediction:
-        timeline, lives, times = self._timeline, self._lives, self._timeline.trace.micro_steps
-        on_host = lives.placements == _HOST
-        begins_s = self._on_clock(timeline.pack_s[on_host], "left")
-        ends_s = self._on_clock(lives.freed_s[on_host], "right")
+        timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.trace.micro_steps
+        on_host = np.array(self._place) == _HOST
         return Prediction(
             self.peak_device_bytes(),
             (timeline.trace.end_s + self._shift_s) * times + timeline.trace.optimizer_s,
             self._stall_s * times,
-            float(timeline.recompute_s[lives.recomputed].sum()) * times,
+            float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
             self._written_bytes * times,
             self._read_bytes * times,
             self._forwarded_bytes * times,
-            _peak(begins_s, ends_s, timeline.nbytes[on_host]),
+            _peak(
+                self._on_clock(timeline.pack_s[on_host], "left"),
+                self._on_clock(lifetimes.freed_s[on_host], "right"),
+                timeline.nbytes[on_host],
+            ),
             self._peak_staging_bytes,
             float(timeline.rematerialize_s[self._made].sum()) * times,
             int(timeline.nbytes[self._made].sum()) * times,
@@ -229,12 +373,14 @@ class _Replay:
 
     def peak_device_bytes(self, beside: Spans | None = None) -> int:
         """Return the most device bytes that storages hold at once; what begins when another ends counts with it."""
-        timeline, lives = self._timeline, self._lives
-        exists, dropped, nbytes, gone = lives.exists, lives.dropped, timeline.nbytes, lives.placements != _KEEP
-        left_s, freed_s = self._on_clock(timeline.left_s, "right"), self._on_clock(lives.freed_s, "right")
+        timeline, lifetimes = self._timeline, self._lifetimes
+        exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
+        left_s = self._on_clock(timeline.left_s, "right")
+        freed_s = self._on_clock(lifetimes.freed_s, "right")
+        gone = np.array(self._place) != _KEEP
         # A copy under way holds the bytes, also when forward has long released them.
         end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
-        again = exists & ((gone & lives.used) | dropped)  # a loss that is kept with its graph never comes back
+        again = exists & ((gone & lifetimes.used) | dropped)  # a loss that is kept with its graph never comes back
         # Into a recomputation as far as its own length goes: the trace's pack may be later, in a nested call.
         into_s = np.minimum(timeline.made_again_s, np.append(timeline.recompute_s, 0.0)[timeline.owner])
         back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
@@ -247,11 +393,11 @@ class _Replay:
             sizes.append(beside.nbytes)
         return _peak(np.concatenate(begins), np.concatenate(ends), np.concatenate(sizes))
 
-    def _on_clock(self, at_s: Floats, side: str) -> Floats:
+    def _on_clock(self, at_s: Floats, side: Literal["left", "right"]) -> Floats:
         """Return times of the trace by the replay's clock, before (left) or after (right) events at that very time."""
         times = np.array([at for at, _ in self._shifts])
         shifts = np.array([0.0, *(shift_s for _, shift_s in self._shifts)])
-        return np.asarray(at_s + shifts[np.searchsorted(times, at_s, "left" if side == "left" else "right")])
+        return np.asarray(at_s + shifts[np.searchsorted(times, at_s, side)])
 
 
 def _latest_starts(ends: Floats, durations: Floats) -> Floats:
@@ -268,17 +414,20 @@ def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:
     return int(np.cumsum(changes[order]).max(initial=0))
 
 
-def replay(timeline: Timeline, assignment: Assignment, *, may_wait: bool = True) -> Outcome:
+def replay(
+    timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None = (), *, may_wait: bool = True
+) -> Outcome:
     """Replay an assignment.
 
     Args:
+        distance: see ``Plan.prefetch_distance``; None to find the one that is just in time.
         may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
     """
-    return _Replay(timeline, assignment, may_wait).run()
+    return _Replay(timeline, assignment, distance, may_wait).run()
 
 
 def peak_beside(timeline: Timeline, assignment: Assignment, beside: Spans) -> int:
     """Return the most device bytes that storages and what is held beside them take at once, under an assignment."""
-    played = _Replay(timeline, assignment)
+    played = _Replay(timeline, assignment, (), may_wait=True)
     played.run()
     return played.peak_device_bytes(beside)

@@ -1,18 +1,23 @@
-"""From a trace and limits to a plan: one order of everything that frees memory, and how much of it to take.
+"""From a trace and limits to a plan.
 
-[Note: The order] What a plan can do is move a storage to NVMe or host memory, rematerialize it, or recompute a block.
-Each frees bytes for the seconds between forward's last use and backward's first. Compute that runs again always costs
-time: it is ordered by bytes x idle seconds per second, and a bisection finds how much of it to take, beside the moves
-for which nobody waits. A move costs time only where somebody waits for it, and all take as long for a byte: so those
-that nobody waits for come first, and of both kinds the longest idle. A bisection finds how many to take: until the
-budget fits, or ``max_step_overhead`` is spent. Each try is a replay, and of all replays the best is taken
-(``plan.rank``). No clock is asked: every rank would find the same plan.
+[Note: Search strategy] Storages are ordered by the bytes and seconds of memory that they give back for each second of
+the resource that they take: of compute, where they are rematerialized or recomputed with their block; of drive and
+copies, where they are moved (which takes time by the byte, so that the longest idle goes first, of those for which
+neither staging nor backward would have to wait; without a budget, all in a second try). For each order of what is
+computed again, bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is
+moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed
+the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held
+where storages are placed, and the time is measured: a plan need not be the best to the per cent.
+
+[Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are
+alike all are placed alike: what one of them saves lowers no peak. The limits are narrower then by what rounding to
+groups may lose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,30 +25,41 @@ import numpy as np
 from ds_tba.config import Placement
 from ds_tba.plan.plan import SAME_TIME_S, Limits, Plan, Rank, is_outside, rank
 from ds_tba.plan.replay import Outcome, replay
-from ds_tba.plan.timeline import Assignment, Ints, Timeline
+from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Places, Timeline
 from ds_tba.plan.trace import Trace
 
-# How much is taken is counted as finely as this fraction of all.
-RESOLUTION = 1 / 64
-PARTS = 16
+SEARCHED_GROUPS = 500
+# Groups of each of several alternating forwards, however many there are.
+MIN_GROUPS_PER_FORWARD = 100
+# Moves are counted as finely as this fraction of all.
+MOVES_RESOLUTION = 1 / 64
+# This fraction of the limits is given away for groups.
+MARGIN = 0.02
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
 SAME_STEP_FRACTION = 0.02
 
-_HOST, _NVME, _REMATERIALIZE = int(Placement.HOST), int(Placement.NVME), int(Placement.REMATERIALIZE)
+_KEEP, _HOST, _NVME = int(Placement.KEEP), int(Placement.HOST), int(Placement.NVME)
+_REMATERIALIZE = int(Placement.REMATERIALIZE)
 
 
 def adaptive(trace: Trace, limits: Limits) -> Plan:
     """Return the lowest peak within ``max_step_overhead``, or the least time within ``activation_budget_bytes``.
 
-    Keeps within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget
-    takes more; where no plan fits the budget, the plan with the lowest peak.
+    With a budget, writing must gain more time over computing again than predictions can tell. Deterministic. Keeps
+    within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
+    more; where no plan fits the budget, the plan with the lowest peak.
     """
     timeline = Timeline.of(trace)
     found = _Search(timeline, limits).found()
     budget_bytes = limits.activation_budget_bytes
     # A share that steps have lowered may not keep a budget from fitting.
     if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
-        found = _Search(timeline, replace(limits, movable_share=1.0)).found()
+        limits = replace(limits, movable_share=1.0)
+        found = _Search(timeline, limits).found()
+    # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
+    as_far = replay(timeline, found.assignment)
+    if rank(as_far.cost, limits, timeline.trace.step_s) <= rank(found.cost, limits, timeline.trace.step_s):
+        found = as_far
     return plan_of("adaptive", found)
 
 
@@ -59,180 +75,211 @@ def plan_of(planner: str, outcome: Outcome) -> Plan:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """Something to take: some storages placed, or some passes recomputed; the lowest price first."""
-
-    price: float
-    place: int
-    storages: Ints
-    passes: Ints
-
-
-_NONE = np.zeros(0, np.int64)
-
-
 class _Search:
-    """See [Note: The order]."""
+    """See [Note: Search strategy].
 
-    def __init__(self, timeline: Timeline, limits: Limits) -> None:
-        self._timeline, self._limits = timeline, limits
+    Assignments are of units here: groups of storages, and of alike forwards the storages and blocks of one.
+    """
+
+    def __init__(self, whole: Timeline, limits: Limits) -> None:
+        self._whole, self._forwards = whole, (forwards := whole.alike_forwards())
+        self._group = whole.groups(max(SEARCHED_GROUPS, MIN_GROUPS_PER_FORWARD * forwards), forwards)
+        self._timeline = timeline = whole.merged(self._group)
+        units, blocks = len(timeline.nbytes) // forwards, len(timeline.recompute_s) // forwards
+        modules = [block.module for block in timeline.trace.blocks[:blocks]]
+        self._module = np.unique(modules, return_inverse=True)[1]
+        self._unit, self._block = np.tile(np.arange(units), forwards), np.tile(np.arange(blocks), forwards)
+        if units < len(whole.nbytes):
+            budget_bytes, part = limits.activation_budget_bytes, 1 - MARGIN
+            budget_bytes = None if budget_bytes is None else int(budget_bytes * part)
+            overhead = limits.max_step_overhead * part
+            limits = replace(limits, max_step_overhead=overhead, activation_budget_bytes=budget_bytes)
+        self._limits = limits
         # Step time is minimized within a budget, instead of the peak within an overhead.
         self._has_budget = limits.activation_budget_bytes is not None
-        self._best = kept = replay(timeline, timeline.kept)
-        # What interleaved forwards save alike is placed alike: what one of them saves lowers no peak.
-        forwards, count = len(timeline.trace.forwards), len(timeline.nbytes)
-        alike = forwards if forwards > 1 and count % forwards == 0 else 1
-        self._rows: Ints = np.arange(count, dtype=np.int64).reshape(alike, -1).T
-        self._idle_s = np.maximum(timeline.used_s - timeline.left_s, SAME_TIME_S)
-        # All forwards' bytes over those in memory at once: the host holds no more of them at a time.
-        self._in_flight = min(1.0, kept.cost.peak_saved_bytes / max(1, timeline.nbytes.sum())) if alike > 1 else 1.0
+        self._nbytes, self._padded = self._mean(timeline.nbytes), self._mean(timeline.padded_bytes)
+        self._idle_s = np.maximum(self._mean(timeline.used_s - timeline.left_s), SAME_TIME_S)
+        self._to_nvme: Bools = timeline.to_nvme[:units]
+        self._to_host: Bools = timeline.movable[:units] & (self._nbytes <= limits.host_budget_bytes)
+        # The best of what was replayed, and of what moves nothing.
+        self._best = self._simplest = replay(timeline, timeline.kept)
+        self._seen: dict[bytes, Outcome] = {}
+        # The most bytes of one forward that are offloaded, written, and held by the host (as many are in flight as make
+        # the peak).
+        self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
+        self._write_bytes = limits.write_limit_bytes_per_step / timeline.trace.micro_steps / forwards
+        in_flight = max(1.0, self._best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
+        self._host_bytes = limits.host_budget_bytes / in_flight
 
     def found(self) -> Outcome:
-        """Return the best plan; one that writes nothing for about the same time is better."""
-        again = self._computed_again()
+        """Return the best for all storages; one that writes less for about the same time is better."""
+        timeline = self._timeline
+        price = self._mean(timeline.rematerialize_s) / (self._nbytes * self._idle_s)
+        may = timeline.rematerializable[: len(self._nbytes)] & self._limits.rematerialize
+        made, blocks = _cheapest(np.flatnonzero(may), price), self._blocks()
+
+        def rematerialized(count: int) -> Assignment:
+            return self._again_with(made[:count], blocks, 0)
+
+        most = self._grow(len(made), rematerialized)
+        for besides in (made[:0], made[:most]) if most else (made[:0],):
+            self._grow(len(blocks), partial(self._again_with, besides, blocks))
+        best = self._best
+        if self._has_budget:  # predictions cannot tell a gain as small as that, and drives wear for it
+            gained_s = self._simplest.cost.step_s - best.cost.step_s
+            is_gain = gained_s > SAME_STEP_FRACTION * timeline.trace.step_s
+            best = self._simplest if self._is_within(self._simplest) and not is_gain else best
+        whole = Assignment(best.assignment.placements[self._group], best.assignment.recomputed)
+        return replay(self._whole, whole, None)
+
+    # ---- what is computed again ---------------------------------------------------------------------------------
+
+    def _blocks(self) -> Ints:
+        """Return the blocks that may be recomputed, by seconds for each byte; equal ones spread over the model."""
+        timeline, recompute_s = self._timeline, self._mean(self._timeline.recompute_s)
+        blocks = len(recompute_s)
+        own = np.flatnonzero(timeline.owner[: len(self._nbytes)] >= 0)
+        dropped_bytes = np.bincount(timeline.owner[own], self._nbytes[own], minlength=blocks)[:blocks]
+        which = np.flatnonzero(timeline.recomputable[:blocks] & self._limits.recompute).tolist()
+        spread = sorted(which, key=_reversed_bits)
+        return _cheapest(np.array(spread, np.int64), recompute_s / np.maximum(dropped_bytes, 1))
+
+    def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
+        """Return some units rematerialized, and the first ``count`` of these blocks recomputed."""
+        placements = np.zeros(len(self._nbytes), np.int8)
+        placements[rematerialized] = _REMATERIALIZE
+        # A module that runs more than once in a forward runs again in all its passes, or in none.
+        recomputed = np.isin(self._module, self._module[blocks[:count]])
+        return Assignment(placements, recomputed)
+
+    def _grow(self, most: int, again: Callable[[int], Assignment]) -> int:
+        """Bisect how much is computed again, beside what costs no time to move; then how much is moved."""
+        moves: dict[int, tuple[Places, Ints]] = {}
+
+        def by_itself(count: int) -> Outcome:
+            return self._replay(again(count))
 
         def beside(count: int) -> Outcome:
-            moves, free = self._moves(again[:count])
-            return self._replay([*again[:count], *moves[:free]])
+            where, order, free = self._moves(again(count))
+            moves[count] = where, order
+            return self._moved(again(count), where, order, free)
 
-        most = self._bisect(len(again), beside)
-        for count in sorted({0, most // 2, most}):
-            moves, _ = self._moves(again[:count])
-            by_idle = sorted(moves, key=lambda item: item.price)
-            for one in (moves,) if self._has_budget else (moves, by_idle):
-                taken = self._bisect(len(one), partial(self._moved, again[:count], one))
-                if self._has_budget and not self._is_within(self._best):  # the lowest peak need not be that of all
-                    for part in range(PARTS):
-                        self._moved(again[:count], one, len(one) * part // PARTS)
-                if not self._has_budget:
-                    self._fill([*again[:count], *one[:taken]], [*one[taken:], *again[count:]])
-        best = self._best
-        if self._has_budget and best.cost.written_bytes:  # predictions cannot tell a small gain, and drives wear for it
-            most = self._bisect(len(again), lambda count: self._replay(again[:count]))
-            alone = self._replay(again[:most])
-            gained_s = alone.cost.step_s - best.cost.step_s
-            is_gain = gained_s > SAME_STEP_FRACTION * self._timeline.trace.step_s
-            best = alone if self._is_within(alone) and not is_gain else self._best
-        return best
+        alone, _ = self._bisect(most, by_itself)
+        few, many = self._bisect(most, beside)
+        # Where sources must be there, a part of it may leave a lower peak than all.
+        for count in sorted({few, alone, *(many * part // 4 for part in range(5))}):
+            if count not in moves:
+                beside(count)
+            where, order = moves[count]
+            # By idle time alone, too: what waits for nothing may be what makes all others wait for staging.
+            by_idle = order[np.argsort(-self._idle_s[order], kind="stable")]
+            for one in (order,) if self._has_budget else (order, by_idle):
+                self._bisect(len(one), partial(self._moved, again(count), where, one), MOVES_RESOLUTION)
+        return many
 
-    def _moved(self, again: Sequence[_Item], moves: Sequence[_Item], count: int) -> Outcome:
-        return self._replay([*again, *moves[:count]])
+    # ---- what is moved ------------------------------------------------------------------------------------------
 
-    def _fill(self, taken: list[_Item], rest: Sequence[_Item]) -> None:
-        """Take what still fits of the rest, a part at a time: one that does not may stand before others that do."""
-        size = max(1, len(rest) // PARTS)
-        for at in range(0, len(rest), size):
-            more = [*taken, *rest[at : at + size]]
-            taken = more if self._is_within(self._replay(more)) else taken
+    def _moves(self, again: Assignment) -> tuple[Places, Ints, int]:
+        """Return where each unit would go, the units in the order of offloading, and how many of them for nothing.
 
-    # ---- items --------------------------------------------------------------------------------------------------
-
-    def _price(self, cost_s: float, storages: Ints, idle_s: float | None = None) -> float:
-        idle = self._idle_s[storages] if idle_s is None else idle_s
-        freed = float((self._timeline.nbytes[storages] * idle).sum())
-        return float(f"{cost_s / max(freed, SAME_TIME_S):.2e}")  # or the rounding of times would order equal ones
-
-    def _moves(self, again: Sequence[_Item]) -> tuple[list[_Item], int]:
-        """Return the moves beside what is computed again, in order, and how many of them nobody would wait for.
-
-        With a budget those that the wear limit forbids come last.
+        Host memory, wear and the share bound what is moved.
         """
-        timeline, limits, trace = self._timeline, self._limits, self._timeline.trace
-        assignment = self._assigned(again)
-        lives = timeline.lifetimes(assignment)
-        is_open = timeline.movable & lives.exists & ~lives.dropped & (assignment.placements == 0)
-        rows = [row for row in self._rows if is_open[row].any()]
-        paced = timeline.to_nvme & is_open
-        assignment.placements[paced] = _NVME
-        played = replay(timeline, assignment, may_wait=False)
-        has_room = played.assignment.placements == _NVME
-        free = has_room & ~np.isin(np.arange(len(has_room)), [storage for storage, _ in played.stalls])
+        where = np.where(self._to_nvme & (again.placements == _KEEP), _NVME, again.placements).astype(np.int8)
+        lifetimes = self._timeline.lifetimes(self._spread(again))
+        is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
+        paced = replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
+        has_room = self._gathered(paced) == _NVME
+        is_free = has_room & ~np.isin(np.arange(len(where)), self._unit[[storage for storage, _ in paced.stalls]])
+        order = np.lexsort((-self._idle_s, ~has_room, ~is_free))
+        order = order[(is_open & (self._to_nvme | self._to_host))[order]]
+        order = _fitting(order, self._nbytes, self._movable_bytes)
+        written = _fitting(order[self._to_nvme[order]], self._padded, self._write_bytes)
+        rest = order[~(np.isin(order, written) & has_room[order]) & self._to_host[order]]
+        where = np.zeros(len(self._nbytes), np.int8)
+        where[written] = _NVME
+        hosted = order[self._to_host[order]]
+        if self._nbytes[hosted].sum() > self._host_bytes:  # else nothing need wait for the drive, or wear it
+            hosted = _fitting(rest, self._nbytes, self._host_bytes)
+        where[hosted] = _HOST
+        # Free ones first, and last what the drives are to be spared, if the budget can do without.
+        rank_of = np.where(is_free | (where == _HOST), 0, 1)
+        if self._has_budget:
+            worn = order[self._to_nvme[order] & (where[order] == _KEEP)]
+            where[worn], rank_of[worn] = _NVME, 2
+        order = order[where[order] != _KEEP]
+        return where, order[np.argsort(rank_of[order], kind="stable")], int((rank_of[order] == 0).sum())
 
-        def order(row: Ints) -> tuple[bool, bool, float]:
-            return 2 * free[row].sum() < row.size, 2 * has_room[row].sum() < row.size, -float(self._idle_s[row].mean())
-
-        rows = _fitting(
-            sorted(rows, key=order), timeline.nbytes, limits.movable_share * timeline.nbytes[timeline.movable].sum()
-        )
-        on_drive = [row for row in rows if trace.resources.paths]
-        written = _fitting(on_drive, timeline.padded_bytes, limits.write_limit_bytes_per_step / trace.micro_steps)
-        # Host memory takes what the drive would have no room for first, and all if all fit: then no drive wears.
-        host_bytes = limits.host_budget_bytes / self._in_flight
-        worn = {id(row) for row in written if not order(row)[1]}
-        first = [row for row in rows if id(row) not in worn]
-        all_fit = sum(timeline.nbytes[row].sum() for row in rows) <= host_bytes
-        hosted = {id(row) for row in _fitting(rows if all_fit else first, timeline.nbytes, host_bytes)}
-        items: dict[int, list[_Item]] = {0: [], 1: [], 2: []}
-        for row in rows:
-            on_host, may = id(row) in hosted, any(row is one for one in written)
-            kind = 0 if on_host or (may and not order(row)[0]) else 1 if may else 2
-            if on_host or trace.resources.paths:
-                items[kind].append(_Item(order(row)[2], _HOST if on_host else _NVME, row, _NONE))
-        return [*items[0], *items[1], *(items[2] if self._has_budget else ())], len(items[0])
-
-    def _computed_again(self) -> list[_Item]:
-        """Return what is rematerialized and the blocks that run again, the cheapest first; equal blocks are spread."""
-        timeline, limits, items = self._timeline, self._limits, list[_Item]()
-        if limits.rematerialize:
-            for row in self._rows:
-                if timeline.rematerializable[row].all():
-                    items.append(
-                        _Item(self._price(timeline.rematerialize_s[row].sum(), row), _REMATERIALIZE, row, _NONE)
-                    )
-        passes: dict[str, list[int]] = {}
-        for number, block in enumerate(timeline.trace.blocks):
-            if block.is_recomputable and limits.recompute:
-                passes.setdefault(block.module, []).append(number)
-        blocks = [np.array(one, np.int64) for one in passes.values()]
-        mean_s = float(self._idle_s.mean()) if blocks else 0.0  # of all alike, or the first blocks would go, not any
-        for at in sorted(range(len(blocks)), key=lambda number: f"{number:032b}"[::-1]):
-            own = np.flatnonzero(np.isin(timeline.owner, blocks[at]))
-            cost_s = float(timeline.recompute_s[blocks[at]].sum())
-            items.append(_Item(self._price(cost_s, own, mean_s), 0, _NONE, blocks[at]))
-        return sorted(items, key=lambda item: item.price)
+    def _moved(self, again: Assignment, where: Places, order: Ints, count: int) -> Outcome:
+        """Replay an assignment with the first ``count`` of some units moved."""
+        placements, moved = again.placements.copy(), order[:count]
+        placements[moved] = where[moved]
+        return self._replay(Assignment(placements, again.recomputed))
 
     # ---- replays ------------------------------------------------------------------------------------------------
-
-    def _assigned(self, items: Sequence[_Item]) -> Assignment:
-        assignment = self._timeline.kept
-        for item in items:
-            assignment.placements[item.storages] = item.place
-            assignment.recomputed[item.passes] = True
-        return assignment
-
-    def _replay(self, items: Sequence[_Item]) -> Outcome:
-        """Replay these, and remember the outcome if it is the best."""
-        found = replay(self._timeline, self._assigned(items))
-        if self._rank(found) < self._rank(self._best):
-            self._best = found
-        return found
-
-    def _rank(self, outcome: Outcome) -> Rank:
-        return rank(outcome.cost, self._limits, self._timeline.trace.step_s)
 
     def _is_within(self, outcome: Outcome) -> bool:
         return not is_outside(self._rank(outcome))
 
-    def _bisect(self, most: int, outcome: Callable[[int], Outcome]) -> int:
-        """Return the least count up to ``most`` that fits a budget; without one the most that there is time for."""
-        if self._is_within(outcome(0)) == self._has_budget:
-            return 0
-        if self._is_within(outcome(most)) != self._has_budget:
-            return most
+    def _rank(self, outcome: Outcome) -> Rank:
+        return rank(outcome.cost, self._limits, self._timeline.trace.step_s)
+
+    def _bisect(self, most: int, outcome: Callable[[int], Outcome], resolution: float = 0.0) -> tuple[int, int]:
+        """Return two neighbouring counts, up to ``most``, between which the limits are just met.
+
+        More is called for until a budget is met; without one as long as there is time.
+        """
         few, many = 0, most
-        while many - few > max(1, most * RESOLUTION):
+        if self._is_within(outcome(few)) == self._has_budget:
+            return few, few
+        if self._is_within(outcome(many)) != self._has_budget:
+            return many, many
+        while many - few > max(1.0, most * resolution):
             middle = (few + many) // 2
             few, many = (middle, many) if self._is_within(outcome(middle)) != self._has_budget else (few, middle)
-        return many if self._has_budget else few
+        return few, many
+
+    def _replay(self, assignment: Assignment) -> Outcome:
+        """Replay an assignment of units just in time, and remember the outcome if it is the best."""
+        key = assignment.placements.tobytes() + assignment.recomputed.tobytes()
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
+            if self._rank(found) < self._rank(self._best):
+                self._best = found
+            if not found.order and self._rank(found) < self._rank(self._simplest):
+                self._simplest = found
+        return found
+
+    def _spread(self, assignment: Assignment) -> Assignment:
+        return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])
+
+    def _gathered(self, outcome: Outcome) -> Places:
+        """Return the placements of units: KEEP where most forwards keep them."""
+        placements = outcome.assignment.placements.reshape(self._forwards, -1)
+        usual = np.max(placements, axis=0)
+        return np.where(2 * (placements != _KEEP).sum(axis=0) >= self._forwards, usual, _KEEP).astype(np.int8)
+
+    def _mean(self, column: Floats | Ints) -> Floats:
+        """Return the mean of each unit over the forwards."""
+        return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
 
 
-def _fitting(rows: Sequence[Ints], nbytes: Ints, bound_bytes: float) -> list[Ints]:
-    """Return the rows, in order, that fit a bound together with those before them."""
-    fitting: list[Ints] = []
-    for row in rows:
-        row_bytes = int(nbytes[row].sum())
-        if row_bytes <= bound_bytes:
-            bound_bytes -= row_bytes
-            fitting.append(row)
-    return fitting
+def _reversed_bits(number: int) -> str:
+    """Return the binary digits from the last one on: sorted by them, neighbours are far apart."""
+    return f"{number:032b}"[::-1]
+
+
+def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:
+    """Return the units, in order, that fit a bound together with those before them."""
+    held_bytes, fitting = 0.0, []
+    for unit in units.tolist():
+        if held_bytes + nbytes[unit] <= bound_bytes:
+            held_bytes += nbytes[unit]
+            fitting.append(unit)
+    return np.array(fitting, np.int64)
+
+
+def _cheapest(which: Ints, price: Floats) -> Ints:
+    """Sort by price, where prices are equal that differ by the rounding of times only."""
+    rounded = np.array([float(f"{one:.2e}") for one in price[which].tolist()])
+    return which[np.argsort(rounded, kind="stable")]

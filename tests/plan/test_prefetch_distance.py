@@ -14,13 +14,14 @@ from planners import PLANNERS
 from support import traces
 from support.doubles import EventAccelerator, wait_for_writes
 from support.prefetching import KIB, Spy, cache_over, chain
-from support.replays import ANY, cases
+from support.replays import ANY, cases, run
 from support.traces import SIZE, UNLIMITED, layers, storage
 
 from ds_tba.config import Placement
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import Outcome, replay
+from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import BlockTrace, PathRates, Resources, Trace
 from ds_tba.storage.base import Store, Ticket
@@ -43,7 +44,7 @@ def evenly(count: int, resources: Resources) -> Trace:
 
 def in_time(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[Outcome, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again))
+    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), distance=None)
     return outcome, outcome.cost
 
 
@@ -68,7 +69,7 @@ def test_copies_in_take_time_too_but_not_of_the_drive() -> None:
     assert distance_of(slow, *[N] * 6, K) == (5, 4, 4, 3, 2, 1)
     assert distance_of(slow, *[H] * 6, K) == (4, 4, 3, 3, 2, 1)
     in_place = replace(slow, resources=replace(slow.resources, is_synchronous=True))
-    assert distance_of(in_place, *[N] * 6, K) == ()
+    assert distance_of(in_place, *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
 
 
 def test_what_is_kept_or_refused_has_no_part_in_it() -> None:
@@ -90,6 +91,16 @@ def test_recomputation_gives_time() -> None:
     assert distance_of(trace, *[N] * 4, K, recomputed=(True,)) == (2, 2, 2, 1)
 
 
+def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
+    trace = evenly(6, machine(read=10.0))
+    suffix = [storage(9.0, 10.5, 12.9, (-1,)) for _ in range(4)]
+    trace = replace(trace, storages=(*trace.storages, *suffix))
+    places = [N] * 6 + [K] * 5
+    early, late = run(trace, *places)[1], in_time(trace, *places)[1]
+    assert early.stall_s == late.stall_s == 0.0 and early.read_bytes == late.read_bytes
+    assert (early.peak_saved_bytes, late.peak_saved_bytes) == (10 * SIZE, 7 * SIZE)  # 7 in forward
+
+
 # ---- for any trace --------------------------------------------------------------------------------------------------
 
 
@@ -98,17 +109,26 @@ def test_recomputation_gives_time() -> None:
 def test_a_distance_is_for_each_use_and_says_all_there_is_to_say(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
     timeline = Timeline.of(trace)
-    outcome = replay(timeline, assignment)
-    is_used = timeline.lifetimes(assignment).used
-    moved = int((np.isin(outcome.assignment.placements, (H, N)) & is_used).sum())
-    assert len(outcome.prefetch_distance) == (0 if trace.resources.is_synchronous else moved)
-    assert all(0 <= distance <= moved - used for used, distance in enumerate(outcome.prefetch_distance))
+    outcome = replay(timeline, assignment, distance=None)
+    moved = int(np.isin(outcome.assignment.placements, (H, N)).sum())
+    assert len(outcome.prefetch_distance) == moved
+    assert all(0 < distance <= moved - used for used, distance in enumerate(outcome.prefetch_distance))
     reach = [used + distance for used, distance in enumerate(outcome.prefetch_distance)]
     assert reach == sorted(reach)
-    assert replay(timeline, outcome.assignment).cost == outcome.cost
+    assert replay(timeline, assignment, distance=outcome.prefetch_distance).cost == outcome.cost
+    assert replay(timeline, outcome.assignment, distance=None).cost == outcome.cost
 
 
 # ---- in a plan ------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_reads_just_in_time_where_that_lowers_its_peak() -> None:
+    trace = layers(8, 4, rate=20.0, staging_bytes=8 * SIZE)
+    plan = adaptive(trace, Limits())
+    assert plan.prefetch_distance and len(plan.prefetch_distance) == plan.placements.count(N)
+    as_far_as_may_be = traces.simulate(trace, replace(plan, prefetch_distance=()))
+    assert plan.prediction.peak_saved_bytes < as_far_as_may_be.peak_saved_bytes
+    assert plan.prediction.step_s <= trace.step_s * 1.02
 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS))
@@ -116,6 +136,15 @@ def test_a_plan_reads_as_far_ahead_as_may_be_where_that_costs_nothing(name: str)
     trace = layers(8, 4, rate=20.0, staging_bytes=8 * SIZE)
     trace = replace(trace, resources=replace(trace.resources, is_synchronous=True))  # what is read ahead is in staging
     assert PLANNERS[name](trace, Limits()).prefetch_distance == ()
+
+
+def test_of_two_ways_that_cost_the_same_the_one_that_cannot_come_too_late_is_chosen() -> None:
+    trace = evenly(6, machine(read=10.0))
+    suffix = [replace(storage(9.0, 10.02, 10.05, (-1,)), is_movable=False) for _ in range(4)]
+    plan = adaptive(replace(trace, storages=(*trace.storages, *suffix)), Limits())
+    # Seven lie there at the beginning of forward, and eleven would in the end; in backward it is six at most.
+    assert plan.prediction.peak_saved_bytes == 7 * SIZE and plan.placements.count(N) >= 4
+    assert plan.prefetch_distance == ()
 
 
 # ---- in the cache ---------------------------------------------------------------------------------------------------

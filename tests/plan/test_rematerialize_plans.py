@@ -53,6 +53,13 @@ def test_a_source_that_was_moved_is_back_when_the_first_that_is_made_of_it_is_ne
     assert (found.stall_s, found.step_s) == (1.0, 4.25)
 
 
+def test_reads_follow_the_order_in_which_sources_are_needed() -> None:
+    first, second = storage(0.0, 2.5), storage(0.0, 2.0)
+    trace = one_block(first, second, made(storage(0.5, 1.75), 0.0, 0), machine=traces.resources(copy=UNLIMITED))
+    assert run(trace, N, N, K)[0].order == [1, 0]
+    assert run(trace, N, N, M)[0].order == [0, 1]
+
+
 @pytest.mark.parametrize("first", [K, H, N])
 def test_in_a_chain_each_is_made_before_what_is_made_of_it(first: Placement) -> None:
     machine = traces.resources(write=UNLIMITED, read=UNLIMITED)
@@ -110,7 +117,7 @@ def test_the_time_that_making_others_takes_is_time_for_reads() -> None:
     moved = [storage(0.0, use_s) for use_s in (1.3, 1.15, 1.1)]
     trace = one_block(*moved, storage(0.1, 1.0), made(storage(0.1, 1.2), 1.0), machine=machine)
     kept, again = (
-        replay(Timeline.of(trace), Assignment(np.array([N, N, N, K, place], np.int8), np.zeros(1, bool)))
+        replay(Timeline.of(trace), Assignment(np.array([N, N, N, K, place], np.int8), np.zeros(1, bool)), distance=None)
         for place in (K, M)
     )
     # The last read takes 0.2 s: from the beginning on, or else once the first of the others is used.
@@ -254,6 +261,18 @@ def test_more_room_more_time_and_cheaper_sites_are_never_worse(machine: bool) ->
     assert sites == sorted(sites) and sites[0] < sites[-1]
 
 
+def test_a_group_has_sites_only_or_none_and_the_sources_of_all() -> None:
+    trace = with_sites(layers(30, 40, rate=40.0, staging_bytes=1000 * SIZE), 0.001, every=4)
+    timeline = Timeline.of(trace)
+    group = timeline.groups(100, 1)
+    coarse = timeline.merged(group)
+    assert 600 <= len(coarse.nbytes) <= 700  # one, and the three that follow it; some of these are cut in two
+    assert np.array_equal(coarse.rematerializable[group], timeline.rematerializable)
+    assert np.nansum(coarse.rematerialize_s) == pytest.approx(0.9)
+    pairs = list(map(tuple, coarse.sources.T.tolist()))
+    assert pairs == [(site, site - 1) for site in np.flatnonzero(coarse.rematerializable)]
+
+
 def test_sites_are_chosen_in_groups_and_the_limits_hold_in_full() -> None:
     trace = with_sites(layers(30, 40, rate=4.0, staging_bytes=100 * SIZE), 0.001)
     limits = Limits(recompute=False)
@@ -267,10 +286,18 @@ def test_sites_are_chosen_in_groups_and_the_limits_hold_in_full() -> None:
 def test_forwards_in_turn_are_made_again_alike(ahead: int) -> None:
     trace = on(False, pipeline(8, ahead))
     trace = replace(with_sites(trace, 0.001), forwards=trace.forwards)
+    assert Timeline.of(trace).alike_forwards() == 8
     plan = adaptive(trace, Limits(recompute=False))
     again = (np.array(plan.placements) == M).reshape(8, 20)
     assert again[0].sum() >= 8 and (again == again[0]).all()
     assert plan.prediction.peak_saved_bytes <= 0.65 * 20 * ahead * SIZE
+
+
+def test_forwards_with_other_sites_or_sources_are_not_alike() -> None:
+    trace = with_sites(pipeline(4, 2), 0.001)
+    for change in ({"rematerialize_s": None, "sources": ()}, {"sources": (22,)}, {"sources": (0,)}):
+        storages = tuple(replace(one, **change) if at == 25 else one for at, one in enumerate(trace.storages))
+        assert Timeline.of(replace(trace, storages=storages)).alike_forwards() == 1, change
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -46,6 +46,15 @@ def test_reading_ahead_begins_with_the_first_use_of_any_storage() -> None:
     assert cost(trace, N, K).stall_s == 0.0  # read from 1.25 to 2.25
 
 
+def test_what_a_later_forward_saves_is_read_ahead_in_its_turn() -> None:
+    # Two forwards, a backward, a third forward; then the other backwards.
+    saved = [(0.0, 3.0, 4.0), (1.0, 7.0, 7.5), (5.0, 10.0, 10.5)]
+    storages = tuple(storage(pack_s, use_s, freed_s, blocks=(-1,)) for pack_s, use_s, freed_s in saved)
+    trace = Trace(storages, (), traces.resources(), 11.0, forwards=(0, 1, 2))
+    found = cost(trace, N, N, N)
+    assert (found.stall_s, found.read_bytes) == (1.0, 3 * SIZE)  # the first use of all has nothing before it
+
+
 def test_what_is_still_being_written_is_handed_over_from_staging() -> None:
     found = cost(one_block(storage(0.5, 1.2), machine=traces.resources()), N)
     assert (found.stall_s, found.forwarded_bytes, found.written_bytes, found.read_bytes) == (0.0, SIZE, SIZE, 0)
@@ -83,6 +92,17 @@ def test_what_stays_is_on_the_device_from_the_end_of_its_write_on() -> None:
     )
 
 
+def test_what_is_to_stay_counts_within_staging_and_does_not_hold_up_reads_behind_it() -> None:
+    # At 1.0 the last two are in staging, more than a half of it; the first is read beside them, from 1.0 to 2.0.
+    machine = traces.resources(write=SIZE, staging_bytes=3 * SIZE)
+    storages = (storage(-0.0, 2.0), storage(0.9, 1.6), storage(0.95, 1.5), storage(0.97, 1.0))
+    found, figures = run(one_block(*storages, machine=machine), N, N, N, K)
+    assert found.stalls == [] and figures.forwarded_bytes == 2 * SIZE
+    # Without room for a third, its read waits until the first of the others is written and used.
+    less, figures = run(one_block(*storages, machine=replace(machine, staging_bytes=2 * SIZE)), N, N, N, K)
+    assert less.stalls == [(2, pytest.approx(0.05)), (0, pytest.approx(1.0))]
+
+
 def test_compute_waits_at_pack_until_a_write_frees_staging() -> None:
     machine = traces.resources(staging_bytes=SIZE)
     trace = one_block(storage(0.1, 2.0), storage(0.2, 1.9), machine=machine)
@@ -114,6 +134,15 @@ def test_what_may_not_move_is_kept() -> None:
     assert cost(fixed, N) == cost(fixed, H) == cost(fixed, K)
     nowhere = one_block(storage(0.1, 2.0), machine=replace(traces.resources(), paths=()))
     assert cost(nowhere, N) == cost(nowhere, K)
+
+
+def test_reads_ahead_take_half_of_staging_while_there_are_writes() -> None:
+    machine = traces.resources(write=4 * SIZE, staging_bytes=4 * SIZE)
+    storages = (storage(0.0, 2.9), storage(0.25, 2.8), storage(0.5, 2.7))
+    late, last = storage(0.9, 1.1), storage(0.95, 1.0)
+    assert cost(one_block(*storages, last, machine=machine), N, N, N, K).peak_staging_bytes == 3 * SIZE
+    # The late one is being written at 1.0: two go ahead beside it, and not three.
+    assert cost(one_block(*storages, late, last, machine=machine), N, N, N, N, K).peak_staging_bytes == 3 * SIZE
 
 
 def test_copies_wait_for_each_other() -> None:
@@ -299,7 +328,7 @@ def test_a_slower_clock_changes_times_and_nothing_else(
     case: tuple[Trace, Assignment], factor: float, distance: tuple[int, ...] | None
 ) -> None:
     trace, assignment = case
-    one, other = (replay(Timeline.of(which), assignment) for which in (trace, slowed(trace, factor)))
+    one, other = (replay(Timeline.of(which), assignment, distance=distance) for which in (trace, slowed(trace, factor)))
     assert one.prefetch_distance == other.prefetch_distance
     before = one.cost
     assert other.cost == replace(

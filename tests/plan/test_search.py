@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planners import PLANNERS, teraio
 from support import traces
@@ -16,6 +16,7 @@ from support.traces import SIZE, UNLIMITED, layers, one_block, pipeline, storage
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.search import adaptive
+from ds_tba.plan.timeline import Timeline
 from ds_tba.plan.trace import BlockTrace, Trace
 
 K, H, N, R = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.RECOMPUTE
@@ -157,9 +158,10 @@ def test_host_memory_is_used_as_far_as_its_budget_goes() -> None:
     assert H not in adaptive(trace, Limits()).placements
 
 
-def test_many_storages_are_searched_and_the_limits_hold_in_full() -> None:
+def test_many_storages_are_searched_in_groups_and_the_limits_hold_in_full() -> None:
     trace = layers(30, 40, rate=40.0, staging_bytes=100 * SIZE)
-    assert len(trace.storages) == 1200
+    timeline = Timeline.of(trace)
+    assert len(trace.storages) == 1200 and timeline.groups(500, 1)[-1] + 1 < 700
     limits = Limits()
     plan = adaptive(trace, limits)
     assert plan.prediction.step_s <= trace.step_s * 1.02 + GRACE_S
@@ -168,6 +170,29 @@ def test_many_storages_are_searched_and_the_limits_hold_in_full() -> None:
     for name in ("tba", "teraio"):
         assert plan.prediction.peak_saved_bytes <= PLANNERS[name](trace, limits).prediction.peak_saved_bytes
     assert plan.prediction.peak_saved_bytes < 0.4 * 1200 * SIZE
+
+
+def test_in_groups_a_budget_holds_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = layers(30, 40, rate=4.0, staging_bytes=100 * SIZE)
+    limits = Limits(activation_budget_bytes=300 * SIZE)
+    monkeypatch.setattr("ds_tba.plan.search.SEARCHED_GROUPS", 60)
+    assert adaptive(trace, limits).prediction.peak_saved_bytes <= limits.activation_budget_bytes
+
+
+@given(long_traces(), st.integers(1, 8))
+@settings(derandomize=True, deadline=None, max_examples=100)
+def test_groups_have_all_bytes_and_the_same_readers(trace: Trace, most: int) -> None:
+    assume(trace.storages)
+    timeline = Timeline.of(trace)
+    group = timeline.groups(most, 1)
+    coarse = timeline.merged(group)
+    for column in ("nbytes", "padded_bytes"):
+        assert getattr(coarse, column).sum() == getattr(timeline, column).sum()
+    assert np.all(np.diff(group) >= 0) and group[-1] + 1 == len(coarse.nbytes)
+    for column in ("owner", "movable", "saved"):
+        assert np.array_equal(getattr(coarse, column)[group], getattr(timeline, column))
+    expected = {(int(group[one]), int(block)) for one, block in timeline.readers.T}
+    assert set(map(tuple, coarse.readers.T.tolist())) == expected
 
 
 @pytest.mark.parametrize("name", sorted(PLANNERS))
@@ -254,4 +279,6 @@ def test_a_plan_for_many_forwards_in_turn_lowers_the_peak_of_all(ahead: int) -> 
 def test_forwards_that_are_not_alike_are_planned_one_by_one() -> None:
     trace = pipeline(4, 2)
     other = replace(trace, storages=tuple(replace(one, is_movable=at != 3) for at, one in enumerate(trace.storages)))
+    assert (Timeline.of(trace).alike_forwards(), Timeline.of(other).alike_forwards()) == (4, 1)
     assert adaptive(other, Limits(recompute=False)).prediction.peak_saved_bytes <= 40 * SIZE
+    assert Timeline.of(replace(trace, forwards=())).alike_forwards() == 1
