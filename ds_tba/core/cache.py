@@ -477,7 +477,7 @@ class TensorCache(Residency):
         """Have a store take the bytes of a record, or keep them."""
         reason, views = choice.reason, record.holders
         if choice.stores and not record.may_leave:
-            reason = Eligibility.NO_GRAPH.value
+            reason, record.is_refused = Eligibility.NO_GRAPH.value, True
         elif views and views[0].held is not None and not stays:
             reason = self.offload(record, views[0].held, choice)
         if record.is_kept:

@@ -77,6 +77,7 @@ class Residency(Keeper):
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
         self._ahead: dict[SavedStorage, None] = {}  # asked of stores ahead of backward, oldest first
+        self._copied: list[CountedMemory] = []  # that copies out may hold, and no record any more
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     # ---- room ---------------------------------------------------------------------------------------------------
@@ -202,6 +203,10 @@ class Residency(Keeper):
         """Copies that hold device memory on its way out, oldest first of each store."""
         found = [copy for store in self.watched for copy in store.copies_out()]
         self.ends.act()  # of the memory that finished copies have let go of
+        if not found:  # else one of them may hold memory that nobody else wants any more
+            for memory in self._copied:
+                self._end_count(memory)
+            self._copied.clear()
         return found
 
     # ---- what is counted ----------------------------------------------------------------------------------------
@@ -240,6 +245,9 @@ class Residency(Keeper):
     def uncount(self, memory: CountedMemory) -> None:
         """Take a user away; with the last one the memory is counted no longer."""
         memory.users -= 1
+        self._end_count(memory)
+
+    def _end_count(self, memory: CountedMemory) -> None:
         if not memory.users:
             nbytes, memory.nbytes = memory.nbytes, 0
             self._gauge.add(-nbytes)
@@ -259,7 +267,11 @@ class Residency(Keeper):
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
-        self.uncount(record.memory)
+        if record.ticket is not None and not self._accelerator.is_synchronous and record.source() is not None:
+            record.memory.users -= 1
+            self._copied.append(record.memory)  # a copy out may hold it, or it would count as free too early
+        else:
+            self.uncount(record.memory)
         self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)

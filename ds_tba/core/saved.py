@@ -184,7 +184,7 @@ class SavedStorage(StateMachine):
         loaded: the bytes, while they are in device memory again.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
-        is_refused: no store took it when it was to leave.
+        is_refused: it was to leave, and no store took it, or it may not: see :attr:`may_leave`.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.

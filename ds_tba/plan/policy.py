@@ -207,7 +207,11 @@ class ByPlan:
             return Choice((), False, "plan")
         if placement is Placement.REMATERIALIZE:
             return Choice(self._all_stores, True, "plan", rematerialize=True)
-        return Choice(self._stores[placement], True)
+        stores = self._stores.get(placement)
+        if stores is None:  # it was to be recomputed with a block that is not
+            self.mismatch.unknown_saves += 1
+            return self._unknown
+        return Choice(stores, True)
 
     def end(self) -> None:
         """End the micro-step."""

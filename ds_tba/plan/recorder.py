@@ -336,7 +336,11 @@ class Recorder:
             self._sample_memory()
             if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
                 record.storages[recorded.index].unpacked = now
-                if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
+                if isinstance(recorded.held, SavedView) and not recorded.held.is_offloaded:
+                    # A plan cannot move what has no graph and is in use elsewhere.
+                    saved = recorded.held.record
+                    record.storages[recorded.index].is_movable &= saved.has_graph or not saved.is_refused
+                elif isinstance(recorded.held, SavedView):
                     setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, _End.EVICTED, recorded.index))
             return tensor
 

@@ -86,7 +86,7 @@ def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
 def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: TensorCache, ticks: Ticks) -> None:
     model = Stack(ticks)
     with recorded(cache, ticks, model) as recorder:
-        loss = model(torch.randn(ROWS, WIDTH), recorder)
+        loss = model(torch.randn(ROWS, WIDTH, requires_grad=True) * 1, recorder)
     for store in cache.stores:
         wait_for_writes(store)  # what is handed over before is nowhere else, and stays
     ticks.now_s = 10.0
@@ -157,7 +157,7 @@ def test_recording_leaves_the_hooks_on_modules_alone(cache: TensorCache, ticks: 
     with recorded(cache, ticks, model) as recorder:
         pack = recorder.pack
         recorder.pack = lambda tensor: (seen.append(look()), pack(tensor))[1]  # type: ignore[method-assign]
-        model(torch.randn(ROWS, WIDTH), recorder)
+        model(torch.randn(ROWS, WIDTH, requires_grad=True) * 1, recorder)
         seen.append(look())
     assert set(seen) == {before}
 
