@@ -50,8 +50,6 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
 
 NO_INDEX = -1  # of a record that was not moved when it was saved
-# PyTorch's count of the tensors that have a storage; without it what has no graph never leaves.
-_users_of_storage: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Keeper(ABC):
@@ -244,10 +242,10 @@ class SavedStorage(StateMachine):
         if self.has_graph:
             return True
         source, held = self.source(), Counter(id(view.held) for view in self.holders)
-        if _users_of_storage is None or source is None or not held:
+        if source is None or not held:
             return False
         # The storage is held by these tensors and by ``source``.
-        is_alone = _users_of_storage(source._cdata) == len(held) + 1
+        is_alone = torch._C._storage_Use_Count(source._cdata) == len(held) + 1
         return is_alone and all(view.is_held_by(held[id(view.held)]) for view in self.holders)
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,9 +28,7 @@ from ds_tba.errors import (
 )
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.path import Block
-from ds_tba.storage.spans import Span
-from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.spans import Block, CopySafeAllocator, Span
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +125,15 @@ class Codec:
         return MemoryError(text) if isinstance(why, RuntimeError) else TransferError(text)
 
 
+class Staging(Protocol):
+    """Staging memory with a buffer for each lane: ``StagingRing`` documents these."""
+
+    buffers: list[Span]
+    slots: CopySafeAllocator
+
+    def view(self, slot: Span) -> torch.Tensor: ...
+
+
 class BlockIo:
     """Moves parts between staging and a file, for the lanes.
 
@@ -138,7 +145,7 @@ class BlockIo:
         compresses: whether writes go through the codec. Blocks that it has made are read through it in any case.
     """
 
-    def __init__(self, integrity: Integrity, ring: StagingRing, codec: Codec | None = None) -> None:
+    def __init__(self, integrity: Integrity, ring: Staging, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
         self.compresses = codec is not None

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import torch
-
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import StateError, TransferError
 from ds_tba.stats import KindMeter, PathMeter, readable
@@ -287,25 +285,3 @@ class SwapPath:
             "the drive is full" if full else "a write failed",
             self.failure,
         )
-
-
-class Block(NamedTuple):
-    """Bytes of a part that are one transfer.
-
-    Attributes:
-        start, nbytes: the place of the bytes in the part.
-        offset, stored_bytes: the place in the file of what is stored for them.
-        packed_bytes: length of what a codec made of them; 0 where they are stored as they are.
-        checksums: of what is stored.
-    """
-
-    start: int
-    nbytes: int
-    offset: int
-    stored_bytes: int
-    packed_bytes: int = 0
-    checksums: tuple[int, ...] = ()
-
-    def within(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the place of the bytes in the memory of their part."""
-        return part if self.nbytes == part.numel() else part[self.start : self.start + self.nbytes]

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import numpy
 import torch
@@ -24,9 +25,10 @@ from ds_tba.errors import PathError, StateError, TransferError
 from ds_tba.stats import Kind
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.codec import BlockIo
-from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.path import LANE_CHECK_S, Block, LaneGroup, SwapPath, Task
-from ds_tba.storage.spans import Span
+from ds_tba.storage.path import LANE_CHECK_S, LaneGroup, SwapPath, Task
+from ds_tba.storage.space import SlowWaits
+from ds_tba.storage.spans import Block, Span
+from ds_tba.storage.staging import StagingRing
 
 REGION_BYTES = 32 << 20  # of each path
 PHASE_BYTES = 2 * REGION_BYTES  # of each kind, path and phase; less where the region is smaller
@@ -38,7 +40,18 @@ ITEM_BYTES = 2  # BF16
 PHASES = (frozenset({Kind.WRITE}), frozenset({Kind.READ}), frozenset(Kind))
 
 
-def measure_drives(store: NvmeStore, io: BlockIo, clock: Callable[[], float] = time.perf_counter) -> None:
+class Measured(Protocol):
+    """The store whose drives are measured: ``NvmeStore`` documents these."""
+
+    lock: threading.Lock
+    paths: list[SwapPath]
+    ring: StagingRing
+    slow_waits: SlowWaits
+
+    def open(self) -> None: ...
+
+
+def measure_drives(store: Measured, io: BlockIo, clock: Callable[[], float] = time.perf_counter) -> None:
     """Have the lanes of all working paths find their rates, in room that is free; blocks for a moment.
 
     A path that has no room for it, as before its file has a size, is left out. The bytes that this writes count as wear
@@ -77,7 +90,7 @@ class DriveProbe:
         may_drop_codec: whether a codec that makes them slower is left off.
     """
 
-    def __init__(self, store: NvmeStore, io: BlockIo, *, may_drop_codec: bool = False) -> None:
+    def __init__(self, store: Measured, io: BlockIo, *, may_drop_codec: bool = False) -> None:
         self._store = store
         self._io = io
         self._may_drop_codec = may_drop_codec
@@ -161,7 +174,7 @@ class DriveProbe:
 class _Probe:
     """The state that the lanes of a probe share."""
 
-    def __init__(self, store: NvmeStore, io: BlockIo, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Measured, io: BlockIo, clock: Callable[[], float]) -> None:
         self.store = store
         self.io = io
         self.clock = clock

@@ -24,8 +24,8 @@ from ds_tba.errors import StateError, StorageError
 from ds_tba.stats import StoreStats
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import StateMachine, Store, Ticket
-from ds_tba.storage.path import Block, SwapPath
-from ds_tba.storage.spans import Span
+from ds_tba.storage.path import SwapPath
+from ds_tba.storage.spans import Block, Span
 from ds_tba.storage.staging import StagingRing
 
 logger = logging.getLogger(__name__)

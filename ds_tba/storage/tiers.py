@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, Placement
-from ds_tba.device.accelerator import Accelerator, CpuAccelerator, available_bytes
+from ds_tba.device.accelerator import Accelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
@@ -22,7 +22,7 @@ from ds_tba.storage.codec import Codec
 from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapPath
-from ds_tba.storage.probe import LARGEST_REQUEST_BYTES, REGION_BYTES, measure_drives
+from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
 from ds_tba.wear import ASSUMED_TBW, PathWear, drive_of, path_wear, rated, share_a_drive
@@ -277,29 +277,6 @@ class Tiers:
                 measure_drives(store, store.io)
             undo.pop_all()
         return store
-
-
-def probe(config: OffloadConfig, aio_config: AioConfig) -> tuple[list[tuple[float, float, float, float]], int]:
-    """Measure the directories of a config outside of a run, with its lanes; takes a moment and leaves nothing behind.
-
-    Returns:
-        :meth:`SwapPath.rates` of each directory, and the bytes written to measure them.
-
-    Raises:
-        PathError, ConfigError, BackendUnavailableError: as of a run.
-    """
-    staging_bytes = LARGEST_REQUEST_BYTES * (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
-    io = {"staging_bytes": max(staging_bytes, REGION_BYTES), "swap_file_bytes": REGION_BYTES}
-    only_nvme = {"placement": "nvme", "host_budget_bytes": 0, "io": config.io.model_copy(update=io)}
-    config = config.model_copy(update=only_nvme)
-    tiers = Tiers(config, aio_config, CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
-    with closing(tiers):
-        if tiers.nvme is None:
-            return [], 0
-        if not all(path.probe_bytes for path in tiers.paths):  # several were measured as they were opened
-            measure_drives(tiers.nvme, tiers.nvme.io)
-        with tiers.nvme.lock:
-            return [path.rates() for path in tiers.paths], sum(path.written_bytes for path in tiers.paths)
 
 
 def _measured(paths: Sequence[SwapPath]) -> list[str]:

@@ -30,7 +30,8 @@ def cache(request: pytest.FixtureRequest, make_store: StoreFactory) -> TensorCac
 @pytest.fixture
 def trace(cache: TensorCache, ticks: Ticks) -> Trace:
     torch.manual_seed(0)
-    return record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH)).trace(MACHINE, optimizer_s=0.5)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True) * 1  # what has no graph would stay
+    return record(cache, ticks, Stack(ticks), x).trace(MACHINE, optimizer_s=0.5)
 
 
 def movable(trace: Trace) -> list[StorageTrace]:
