@@ -70,6 +70,7 @@ def _examine(options: argparse.Namespace) -> Result:
 def checks(options: argparse.Namespace) -> Iterator[Check]:
     """Check versions, the entry point, backends and directories."""
     from ds_tba.config import SUPPORTED_DEEPSPEED
+    from ds_tba.device.accelerator import available_bytes
     from ds_tba.device.memory import can_lock
     from ds_tba.errors import PathError
     from ds_tba.storage.backends import aio, kvikio
@@ -86,7 +87,10 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
         yield False, abandoned
     else:
         yield from ((None, f"{lock} exists: {_LOCKED}") for lock in aio.build_locks())
-    if can_lock(options.staging_bytes):
+    free_bytes = available_bytes()
+    if options.staging_bytes > free_bytes:  # locking takes the memory: the kernel would kill this process, or another
+        yield None, f"{options.staging_bytes >> 20} MiB cannot be locked: {free_bytes >> 20} MiB are available"
+    elif can_lock(options.staging_bytes):
         yield True, f"{options.staging_bytes >> 20} MiB can be locked, as aio needs without a GPU"
     else:
         need = "aio needs a GPU or ulimit -l unlimited, posix needs neither"
@@ -125,7 +129,8 @@ def _aio(paths: Sequence[str], *, built: bool) -> Check:
             obstacle = str(error).rstrip(".")
     if obstacle is not None:
         return False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
-    of_paths = aio.kernel_obstacle(AioConfig(), handles, [one for one in map(expanded, paths) if one.is_dir()])
+    present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
+    of_paths = aio.kernel_obstacle(AioConfig(), handles, present)
     if of_paths is not None:
         return None, f"io.backend aio cannot run there; null means posix: {of_paths}"
     return built or None, "io.backend aio can run here" + ("" if built else " once DeepSpeed's op is built")

@@ -31,6 +31,27 @@ def test_the_doctor_names_what_is_wrong(cli: Cli, tmp_path: Path) -> None:
     assert "'-5' must be a whole number of 1 or more" in error
 
 
+def test_the_doctor_tells_of_a_path_that_no_file_system_takes(cli: Cli) -> None:
+    text = cli("doctor", "--nvme-path", "/tmp/" + "long" * 100, status=1).out
+    assert "cannot be examined (File name too long)" in text
+
+
+def test_the_doctor_locks_no_more_than_is_available(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a control group the kernel would kill it without a word."""
+    asked: list[int] = []
+
+    def can_lock(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return True
+
+    monkeypatch.setattr("ds_tba.device.accelerator.available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("ds_tba.device.memory.can_lock", can_lock)
+    text = cli("doctor", "--staging-bytes", "2GiB").out
+    assert "--    2048 MiB cannot be locked: 1024 MiB are available" in text and not asked
+    assert "ok    512 MiB can be locked" in cli("doctor", "--staging-bytes", "512MiB").out
+    assert asked == [512 << 20]
+
+
 def test_the_doctor_makes_the_file_that_a_run_would_make(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
