@@ -97,7 +97,10 @@ def _aio(paths: Sequence[str]) -> Iterator[Check]:
     obstacle = abandoned or aio.kernel_obstacle(AioConfig(), 5)
     if obstacle is not None:
         yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
-    elif of_paths := aio.kernel_obstacle(AioConfig(), 5, [one for one in map(expanded, paths) if one.is_dir()]):
+        return
+    present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
+    of_paths = aio.kernel_obstacle(AioConfig(), 5, present)
+    if of_paths:
         yield None, f"io.backend aio cannot run there; null means posix: {of_paths}"
 
 

@@ -83,7 +83,7 @@ def can_lock(nbytes: int) -> bool:
     libc.mlock.argtypes = libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     try:
         region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError:  # more than the machine has
+    except (OSError, OverflowError):  # more than the machine has, or than an address can tell
         return False
     address = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
     locked: bool = libc.mlock(address, nbytes) == 0

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import Held, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
 from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter
 from ds_tba.device.accelerator import Clock, Event
 from ds_tba.remat.rules import NoRecipeError, Saved, Step
@@ -193,7 +192,7 @@ class Recipe(NamedTuple):
         """Return the same with operands of its own. Call it under the cache's lock."""
         return self._with({id(one): one.twin() for one in self.held() if not isinstance(one, PassedThrough)})
 
-    def copied(self, cache: TensorCache) -> Recipe:
+    def copied(self, cache: Keeper) -> Recipe:
         """Return the same with copies of its own of parameters and buffers, as they are now."""
         copies: dict[int, Held] = {}
         for one in self.held():

@@ -29,8 +29,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import functional
 
-from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import Held, PassedThrough, SavedCounted, SavedView
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView
 from ds_tba.core.tensors import has_plain_storage, is_input, is_owned, is_parameter, node_of
 from ds_tba.remat.rules import NoRecipeError, Operand, Output, Rule, Step, constant, is_passing
 
@@ -52,7 +51,7 @@ class Searched(NamedTuple):
         first_node: number of the first node of the forward that runs.
     """
 
-    cache: TensorCache
+    cache: Keeper
     rules: Mapping[str, Rule]
     first_node: float
 

@@ -30,8 +30,7 @@ from typing import Any
 import torch
 
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import nbytes_of
+from ds_tba.core.saved import Keeper, nbytes_of
 from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, next_sequence_number, storage_bytes
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
@@ -68,7 +67,7 @@ class Sites:
 
     def __init__(
         self,
-        cache: TensorCache,
+        cache: Keeper,
         accelerator: Accelerator,
         exclude: frozenset[str] = frozenset(),
         running: RunningModule | None = None,
@@ -316,7 +315,7 @@ def _remedy(recipe: Recipe) -> str:
 
 
 def open_sites(
-    config: OffloadConfig, cache: TensorCache, accelerator: Accelerator, running: RunningModule | None = None
+    config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule | None = None
 ) -> Sites | None:
     """Return the sites of a run; None if the config or PyTorch leaves nothing to rematerialize.
 

@@ -31,6 +31,11 @@ def test_the_doctor_names_what_is_wrong(cli: Cli, tmp_path: Path) -> None:
     assert "'-5' must be a whole number of 1 or more" in error
 
 
+def test_the_doctor_tells_of_a_path_that_no_file_system_takes(cli: Cli) -> None:
+    text = cli("doctor", "--nvme-path", "/tmp/" + "long" * 100, status=1).out
+    assert "cannot be examined (File name too long)" in text
+
+
 def test_the_doctor_makes_the_file_that_a_run_would_make(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,7 +57,7 @@ def test_the_doctor_makes_the_file_that_a_run_would_make(
     [
         ("2.9.0a0+145a3a7bda", "ok    torch 2.9.0a0"),  # as NVIDIA's containers name theirs
         ("2.14.1+cu130", "ok    torch 2.14.1"),
-        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.5"),
+        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.7"),
     ],
 )
 def test_the_doctor_takes_each_build_of_a_supported_torch(

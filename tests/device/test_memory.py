@@ -196,3 +196,4 @@ def test_the_report_has_the_levels_of_a_device() -> None:
 
 def test_more_than_there_is_cannot_be_locked() -> None:
     assert not can_lock(1 << 50)
+    assert not can_lock(1 << 80)  # no length that mmap takes
