@@ -79,6 +79,7 @@ class Rooms:
 
     Args:
         core: what is there without them.
+        tiers: where bytes go.
         reporter: of an offloader; rooms add their fields to its report.
         ranks_on_node: ranks that share this machine's memory.
 
@@ -88,7 +89,8 @@ class Rooms:
         controller: plans and recordings; None where forwards follow a rule.
     """
 
-    def __init__(self, core: Core, reporter: Reporter, ranks_on_node: int) -> None:
+    def __init__(self, core: Core, tiers: Tiers, reporter: Reporter, ranks_on_node: int) -> None:
+        self._tiers = tiers
         self._core = core
         self._reporter = reporter
         self._ranks_on_node = ranks_on_node
@@ -134,8 +136,8 @@ class Rooms:
 
             core = self._core
             file = core.files.timeline if core.config.report.timeline_path else None
-            store = StoreStats() if core.tiers.nvme is None else core.tiers.nvme.stats
-            counters = Counters(core.cache.stats, store, [path.meter for path in core.tiers.paths])
+            store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
+            counters = Counters(core.cache.stats, store, [path.meter for path in self._tiers.paths])
             self.samples = StepSamples(counters, self.running, file, core.writer.steps + 1)
             core.cache.observe(self.samples)
             self._reporter.add(self.samples)
@@ -156,7 +158,7 @@ class Rooms:
 
     def end_step(self) -> None:
         """Note that an optimizer step is over."""
-        for room in (self.sites, self._core.tiers.host, self.controller, self.samples):
+        for room in (self.sites, self._tiers.host, self.controller, self.samples):
             if room is not None:
                 room.end_step()
         self._reporter.end_step(0 if self.controller is None else self.controller.plans)
@@ -214,7 +216,7 @@ class Rooms:
         from ds_tba.plan.rates import Machine, Rates
         from ds_tba.storage.probe import DriveProbe
 
-        config, tiers, accelerator = self._core.config, self._core.tiers, self._core.accelerator
+        config, tiers, accelerator = self._core.config, self._tiers, self._core.accelerator
         # Under a rule the user's word counts, and with min_life_days the drive's life.
         may_drop_codec = config.placement == "adaptive" and config.ssd.min_life_days is None
         drives = None if tiers.nvme is None else DriveProbe(tiers.nvme, tiers.nvme.io, may_drop_codec=may_drop_codec)
@@ -322,7 +324,7 @@ class ActivationOffloader:
             self.cache = _open_cache(config, tiers, accelerator)
             self._core = Core(config, tiers, self.cache, accelerator, files)
             self._reporter = Reporter(self._core)
-            self._rooms = Rooms(self._core, self._reporter, ranks_on_node)
+            self._rooms = Rooms(self._core, tiers, self._reporter, ranks_on_node)
             self._closer = Closer(self._close, accelerator)
         except BaseException:  # its lanes would never end, nor its swap file
             tiers.close()
