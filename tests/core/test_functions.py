@@ -5,6 +5,7 @@ alone: ZeRO-3 keeps in attributes where the values are, and libraries gather the
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -144,3 +145,33 @@ def test_a_forward_that_fails_leaves_nothing_in_use() -> None:
     kept.pop().backward()
     assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
     assert cache.live_records == 0 == cache.stats.resident.now
+
+
+class Marks(torch.autograd.Function):
+    """Sets an attribute on the output that it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        y = a * 2
+        y.scale = 3.0  # type: ignore[attr-defined]
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return grad * getattr(y, "scale", 1.0)
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_function_finds_no_attributes_on_its_own_output(is_moved: bool) -> None:
+    """Autograd saves an output as a new tensor."""
+    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)] if is_moved else [], "cpu", 1024)
+    gradients = []
+    for saving in (nullcontext, cache.saving):
+        x = torch.ones(64, 64, requires_grad=True)
+        with saving():
+            loss = Marks.apply(x).sum()
+        loss.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
