@@ -65,7 +65,7 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     from ds_tba.storage.swap_file import SwapFile, check_directories
 
     yield _version("deepspeed", SUPPORTED_DEEPSPEED)
-    yield _version("torch", SpecifierSet(">=2.7", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
+    yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
     yield _entry_point()
     yield from _aio(paths)
     problem = kvikio.obstacle()

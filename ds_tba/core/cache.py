@@ -48,7 +48,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 import torch
 
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
-from ds_tba.core.functions import keep_originals
+from ds_tba.core.functions import SHOWS_PACKED, keep_originals
 from ds_tba.core.hooks import Bystander, ForwardHooks, hooks_of_forward
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
@@ -523,6 +523,8 @@ class TensorCache(Residency):
                 self.act_on_ends()  # what is gone makes room for what comes
             # First of all: backward waits for this read, and for no read ahead.
             tensor = held.restore()
+            if not SHOWS_PACKED:
+                self._function_saves.note_unpacked(held)
             if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.is_operand:
                 tensor = _own(tensor)  # or what the Function writes would be the bytes of a recipe's operand
             if micro_step.phase is Phase.WAITING:

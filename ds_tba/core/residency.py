@@ -399,8 +399,8 @@ class Residency(Keeper):
         if record.is_backed:
             record.move(RecordState.AWAY)
             record.loaded = None
-        elif record.state is RecordState.LOADED or (record.is_kept and record.may_leave and not record.is_leaving):
-            tensor = self._only_copy(record, kept_at)
+        elif record.state is RecordState.LOADED or (record.is_kept and not record.is_leaving):
+            tensor = self._only_copy(record, kept_at) if record.loaded is not None or record.may_leave else None
             if (tensor is None or self.offload(record, tensor, Choice(self.stores, wait=True))) and self.is_limited:
                 self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
 

@@ -57,7 +57,7 @@ def test_the_doctor_makes_the_file_that_a_run_would_make(
     [
         ("2.9.0a0+145a3a7bda", "ok    torch 2.9.0a0"),  # as NVIDIA's containers name theirs
         ("2.14.1+cu130", "ok    torch 2.14.1"),
-        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.7"),
+        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.5"),
     ],
 )
 def test_the_doctor_takes_each_build_of_a_supported_torch(
