@@ -272,7 +272,8 @@ class Residency(Keeper):
             self._copied.append(record.memory)  # a copy out may hold it, or it would count as free too early
         else:
             self.uncount(record.memory)
-        self.end_prefetch(record)
+        if record in self._ahead:
+            self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)
 
