@@ -114,7 +114,8 @@ def test_what_a_policy_saves_moves(cache: TensorCache) -> None:
 @pytest.mark.parametrize("policy", [everything, [aten.view.default, aten.transpose.int, aten.t.default, *MM]])
 def test_views_and_all_else_that_a_policy_may_name(cache: TensorCache, policy: Any) -> None:
     hazards.check(over_layers(selective(policy)), cache)
-    assert moved_bytes(cache) > saved_by_policy()
+    # What a policy saves has no graph: of everything most shares memory with another tensor, and stays.
+    assert moved_bytes(cache) > (0 if policy is everything else saved_by_policy())
 
 
 @pytest.mark.parametrize("choice", [True, False])
