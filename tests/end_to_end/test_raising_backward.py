@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,8 @@ def test_nothing_is_left_of_a_backward_that_raised(tmp_path: Path, block: dict[s
         end_step(optimizer, offloader)
     net.kind = kind
     fail(net, lambda x: forward(net, x, offloader))
+    if block is RECOMPUTED:
+        gc.collect()  # the frame of PyTorch's checkpoint and the exception refer to each other
     left = offloader.cache.live_records, offloader.cache.stats.saved.now, offloader.cache.stats.resident.now
     offloader.close()
     assert left == (0, 0, 0)
