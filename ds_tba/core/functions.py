@@ -33,7 +33,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils import checkpoint as checkpointing
 
-from ds_tba.core.saved import Held, PassedThrough, SavedCounted
+from ds_tba.core.saved import Held, PassedThrough, SavedView
 from ds_tba.core.tensors import has_plain_storage, is_of_a_users_function, next_sequence_number, stamp_of
 
 # Since PyTorch 2.7; before that, what our hooks unpack meanwhile tells it.
@@ -219,6 +219,6 @@ def _is_kept_with_graph(one: Any, data: object, ctx: object) -> bool:
     held = _held(data)
     if held is None or isinstance(held, PassedThrough) or not isinstance(one, torch.Tensor):
         return False
-    if held.held is None and (isinstance(held, SavedCounted) or held.record.living_source() is None):
+    if isinstance(held, SavedView) and held.held is None and held.record.living_source() is None:
         return False  # it was loaded into memory of its own
     return one.grad_fn is not None and one.grad_fn is not ctx
