@@ -385,7 +385,7 @@ def test_what_a_function_reads_on_another_stream_too_is_there_and_stays(make_dev
     def read(ctx: Any, stream: Any, seconds: float) -> None:
         def kernel(found: torch.Tensor) -> None:
             time.sleep(seconds)
-            exact.append(torch.equal(found, wanted.flatten()))
+            exact.append(torch.equal(found.flatten(), wanted.flatten()))
 
         with device.on(stream):
             device.launch(kernel, ctx.saved_tensors[0])
