@@ -205,7 +205,7 @@ class TensorCache(Residency):
     def stats(self) -> CacheStats:
         """The figures as they are now, without what is gone."""
         self.act_on_ends()
-        return self._stats
+        return self.meter
 
     @property
     def live_records(self) -> int:
@@ -265,7 +265,7 @@ class TensorCache(Residency):
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
                 step = MicroStep(self.learned_order)
-                self._stats.micro_steps += 1
+                self.meter.micro_steps += 1
             step.begin_forward(lead)
             self.forward = Forward(step, policy, is_recorded)  # finds no record of earlier ones
         return step
@@ -297,7 +297,7 @@ class TensorCache(Residency):
         """Make one micro-step of the forwards and backwards of several micro-batches; see [Note: Micro-steps]."""
         with self.lock:
             self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
-            self._stats.micro_steps += 1
+            self.meter.micro_steps += 1
         try:
             yield
         finally:
@@ -332,20 +332,20 @@ class TensorCache(Residency):
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
         try:
-            self._stats.packed_tensors += 1
+            self.meter.packed_tensors += 1
             number = next_sequence_number()
             waiting = self._of_thread.leaving
             if waiting and waiting[-1].number != number and not self._accelerator.is_capturing():
                 self._end_operations()
             why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
             if why is Eligibility.PARAMETER:
-                self._stats.passed_through_tensors += 1
+                self.meter.passed_through_tensors += 1
                 return PassedThrough(tensor)
             if why is Eligibility.ELIGIBLE:
                 excluded_by = self.gate.excluded_by()
                 return self._keep(tensor, why, excluded_by, number) if excluded_by else self._save(tensor, number)
             if why in _FOREIGN:
-                self._stats.kept_bytes[why.value] += nbytes_of(tensor)
+                self.meter.kept_bytes[why.value] += nbytes_of(tensor)
                 return PassedThrough(tensor)
             return self._keep(tensor, why, "", number)
         except BaseException as error:
@@ -417,9 +417,9 @@ class TensorCache(Residency):
         """Enter one more view of a storage."""
         offloaded = not record.is_kept
         if record.views:
-            self._stats.deduplicated_bytes += nbytes_of(tensor) if offloaded else 0
+            self.meter.deduplicated_bytes += nbytes_of(tensor) if offloaded else 0
         if record.views == record.lent:
-            self._stats.saved.add(record.memory.save(record.nbytes))
+            self.meter.saved.add(record.memory.save(record.nbytes))
         record.views += 1
         record.pending += offloaded
         return SavedView(self, record, tensor, offloaded=offloaded)
@@ -448,7 +448,7 @@ class TensorCache(Residency):
             record.is_leaving = bool(choice.stores)
             self._of_thread.leaving.append(_Leaving(record, choice, number))
         else:
-            self._stats.kept_bytes[choice.reason] += key.nbytes  # it never leaves
+            self.meter.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         forward.by_key[key] = record
         self._live_records += 1
         record.micro_step.saved += 1
@@ -481,7 +481,7 @@ class TensorCache(Residency):
         elif views and views[0].held is not None and not stays:
             reason = self.offload(record, views[0].held, choice)
         if record.is_kept:
-            self._stats.kept_bytes[reason] += record.nbytes
+            self.meter.kept_bytes[reason] += record.nbytes
             self.add_kept(record)
         else:
             record.index = record.micro_step.add(record)
@@ -494,9 +494,9 @@ class TensorCache(Residency):
             holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
             memory = self.count(holders[0].untyped_storage() if holders else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
-            self._stats.saved.add(added_bytes)
+            self.meter.saved.add(added_bytes)
             if reason:
-                self._stats.kept_bytes[reason] += added_bytes
+                self.meter.kept_bytes[reason] += added_bytes
             self.ends.watch(user, CountedGone(memory))
         return memory
 
@@ -596,7 +596,7 @@ class TensorCache(Residency):
             raise
         with self.lock:
             if store.keeps_bytes:
-                self._stats.moving_s += time.perf_counter() - started_s
+                self.meter.moving_s += time.perf_counter() - started_s
             self.end_load(record, loading, loaded)
         return loaded
 
@@ -643,7 +643,7 @@ class TensorCache(Residency):
             return
         self.wait_for(nbytes := held_bytes(tensor, self._device))
         with self.lock:
-            self._stats.recomputed_bytes += 0 if self.memory_of(tensor.untyped_storage()) else nbytes
+            self.meter.recomputed_bytes += 0 if self.memory_of(tensor.untyped_storage()) else nbytes
             self._recomputed.append(self.count(tensor.untyped_storage(), nbytes))
             self.count_until_free(tensor.untyped_storage())
 
@@ -701,7 +701,7 @@ class TensorCache(Residency):
             return
         if isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
-            self._stats.saved.add(0 if gone.is_lent else -gone.memory.unsave())
+            self.meter.saved.add(0 if gone.is_lent else -gone.memory.unsave())
             self.uncount(gone.memory)
             return
         record = gone.record
@@ -710,7 +710,7 @@ class TensorCache(Residency):
         record.memory.lent -= gone.is_lent
         record.pending -= gone.is_pending
         if record.views == record.lent and not gone.is_lent:  # autograd would hold it no longer, whatever recipes do
-            self._stats.saved.add(-record.memory.unsave())
+            self.meter.saved.add(-record.memory.unsave())
         if record.views == 0:
             self._forget(record)
         else:

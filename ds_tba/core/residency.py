@@ -53,6 +53,7 @@ class Residency(Keeper):
     Attributes:
         lock: guards everything that the cache changes. It is not reentrant on purpose: code that found it taken by its
             own thread would change what a critical section is changing.
+        meter: the figures, which may count what is gone and was not acted on: to change, and to read under any lock.
         limit_bytes: the budget; infinite without one.
         is_limited: True if there is a budget.
         watched: all stores whose pending copies hold device memory.
@@ -67,8 +68,8 @@ class Residency(Keeper):
         self.watched: tuple[AnyStore, ...] = self.stores
         self._account = f"_ds_tba_account_{uuid.uuid4().hex}"  # attribute of storages; two engines may save one
         self._setting = ""  # that asks for the limit
-        self._stats = CacheStats()
-        self._gauge = self._stats.resident
+        self.meter = CacheStats()
+        self._gauge = self.meter.resident
         self._releases = Releases(accelerator, self._gauge)
         self._released_limit_bytes = released_bytes
         self._accelerator = accelerator
@@ -431,14 +432,14 @@ class Residency(Keeper):
             for store in choice.stores:
                 started_s = time.perf_counter()
                 taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
-                self._stats.moving_s += time.perf_counter() - started_s
+                self.meter.moving_s += time.perf_counter() - started_s
                 if isinstance(taken, Ticket):
                     self.give(record, taken)
                     return ""
                 reason = taken.value
         if choice.stores and not record.is_refused:  # once: a budget tries again at each save
             record.is_refused = True
-            self._stats.fallbacks[reason] += 1
+            self.meter.fallbacks[reason] += 1
         return reason
 
     def give(self, record: SavedStorage, ticket: Ticket) -> None:

@@ -208,7 +208,7 @@ class RematStore(TensorStore[RecipeTicket]):
         with self._lock:
             if ticket.recipe is not None:  # else it was released before the answer came
                 ticket.held = None
-                self._cache.stats.rematerialized_bytes += ticket.nbytes
+                self._cache.meter.rematerialized_bytes += ticket.nbytes
 
     def _arrival(self, data: torch.Tensor) -> Arrival:
         """Bytes that the calling thread's current stream makes; the next consumer may be on another one."""

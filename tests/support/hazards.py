@@ -1141,6 +1141,12 @@ SCENARIOS: list[Callable[[Saving], list[Tensor]]] = [
     if getattr(function, "__annotations__", {}).get("return") == "list[Tensor]"
     and list(function.__annotations__) == ["saving", "return"]
 ]
+# All that they save has no graph, or no storage of its own.
+MOVE_NOTHING = (
+    sparse_tensors, stride_0_broadcasts, empty_tensors, data_changed_between_two_saves, zero_tensors_of_forward_mode,
+    strided_nested_tensors, a_function_that_returns_a_saved_leaf, two_views_that_one_function_saves,
+    a_mode_around_a_part_of_forward,
+)  # fmt: skip
 UNVERSIONED = SCENARIOS[SCENARIOS.index(the_noise_of_rrelu) :]
 
 

@@ -19,6 +19,7 @@ from support.disks import until
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import storage_bytes
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 PARTS_IN_CI, PARTS = 4, 30
@@ -75,7 +76,7 @@ def test_a_wrong_gradient_is_seen(sweep: operators.Sweep, monkeypatch: pytest.Mo
 
     def wrong(cache: TensorCache, view: Any) -> Tensor:
         data = right(cache, view).clone()
-        data[0] ^= 1
+        storage_bytes(data)[0] ^= 1
         return data
 
     monkeypatch.setattr(TensorCache, "load", wrong)
