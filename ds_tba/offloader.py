@@ -25,7 +25,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import KEPT, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
-from ds_tba.device.memory import is_out_of_memory
+from ds_tba.device.memory import allocator_advice, is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError, PathError
 from ds_tba.report import OffloadReport, Writer
 from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
@@ -487,7 +487,8 @@ class ActivationOffloader:
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
-        return start_line(self.config, self._tiers) + ENGINES.beside(self)
+        advice = allocator_advice() if self._core.accelerator.is_synchronous else ""
+        return start_line(self.config, self._tiers) + ENGINES.beside(self) + (f"; {advice}" if advice else "")
 
     def start_details(self) -> str:
         """Return what else will run, for a log at level DEBUG."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import platform
 from typing import Any
 
 import torch
@@ -16,6 +18,17 @@ PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25  # Linux 6.1
+
+
+def allocator_advice() -> str:
+    """Return how to have the allocator of host memory give back what is freed; empty where it does, or is not glibc's.
+
+    glibc keeps freed blocks below a threshold, and raises that to the largest block freed so far, up to 32 MiB
+    (mallopt(3), M_MMAP_THRESHOLD): on a CPU the process stays about as large as without offloading.
+    """
+    if platform.libc_ver()[0] != "glibc" or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return ""
+    return "on a CPU set MALLOC_MMAP_THRESHOLD_=65536 in the environment, or glibc keeps much of what offloading frees"
 
 
 def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
