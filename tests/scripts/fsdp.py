@@ -1,0 +1,137 @@
+"""Trains under FSDP2, DDP or tensor parallelism, on each rank; writes losses, gradients and parameters of all steps.
+
+    fsdp.py WAY CHECKPOINTS PLACEMENT DIRECTORY
+
+``WAY``: ``ddp``; ``tp``, with the two Linears of a block divided; or ``fsdp`` with ``-bf16`` (a mixed precision policy)
+and ``-kept`` (parameters stay gathered after forward). ``CHECKPOINTS``: ``none``, ``function`` (torch.utils.checkpoint)
+or ``wrapper`` (CheckpointWrapper). ``PLACEMENT``: of :class:`ds_tba.Offloader`; ``plain`` without it. The training is
+saved after half of its steps, and goes on in new objects.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import ds_tba
+
+WIDTH, ROWS, STEPS, MICRO_STEPS = 64, 32, 8, 2
+BUDGET_BYTES = 96 << 10
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, checkpoints: str) -> None:
+        super().__init__()
+        blocks = [Block() for _ in range(4)]
+        self.blocks = nn.ModuleList(map(checkpoint_wrapper, blocks) if checkpoints == "wrapper" else blocks)
+        self._checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            is_function = self._checkpoints == "function"
+            x = checkpoint(block, x, use_reentrant=False) if is_function else block(x)  # type: ignore[assignment]
+        return x.float().square().mean()
+
+
+def made(way: str, checkpoints: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model(checkpoints)
+    if way == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if way == "tp":
+        for block in model.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bf16" in way else MixedPrecisionPolicy()
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "reshard_after_forward": "kept" not in way,
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def local(tensor: Tensor) -> list[float]:
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return own.detach().double().flatten().tolist()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, offloader: ds_tba.Offloader | None, steps: range
+) -> list[Any]:
+    found: list[Any] = []
+    for step in steps:
+        for micro_step in range(MICRO_STEPS):
+            torch.manual_seed(100 * step + 10 * micro_step + dist.get_rank())
+            x = torch.randn(ROWS, WIDTH)
+            with nullcontext() if offloader is None else offloader.saving():
+                loss = model(x)
+            (loss / MICRO_STEPS).backward()
+            found.append(loss.item())
+        found += [local(one.grad) for one in model.parameters() if one.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        if offloader is not None:
+            offloader.step()
+    return found
+
+
+def main(way: str, checkpoints: str, placement: str, directory: str) -> None:
+    dist.init_process_group("gloo")
+    found, saved, reports = [], io.BytesIO(), []
+    half = STEPS // 2
+    for steps in (range(half), range(half, STEPS)):
+        model = made(way, checkpoints)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if steps.start:
+            saved.seek(0)
+            state = torch.load(saved, weights_only=False)
+            set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
+        with ExitStack() as stack:
+            offloader = None
+            if placement != "plain":
+                budget = {"activation_budget_bytes": BUDGET_BYTES} if placement == "adaptive" else {}
+                options: dict[str, Any] = {"nvme_path": directory, "min_tensor_bytes": 1024, **budget}
+                io_options = {"backend": "posix", "staging_bytes": 1 << 20}
+                offloader = ds_tba.Offloader(model, placement=placement, io=io_options, **options)
+                stack.enter_context(offloader)
+            found += train(model, optimizer, offloader, steps)
+            if offloader is not None:
+                reports.append(offloader.report().to_dict())
+        torch.save(get_state_dict(model, optimizer), saved)
+    found += [local(one) for one in model.parameters()]
+    report = {"found": found, "reports": reports, "parameter_bytes": sum(4 * one.numel() for one in model.parameters())}
+    Path(directory, f"{placement}{os.environ['RANK']}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
