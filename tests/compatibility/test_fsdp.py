@@ -47,8 +47,8 @@ def test_trainings_are_exact_and_gathered_parameters_stay(
         for report in found["reports"]:
             assert report["offloaded_bytes"] + report["rematerialized_bytes"] > 0
             assert report["budget_excess_bytes"] == 0
-            assert report["peak_saved_bytes_without"] > BUDGET_BYTES
             if checkpoints == "none":
+                assert report["peak_saved_bytes_without"] > BUDGET_BYTES  # or the budget would be held by itself
                 assert report["passed_through_tensors"] == PASSED_THROUGH
 
 
