@@ -208,6 +208,7 @@ class RematStore(TensorStore[RecipeTicket]):
         with self._lock:
             if ticket.recipe is not None:  # else it was released before the answer came
                 ticket.held = None
+                # Not stats: it acts on ends, which release tickets of this store under its lock.
                 self._cache.meter.rematerialized_bytes += ticket.nbytes
 
     def _arrival(self, data: torch.Tensor) -> Arrival:

@@ -53,6 +53,7 @@ _S = PartState
 BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
 AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})  # LOST: nothing more will come, and the hand-over raises
 GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
+UNDER_WAY = BEFORE_WRITTEN | {_S.READ_QUEUED, _S.READING, _S.ABANDONED}  # a lane has it, or is to have it
 
 
 class Part(StateMachine):

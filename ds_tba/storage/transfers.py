@@ -22,10 +22,9 @@ from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.codec import BlockIo
 from ds_tba.storage.path import SwapPath, Task
-from ds_tba.storage.space import GIVEN_UP, Part, PartState, SwapSpace, SwapTicket
+from ds_tba.storage.space import GIVEN_UP, UNDER_WAY, Part, PartState, SwapSpace, SwapTicket
 
 _S = PartState
-_UNDER_WAY = frozenset({_S.QUEUED, _S.WRITING, _S.READ_QUEUED, _S.READING, _S.ABANDONED})
 
 
 class Transfers:
@@ -157,7 +156,7 @@ class Transfers:
         """Give the bytes of a part up by name, because a lane failed at it, and not the drive. May be called twice."""
         with self._changed:
             # Else another lane has it, or nobody waits for it. Memory may have run out before it was noted who has it.
-            if part.state in _UNDER_WAY and part.lane in (None, handle):
+            if part.state in UNDER_WAY and part.lane in (None, handle):
                 self._space.writes.discard(part)
                 self._space.read_ahead.end(part)
                 part.error = ActivationLostError(

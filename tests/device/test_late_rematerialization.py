@@ -164,6 +164,37 @@ def test_no_answer_is_read_before_its_time() -> None:
     device.end()
 
 
+class Watched:
+    """A lock that a thread may not take while it has one of those that come after."""
+
+    def __init__(self, after: list[Watched]) -> None:
+        self._lock, self._after, self._owner = threading.Lock(), after, 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        assert all(lock._owner != me for lock in self._after), "the cache's lock is taken after a store's"
+        self._lock.acquire()
+        self._owner = me
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = 0
+        self._lock.release()
+
+
+@pytest.mark.parametrize("make", [kept, in_host_memory], ids=lambda make: make.__name__)
+def test_no_thread_takes_the_cache_s_lock_after_a_store_s(
+    device: Answers, make_store: StoreFactory, make: MakeStores
+) -> None:
+    """Or two threads would wait for each other, and one whose save acts on an end for itself."""
+    cache = cache_over(device, make(make_store, device))
+    locks = [Watched([]) for _ in cache.watched]
+    cache.lock = Watched(locks)  # type: ignore[assignment]
+    for store, lock in zip(cache.watched, locks, strict=True):
+        store._lock = lock  # type: ignore[attr-defined]
+    train(three_layers, cache)
+    assert cache.stats.rematerialized_bytes > 0
+
+
 def test_comparisons_pin_one_block_for_all(device: Answers) -> None:
     cache = cache_over(device, [])
     train(three_layers, cache)
