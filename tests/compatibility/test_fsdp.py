@@ -13,9 +13,7 @@ import pytest
 from support import ranks, runs
 
 SCRIPT = str(runs.SCRIPTS / "fsdp.py")
-BUDGET_BYTES = 96 << 10  # of the script's adaptive ways
 PASSED_THROUGH = 4 * 4 * 4 * 2  # weight and bias of the norm and two weights, of four blocks, in so many micro-steps
-PLAIN = "plain"
 
 
 def train(way: str, checkpoints: str, placement: str, directory: Path) -> list[dict[str, Any]]:
@@ -32,7 +30,7 @@ def train(way: str, checkpoints: str, placement: str, directory: Path) -> list[d
         ("ddp", "none", "nvme"),
         ("fsdp", "none", "nvme"),
         ("fsdp", "function", "adaptive"),
-        ("fsdp-kept", "wrapper", "nvme"),
+        ("fsdp-kept", "none", "adaptive"),
         ("fsdp-bf16", "none", "adaptive"),
         ("fsdp-bf16-kept", "wrapper", "adaptive"),
     ],
@@ -41,19 +39,19 @@ def test_trainings_are_exact_and_gathered_parameters_stay(
     way: str, checkpoints: str, placement: str, tmp_path: Path
 ) -> None:
     """With two micro-batches a step, and resumed from a checkpoint after half of the steps."""
-    plain, ours = (train(way, checkpoints, one, tmp_path) for one in (PLAIN, placement))
+    plain, ours = (train(way, checkpoints, one, tmp_path) for one in ("plain", placement))
     for expected, found in zip(plain, ours, strict=True):
         assert found["found"] == expected["found"]
         for report in found["reports"]:
             assert report["offloaded_bytes"] + report["rematerialized_bytes"] > 0
             assert report["budget_excess_bytes"] == 0
             if checkpoints == "none":
-                assert report["peak_saved_bytes_without"] > BUDGET_BYTES  # or the budget would be held by itself
+                assert report["peak_saved_bytes_without"] > found["budget_bytes"]  # else it holds by itself
                 assert report["passed_through_tensors"] == PASSED_THROUGH
 
 
 def test_what_tensor_parallel_layers_save_as_dtensors_stays(tmp_path: Path) -> None:
-    plain, ours = (train("tp", "none", one, tmp_path) for one in (PLAIN, "nvme"))
+    plain, ours = (train("tp", "none", one, tmp_path) for one in ("plain", "nvme"))
     for expected, found in zip(plain, ours, strict=True):
         assert found["found"] == expected["found"]
         for report in found["reports"]:

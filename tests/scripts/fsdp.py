@@ -79,15 +79,16 @@ def made(way: str, checkpoints: str) -> nn.Module:
     return fully_shard(model, **options)
 
 
-def local(tensor: Tensor) -> list[float]:
+def bits(tensor: Tensor) -> str:
+    """The bits of this rank's part."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.detach().double().flatten().tolist()
+    return own.detach().numpy().tobytes().hex()
 
 
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, offloader: ds_tba.Offloader | None, steps: range
-) -> list[Any]:
-    found: list[Any] = []
+) -> list[str]:
+    found: list[str] = []
     for step in steps:
         for micro_step in range(MICRO_STEPS):
             torch.manual_seed(100 * step + 10 * micro_step + dist.get_rank())
@@ -95,8 +96,8 @@ def train(
             with nullcontext() if offloader is None else offloader.saving():
                 loss = model(x)
             (loss / MICRO_STEPS).backward()
-            found.append(loss.item())
-        found += [local(one.grad) for one in model.parameters() if one.grad is not None]
+            found.append(bits(loss))
+        found += [bits(one.grad) for one in model.parameters() if one.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
         if offloader is not None:
@@ -127,9 +128,9 @@ def main(way: str, checkpoints: str, placement: str, directory: str) -> None:
             if offloader is not None:
                 reports.append(offloader.report().to_dict())
         torch.save(get_state_dict(model, optimizer), saved)
-    found += [local(one) for one in model.parameters()]
-    report = {"found": found, "reports": reports, "parameter_bytes": sum(4 * one.numel() for one in model.parameters())}
-    Path(directory, f"{placement}{os.environ['RANK']}.json").write_text(json.dumps(report))
+    found += [bits(one) for one in model.parameters()]
+    told = {"found": found, "reports": reports, "budget_bytes": BUDGET_BYTES}
+    Path(directory, f"{placement}{os.environ['RANK']}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
 
 
