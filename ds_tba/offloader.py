@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from torch import nn
 from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import KEPT, SHOWS_HOOKS, ForwardHooks
+from ds_tba.core.hooks import FORKS, KEPT, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import allocator_advice, is_out_of_memory
@@ -311,7 +310,7 @@ class ActivationOffloader:
         is_host = accelerator.is_synchronous
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
-        self._pid = os.getpid()
+        self._forks = FORKS.count
         self.is_closed = False
         self._meter: ModelMeter | None = None
         self._undo: list[Undo] = []
@@ -496,7 +495,7 @@ class ActivationOffloader:
 
     def _is_forked(self) -> bool:
         """True in a forked child, which has neither our threads nor our memory nor our report."""
-        return self._pid != os.getpid()
+        return self._forks != FORKS.count
 
     # ---- closing ------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ a wrong gradient.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import deque
@@ -43,23 +42,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.functions import SHOWS_PACKED, keep_originals
-from ds_tba.core.hooks import Bystander, ForwardHooks, hooks_of_forward
+from ds_tba.core.hooks import FORKS, Bystander, ForwardHooks, hooks_of_forward
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
     NO_INDEX,
     CountedGone,
     CountedMemory,
-    Finalized,
+    Gone,
     Held,
     Hooks,
     Loading,
+    MemoryGone,
     Origin,
     PassedThrough,
     RecordState,
@@ -69,7 +69,6 @@ from ds_tba.core.saved import (
     SavedView,
     StorageKey,
     TensorStore,
-    ViewGone,
     nbytes_of,
     unmodified,
 )
@@ -87,11 +86,10 @@ from ds_tba.device.accelerator import Accelerator, Stream
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import DsTbaError, StateError
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import Always, AnyStore, Choice, Loaded, Policy, Ticket
+from ds_tba.storage.base import KEPT, Always, AnyStore, Choice, Loaded, Policy, Ticket
 
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
-_KEPT = Choice((), wait=False)
 
 
 @dataclass(eq=False)
@@ -120,23 +118,16 @@ class HooksObserver(Protocol):
         """Return hooks that call these."""
 
 
-class _Leaving(NamedTuple):
-    """A storage that leaves once the operation that saves it is over: rule 3 of [Note: Exactness].
+class _OfThread(threading.local):
+    """The storages that operations of this thread have saved, and that have not left yet: rule 3 of [Note: Exactness].
 
     Attributes:
-        number: the sequence number at which it was saved.
+        number: the sequence number at which the last of them was saved.
     """
 
-    record: SavedStorage
-    choice: Choice
-    number: int
-
-
-class _OfThread(threading.local):
-    """The storages that operations of this thread have saved, and that have not left yet."""
-
     def __init__(self) -> None:
-        self.leaving: deque[_Leaving] = deque()
+        self.leaving: deque[SavedStorage] = deque()
+        self.number = -1
 
 
 P = ParamSpec("P")
@@ -188,7 +179,7 @@ class TensorCache(Residency):
         accelerator = accelerator or Accelerator()
         super().__init__(stores, accelerator, released_bytes)
         self._device = torch.device(device)
-        self._pid = os.getpid()
+        self._forks = FORKS.count
         self._broken_by = ""  # the type of the exception; see [Note: Poison]
         self.gate = Gate(self._device, min_tensor_bytes, accelerator)
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
@@ -333,9 +324,8 @@ class TensorCache(Residency):
         """
         try:
             self.meter.packed_tensors += 1
-            number = next_sequence_number()
-            waiting = self._of_thread.leaving
-            if waiting and waiting[-1].number != number and not self._accelerator.is_capturing():
+            own = self._of_thread
+            if own.leaving and own.number != next_sequence_number() and not self._accelerator.is_capturing():
                 self._end_operations()
             why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
             if why is Eligibility.PARAMETER:
@@ -343,11 +333,11 @@ class TensorCache(Residency):
                 return PassedThrough(tensor)
             if why is Eligibility.ELIGIBLE:
                 excluded_by = self.gate.excluded_by()
-                return self._keep(tensor, why, excluded_by, number) if excluded_by else self._save(tensor, number)
+                return self._keep(tensor, why, excluded_by) if excluded_by else self._save(tensor)
             if why in _FOREIGN:
                 self.meter.kept_bytes[why.value] += nbytes_of(tensor)
                 return PassedThrough(tensor)
-            return self._keep(tensor, why, "", number)
+            return self._keep(tensor, why, "")
         except BaseException as error:
             self.note_exception(error)
             raise
@@ -357,34 +347,32 @@ class TensorCache(Residency):
         why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
         return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
-    def _keep(self, tensor: torch.Tensor, why: Eligibility, excluded_by: str, number: int) -> SavedCounted:
+    def _keep(self, tensor: torch.Tensor, why: Eligibility, excluded_by: str) -> SavedCounted:
         """Keep a tensor that may not leave."""
-        is_of_function = self._function_saves.saver_of(tensor, number) > 0
-        if excluded_by:
-            nbytes = tensor.untyped_storage().nbytes()
-            counted: SavedCounted = SavedExcluded(self, tensor, nbytes, excluded_by, is_of_function=is_of_function)
-        else:
-            small = why is Eligibility.SMALL
-            nbytes = tensor.untyped_storage().nbytes() if small else held_bytes(tensor, self._device)
-            counted = SavedCounted(self, tensor, nbytes, why.value, is_of_function=is_of_function)
-        counted.memory.is_of_function |= is_of_function
+        is_of_function = self._function_saves.saver_of(tensor) > 0
+        is_whole = excluded_by or why is Eligibility.SMALL
+        nbytes = tensor.untyped_storage().nbytes() if is_whole else held_bytes(tensor, self._device)
+        kind, reason = (SavedExcluded, excluded_by) if excluded_by else (SavedCounted, why.value)
+        counted = kind(self, tensor, nbytes, reason, is_of_function=is_of_function)
+        if is_of_function:
+            counted.memory.is_of_function = True
         if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
             self.rematerialization.note(tensor, counted)
         return counted
 
-    def _save(self, tensor: torch.Tensor, number: int) -> SavedView:
-        key = StorageKey.of(tensor, self._function_saves.saver_of(tensor, number))
+    def _save(self, tensor: torch.Tensor) -> SavedView:
+        key = StorageKey.of(tensor, self._function_saves.saver_of(tensor))
         forward, first = self.forward, self.rematerialization
         view: SavedView | None = None
         with self.lock:
             if self.ends.left:
                 self.ends.act()
             record = forward.by_key.get(key)
-            choice = _KEPT if record is not None else forward.policy.choose(key, key.nbytes)
+            choice = KEPT if record is not None else forward.policy.choose(key, key.nbytes)
             if record is not None or (first is None and not self.may_wait):
-                view = self._add_view(record or self._add(forward, tensor, key, choice, number), tensor)
+                view = self._add_view(record or self._add(forward, tensor, key, choice), tensor)
         if view is None:  # something may have to be proven or waited for first
-            view = self._save_slowly(forward, tensor, key, choice, number)
+            view = self._save_slowly(forward, tensor, key, choice)
         if not self._accelerator.is_synchronous:
             # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
             self._accelerator.share(tensor, self._accelerator.current_stream())
@@ -392,9 +380,7 @@ class TensorCache(Residency):
             first.note(tensor, view)
         return view
 
-    def _save_slowly(
-        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, number: int
-    ) -> SavedView:
+    def _save_slowly(self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> SavedView:
         """Save a storage that may be rematerialized, or for which there may be no room."""
         origin: Origin | None = None
         ticket: Ticket | None = None
@@ -407,7 +393,7 @@ class TensorCache(Residency):
         with self.lock:
             record = forward.by_key.get(key)
             if record is None:
-                record = self._add(forward, tensor, key, choice, number, ticket)
+                record = self._add(forward, tensor, key, choice, ticket)
                 record.origin = origin
             elif ticket is not None:  # another thread has saved it meanwhile
                 ticket.store.release(ticket)
@@ -425,13 +411,7 @@ class TensorCache(Residency):
         return SavedView(self, record, tensor, offloaded=offloaded)
 
     def _add(
-        self,
-        forward: Forward,
-        tensor: torch.Tensor,
-        key: StorageKey,
-        choice: Choice,
-        number: int,
-        ticket: Ticket | None = None,
+        self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, ticket: Ticket | None = None
     ) -> SavedStorage:
         """Add the record of a storage, which goes where it was chosen to go, unless it was taken."""
         storage = tensor.untyped_storage()
@@ -445,8 +425,9 @@ class TensorCache(Residency):
             record.index = record.micro_step.add(record)
         elif choice.stores or self.is_limited:
             self.count_until_free(storage)
-            record.is_leaving = bool(choice.stores)
-            self._of_thread.leaving.append(_Leaving(record, choice, number))
+            record.choice = choice
+            self._of_thread.leaving.append(record)
+            self._of_thread.number = next_sequence_number()
         else:
             self.meter.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         forward.by_key[key] = record
@@ -462,13 +443,13 @@ class TensorCache(Residency):
             stays: it stays in memory, because forward has failed: nobody will want most of it.
         """
         waiting = self._of_thread.leaving
-        if os.getpid() != self._pid:  # a child that was forked in forward, where another thread may have had the lock
+        if FORKS.count != self._forks:  # a child that was forked in forward, where another thread may have had the lock
             return
         while waiting:
             with self.lock:
                 self.ends.act()
-                record, choice, _ = waiting.popleft()
-                record.is_leaving = False
+                record = waiting.popleft()
+                choice, record.choice = record.choice, KEPT
                 if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
                     _follow(self._accelerator, record.stream)
                     self._place(record, choice, stays=stays)
@@ -490,14 +471,16 @@ class TensorCache(Residency):
         if self.may_wait:
             self.wait_for(nbytes)
         with self.lock:
-            self.ends.act()
-            holders = [tensor] if has_plain_storage(tensor) else components_of(tensor)[:1]
+            if self.ends.left:
+                self.ends.act()
+            holders = (tensor,) if has_plain_storage(tensor) else components_of(tensor)[:1]
             memory = self.count(holders[0].untyped_storage() if holders else None, nbytes)
             added_bytes = memory.save(nbytes if reason else 0)
             self.meter.saved.add(added_bytes)
             if reason:
                 self.meter.kept_bytes[reason] += added_bytes
-            self.ends.watch(user, CountedGone(memory))
+            notice = self.ends.watch(user, CountedGone)
+            notice.memory, notice.is_lent = memory, False
         return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
@@ -520,7 +503,8 @@ class TensorCache(Residency):
             if self._of_thread.leaving and not self._accelerator.is_capturing():
                 self._end_operations()
             if self.ends.left:
-                self.act_on_ends()  # what is gone makes room for what comes
+                with self.lock:
+                    self.ends.act()  # what is gone makes room for what comes
             # First of all: backward waits for this read, and for no read ahead.
             tensor = held.restore()
             if not SHOWS_PACKED:
@@ -536,7 +520,7 @@ class TensorCache(Residency):
             raise
 
     def load(self, view: SavedView) -> torch.Tensor:
-        if os.getpid() != self._pid:
+        if FORKS.count != self._forks:
             raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
         tensor, record = view.in_source(), view.record
         if tensor is not None:
@@ -630,7 +614,7 @@ class TensorCache(Residency):
                 with self.lock:
                     if record.loaded is not None:
                         is_held, record.loaded = True, replace(record.loaded, stored=False)
-                    self.finalize(ViewGone(record, is_away=True, is_lent=True))
+                    self._end_view(record, is_lent=True)
                     if leaves and record.state is RecordState.LOADED:
                         self.evict(record)
         return is_held
@@ -695,21 +679,22 @@ class TensorCache(Residency):
 
     # ---- the ends of records ------------------------------------------------------------------------------------
 
-    def finalize(self, gone: Finalized) -> None:
-        if isinstance(gone, CountedMemory):
-            self.free(gone)
-            return
-        if isinstance(gone, CountedGone):
+    def finalize(self, gone: Gone) -> None:
+        if isinstance(gone, MemoryGone):
+            self.free(gone.memory)
+        elif isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
             self.meter.saved.add(0 if gone.is_lent else -gone.memory.unsave())
             self.uncount(gone.memory)
-            return
-        record = gone.record
+        else:
+            gone.record.pending -= gone.is_pending
+            self._end_view(gone.record, is_lent=gone.is_lent)
+
+    def _end_view(self, record: SavedStorage, *, is_lent: bool) -> None:
         record.views -= 1
-        record.lent -= gone.is_lent
-        record.memory.lent -= gone.is_lent
-        record.pending -= gone.is_pending
-        if record.views == record.lent and not gone.is_lent:  # autograd would hold it no longer, whatever recipes do
+        record.lent -= is_lent
+        record.memory.lent -= is_lent
+        if record.views == record.lent and not is_lent:  # autograd would hold it no longer, whatever recipes do
             self.meter.saved.add(-record.memory.unsave())
         if record.views == 0:
             self._forget(record)

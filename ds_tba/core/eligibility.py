@@ -38,6 +38,8 @@ class Eligibility(Enum):
     NO_GRAPH = "no graph, and in use elsewhere"
     EXCLUDED = "excluded by name"
 
+    __hash__ = object.__hash__  # Enum's is a Python function, which each saved tensor would call
+
 
 class Exclusion(Protocol):
     """Says which saved tensors may not leave device memory, by more than a tensor shows."""
@@ -77,9 +79,12 @@ class Gate:
             acts: something is done with the tensors that may.
             casts_stay: parameters in another dtype are kept; with a budget the plan says what leaves.
         """
+        kind = type(tensor)
+        if kind is torch.nn.Parameter:
+            return Eligibility.PARAMETER
         if acts and torch._C._len_torch_dispatch_stack() and is_under_a_mode():  # which would see our copies
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.UNDER_A_MODE
-        if type(tensor) is not torch.Tensor:  # a subclass may raise for functions that it does not know
+        if kind is not torch.Tensor:  # a subclass may raise for functions that it does not know
             return Eligibility.PARAMETER if is_parameter(tensor) else Eligibility.SUBCLASS
         base = tensor._base  # called for every saved tensor: the usual ones are told without the costly checks
         if base is not None and isinstance(base, torch.nn.Parameter):
@@ -104,7 +109,8 @@ class Gate:
             return Eligibility.SMALL
         if span_bytes(tensor) < MIN_SPAN_FRACTION * nbytes:
             return Eligibility.SPARSE_VIEW
-        if casts_stay and _is_cast_of_parameter((tensor if base is None else base).grad_fn):
+        node = (tensor if base is None else base).grad_fn if casts_stay else None
+        if node is not None and node.name() == "ToCopyBackward0" and _is_of_parameter(node):
             return Eligibility.CAST_OF_PARAMETER
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
         accelerator = self._accelerator
@@ -113,15 +119,13 @@ class Gate:
         return Eligibility.ELIGIBLE
 
 
-def _is_cast_of_parameter(node: Node | None) -> bool:
-    """Return whether the node of a tensor, or of its base, has made it of a parameter in another dtype.
+def _is_of_parameter(node: Node) -> bool:
+    """Return whether a cast, which has made a tensor or its base, is one of a parameter to another dtype.
 
     Autocast makes one for each parameter, and holds it until it exits: offloading it frees nothing in forward, and
     writes as many bytes as the model has in every micro-step. (Whether autocast is on cannot be asked while an op
     saves.)
     """
-    if node is None or type(node).__name__ != "ToCopyBackward0":
-        return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), torch.nn.Parameter)
 
 

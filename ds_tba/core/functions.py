@@ -87,15 +87,12 @@ class FunctionSaves:
         if self._of_thread.unpacked is not None:
             self._of_thread.unpacked.append(held)
 
-    def saver_of(self, tensor: torch.Tensor, number: int) -> int:
-        """Return a number of the Function that saves a tensor now, above 0; 0 if an operation does.
-
-        Args:
-            number: the sequence number of now.
-        """
+    def saver_of(self, tensor: torch.Tensor) -> int:
+        """Return a number of the Function that saves a tensor now, above 0; 0 if an operation does."""
         state = self._of_thread
         if not state.storages or not has_plain_storage(tensor):
             return 0
+        number = next_sequence_number()
         if state.is_packed and number != state.number:
             state.storages = frozenset()
             return 0

@@ -37,6 +37,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch._C import DisableTorchFunction as _DisableTorchFunction
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
@@ -55,7 +56,7 @@ def skip_frames(functions: Iterable[Any]) -> None:
     """
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if skip_code is not None:
-        ours = (uncompiled, unseen, is_being_compiled, Seam.pack, Seam.unpack, SelectiveCheckpoints.__call__)
+        ours = (uncompiled, is_being_compiled, Seam.pack, Seam.unpack, SelectiveCheckpoints.__call__)
         for function in (*ours, *functions):
             skip_code(function.__code__)
 
@@ -76,13 +77,21 @@ def uncompiled_hooks(pack: Pack, unpack: Unpack) -> saved_tensors_hooks:
     return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
 
 
-def unseen(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function so that no tensor subclass and no mode of the user's sees what it does with tensors.
+class Forks:
+    """Counts how often the program was forked before it came into this process.
 
-    Without hooks they see nothing of what autograd saves, and they may raise for what they do not know.
+    A system call that asks for the process would be a tenth of what a saved tensor costs.
     """
-    with torch._C.DisableTorchFunction():
-        return function(*args)
+
+    def __init__(self) -> None:
+        self.count = 0
+        os.register_at_fork(after_in_child=self._note)
+
+    def _note(self) -> None:
+        self.count += 1
+
+
+FORKS = Forks()
 
 
 class Bystander:
@@ -101,27 +110,30 @@ class Bystander:
 class Seam:
     """The two functions that autograd calls; see [Note: Passing through].
 
+    No tensor subclass and no mode of the user's sees what they do with tensors: without hooks these see nothing of what
+    autograd saves, and they may raise for what they do not know.
+
     Attributes:
         is_over: what is saved from now on is none of ours. What was saved before still comes back.
     """
 
     def __init__(self, pack: Pack, unpack: Unpack, pass_by: PassBy) -> None:
-        self._pack, self._unpack = partial(unseen, pack), partial(unseen, unpack)
+        self._pack, self._unpack = pack, unpack
         if "torch._dynamo" in sys.modules:
-            self._pack, self._unpack = partial(uncompiled, self._pack), partial(uncompiled, self._unpack)
+            self._pack, self._unpack = partial(uncompiled, pack), partial(uncompiled, unpack)
         self._pass_by = pass_by
-        self._pid = os.getpid()
+        self._forks = FORKS.count
         self.is_over = False
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        if self.is_over or os.getpid() != self._pid:
-            return uncompiled(unseen, self._pass_by, tensor)
-        return self._pack(tensor)
+        with _DisableTorchFunction():
+            if self.is_over or FORKS.count != self._forks:
+                return uncompiled(self._pass_by, tensor)
+            return self._pack(tensor)
 
     def unpack(self, held: Any) -> torch.Tensor:
-        if type(held) is Bystander:
-            return uncompiled(unseen, held.restore)
-        return self._unpack(held)
+        with _DisableTorchFunction():
+            return uncompiled(held.restore) if type(held) is Bystander else self._unpack(held)
 
 
 class ForwardHooks(saved_tensors_hooks):
@@ -239,13 +251,13 @@ def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
         selective = _replacement() or SelectiveCheckpoints(getattr(checkpointing, _CHECKPOINT))
         selective.forwards += 1
         setattr(checkpointing, _CHECKPOINT, selective)
-    before, selective.ours.pack, pid = selective.ours.pack, hooks.pack_hook, os.getpid()
+    before, selective.ours.pack, forks = selective.ours.pack, hooks.pack_hook, FORKS.count
     try:
         with _on(hooks):
             yield
     finally:
         selective.ours.pack = before  # a forward may run inside of another
-        if os.getpid() == pid:  # else the lock may be taken for ever
+        if FORKS.count == forks:  # else the lock may be taken for ever
             with _exchanging:
                 selective.forwards -= 1
                 if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile

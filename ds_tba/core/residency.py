@@ -27,7 +27,16 @@ from contextlib import contextmanager
 import torch
 
 from ds_tba.core.eligibility import out_of_modes
-from ds_tba.core.saved import NO_INDEX, CountedMemory, Keeper, Loading, RecordState, SavedStorage, SavedView
+from ds_tba.core.saved import (
+    NO_INDEX,
+    CountedMemory,
+    Keeper,
+    Loading,
+    MemoryGone,
+    RecordState,
+    SavedStorage,
+    SavedView,
+)
 from ds_tba.core.tensors import storage_bytes
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release, Releases
@@ -241,7 +250,7 @@ class Residency(Keeper):
         memory = self.memory_of(storage)
         if memory is not None and not memory.is_watched:
             memory.is_watched = True
-            self.ends.watch(storage, memory)
+            self.ends.watch(storage, MemoryGone).memory = memory
 
     def uncount(self, memory: CountedMemory) -> None:
         """Take a user away; with the last one the memory is counted no longer."""

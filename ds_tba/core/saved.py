@@ -28,10 +28,9 @@ from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.core.ends import Ends
+from ds_tba.core.ends import Ends, Notice
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
-    OWN_ATTRIBUTES,
     Stamp,
     VersionWitness,
     ViewSpec,
@@ -44,7 +43,7 @@ from ds_tba.core.tensors import (
 )
 from ds_tba.device.accelerator import Stream
 from ds_tba.errors import ActivationModifiedError
-from ds_tba.storage.base import Loaded, OwnTicket, StateMachine, Store, Ticket
+from ds_tba.storage.base import KEPT, Loaded, OwnTicket, StateMachine, Store, Ticket
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
@@ -56,11 +55,11 @@ class Keeper(ABC):
     """The cache, as the objects below see it that it has made.
 
     Attributes:
-        ends: of the views and storages below.
+        ends: of the views, counted tensors and storages below.
     """
 
     def __init__(self) -> None:
-        self.ends: Ends[Finalized] = Ends(self.finalize)
+        self.ends: Ends[Gone] = Ends(self.finalize)
 
     @abstractmethod
     def load(self, view: SavedView) -> torch.Tensor:
@@ -79,7 +78,7 @@ class Keeper(ABC):
         """
 
     @abstractmethod
-    def finalize(self, gone: Finalized) -> None:
+    def finalize(self, gone: Gone) -> None:
         """Act on the end of a view, a counted tensor, or a storage. Called under the lock."""
 
 
@@ -174,7 +173,7 @@ class SavedStorage(StateMachine):
         source: the storage that was saved, not held: while it lives, it is what backward gets.
         stream: that saved it.
         has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
-        is_leaving: it leaves as soon as the operation that saves it is over.
+        choice: where it goes as soon as the operation that saves it is over.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
             taken away, because it is read without the lock, too.
         origin: how it could be rematerialized; None where that is not known.
@@ -193,7 +192,7 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "has_graph", "index", "is_leaving", "is_refused", "kept_views", "key", "lent", "loaded", "loading", "memory",
+        "choice", "has_graph", "index", "is_refused", "kept_views", "key", "lent", "loaded", "loading", "memory",
         "micro_step", "origin", "pending", "source", "state", "stream", "ticket", "views",
     )  # fmt: skip
 
@@ -212,12 +211,12 @@ class SavedStorage(StateMachine):
         self.source = weakref.ref(storage)
         self.stream = stream
         self.has_graph = has_graph
-        self.is_leaving = False
+        self.choice = KEPT
         self.ticket: Ticket | None = None
         self.origin: Origin | None = None
         self.loading: Loading | None = None
         self.loaded: Loaded | None = None
-        self.kept_views: list[weakref.ref[SavedView]] = []
+        self.kept_views: list[ViewGone] = []
         self.is_refused = False
         self.memory = memory
         self.micro_step = micro_step
@@ -227,6 +226,11 @@ class SavedStorage(StateMachine):
     @property
     def nbytes(self) -> int:
         return self.key.nbytes
+
+    @property
+    def is_leaving(self) -> bool:
+        """True if it leaves as soon as the operation that saves it is over."""
+        return bool(self.choice.stores)
 
     @property
     def is_kept(self) -> bool:
@@ -293,10 +297,12 @@ class _Kept:
     __slots__ = ("_version", "attributes", "held")
 
     def __init__(self, tensor: torch.Tensor, *, is_of_function: bool = False) -> None:
-        # Asked here, too: a call for each kept tensor would be one more of a few dozen.
-        is_plain = vars(tensor).keys() <= OWN_ATTRIBUTES
-        self.attributes = None if is_plain else attributes_of(tensor, is_of_function=is_of_function)
-        self._version = -1 if tensor.is_inference() else tensor._version  # asking one of inference mode raises
+        # Most have none, and a call for each kept tensor would be one more of a few dozen.
+        self.attributes = attributes_of(tensor, is_of_function=is_of_function) if vars(tensor) else None
+        try:
+            self._version = tensor._version
+        except RuntimeError:  # one of inference mode has none
+            self._version = -1
         self.held = kept(tensor)
 
     def restore(self) -> torch.Tensor:
@@ -355,7 +361,8 @@ class SavedCounted(_Kept):
         other = copy.copy(self)
         self.memory.users += 1
         self.memory.lent += 1
-        self._cache.ends.watch(other, CountedGone(self.memory, is_lent=True))
+        notice = self._cache.ends.watch(other, CountedGone)
+        notice.memory, notice.is_lent = self.memory, True
         return other
 
 
@@ -381,17 +388,15 @@ class SavedView:
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[float | None] | None = None
-        is_plain = vars(tensor).keys() <= OWN_ATTRIBUTES
-        self.attributes = None if is_plain else attributes_of(tensor, is_of_function=record.key.function > 0)
+        self.attributes = attributes_of(tensor, is_of_function=record.key.function > 0) if vars(tensor) else None
         self._cache = cache
         self.record = record
-        self.state = ViewGone(record, offloaded, False)
-        notice = cache.ends.watch(self, self.state)
+        self.state = cache.ends.watch(self, ViewGone).of(record, is_away=offloaded, is_lent=False)
         if offloaded:
             self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)  # autograd compares no version
         else:
             self.held = kept(tensor)
-            record.kept_views.append(notice)  # or it would hold the bytes when they leave
+            record.kept_views.append(self.state)  # or it would hold the bytes when they leave
 
     @property
     def is_unpacked(self) -> bool:
@@ -484,10 +489,10 @@ class SavedView:
         """Return one more view of the same bytes, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
         self.record.count_lent()
-        other.state = ViewGone(self.record, self.state.is_away, True)  # or one end would count for both views
-        notice = self._cache.ends.watch(other, other.state)
+        state = self._cache.ends.watch(other, ViewGone)
+        other.state = state.of(self.record, is_away=self.state.is_away, is_lent=True)
         if other.held is not None:
-            self.record.kept_views.append(notice)  # likewise
+            self.record.kept_views.append(state)  # or it would hold the bytes when they leave
         return other
 
     def release(self) -> None:
@@ -602,7 +607,7 @@ class CountedMemory:
         return nbytes
 
 
-class ViewGone:
+class ViewGone(Notice):
     """Tells a record the end of one of its views.
 
     Attributes:
@@ -613,11 +618,15 @@ class ViewGone:
 
     __slots__ = ("is_away", "is_lent", "is_unpacked", "record")
 
-    def __init__(self, record: SavedStorage, is_away: bool, is_lent: bool) -> None:
-        self.record = record
-        self.is_away = is_away
-        self.is_lent = is_lent
-        self.is_unpacked = False
+    record: SavedStorage
+    is_away: bool
+    is_lent: bool
+    is_unpacked: bool
+
+    def of(self, record: SavedStorage, *, is_away: bool, is_lent: bool) -> ViewGone:
+        """Return this notice, of a view of a record."""
+        self.record, self.is_away, self.is_lent, self.is_unpacked = record, is_away, is_lent, False
+        return self
 
     @property
     def is_pending(self) -> bool:
@@ -625,20 +634,29 @@ class ViewGone:
         return self.is_away and not (self.is_lent or self.is_unpacked)
 
 
-class CountedGone(NamedTuple):
+class CountedGone(Notice):
     """Tells the end of a tensor without a record that had this memory counted.
 
     Attributes:
         is_lent: it belongs to a recipe.
     """
 
+    __slots__ = ("is_lent", "memory")
+
     memory: CountedMemory
-    is_lent: bool = False
+    is_lent: bool
 
 
-Finalized = ViewGone | CountedGone | CountedMemory
-"""Told by the end of a view, of such a tensor, or of a storage, whose memory the host has freed; acted on under the
-cache's lock."""
+class MemoryGone(Notice):
+    """Tells the end of a storage, whose memory the host has freed."""
+
+    __slots__ = ("memory",)
+
+    memory: CountedMemory
+
+
+Gone = ViewGone | CountedGone | MemoryGone
+"""Acted on under the cache's lock."""
 
 
 # ---- versions -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ storage, so an attribute on it lives and dies with the bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter, is_
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ STAMP = "_ds_tba_stamp"  # of storages and tensors
 OWN_ATTRIBUTES = frozenset({STAMP})  # on tensors
 OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
+_tell_sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", int)
 COMPILED = "torch._functorch._aot_autograd"
 # Packages whose Functions write into nothing that they save; but for custom operators, whose kernels are a user's, and
 # for what ``vmap`` makes of a user's Function.
@@ -86,8 +87,7 @@ def lineage_of(tensor: torch.Tensor) -> Stamp:
 
 def next_sequence_number() -> int:
     """Return the number that the next node of this thread's graph takes; 0 where this PyTorch does not tell."""
-    tell = getattr(torch.autograd, "_get_sequence_nr", None)
-    return 0 if tell is None else int(tell())
+    return _tell_sequence_number()
 
 
 def is_of_a_users_function(context: type) -> bool:
@@ -276,7 +276,10 @@ def attributes_of(tensor: torch.Tensor, *, is_of_function: bool = False) -> Mapp
         is_of_function: a custom Function saves it, which finds none on its own output: autograd saves that as a new
             tensor, and an attribute of it could close a cycle.
     """
-    attributes, node = vars(tensor), node_of(tensor)
+    attributes = vars(tensor)
+    if not attributes or attributes.keys() <= OWN_ATTRIBUTES:
+        return None
+    node = node_of(tensor)
     is_output = is_of_function and node is not None and node._sequence_nr() == next_sequence_number() - 1
     if not has_graph(tensor) or is_output:
         return None
@@ -292,7 +295,10 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
     detached alias is held. Any other is held itself: of an alias nobody else refers to, autograd would take the memory
     for ``.grad`` when a backward returns what it saved, and add into the user's tensor from then on.
     """
-    return tensor.detach() if has_graph(tensor) else tensor
+    try:
+        return tensor if tensor.grad_fn is None else tensor.detach()
+    except RuntimeError:  # see [Note: Stale views]
+        return tensor.detach()
 
 
 class VersionWitness:

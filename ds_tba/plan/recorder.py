@@ -37,7 +37,7 @@ from typing import Protocol
 import torch
 
 from ds_tba.core.eligibility import Eligibility
-from ds_tba.core.ends import Ends
+from ds_tba.core.ends import Ends, Notice
 from ds_tba.core.saved import (
     CountedMemory,
     Hooks,
@@ -67,6 +67,20 @@ class _End(Enum):
     FREED = auto()  # autograd has released a saved tensor
     EVICTED = auto()  # its loaded bytes are free again, though autograd may want it once more (``retain_graph``)
     LEFT = auto()  # forward has released a storage that was offloaded
+
+
+class _Ended(Notice):
+    """Tells an end in the life of a storage.
+
+    Attributes:
+        end: which.
+        index: of the storage.
+    """
+
+    __slots__ = ("end", "index")
+
+    end: _End
+    index: int
 
 
 @dataclass(slots=True)
@@ -117,13 +131,18 @@ class MicroStepRecord:
     uses: list[tuple[int, int]] = field(default_factory=list)
     ended: object = None
     # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
-    ends: Ends[tuple[_End, int]] = field(init=False)
+    ends: Ends[_Ended] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ends = Ends(self._note)
 
-    def _note(self, found: tuple[_End, int]) -> None:
-        end, index = found
+    def watch(self, watched: object, end: _End, index: int) -> None:
+        """Note the end of an object as an end of a storage."""
+        notice = self.ends.watch(watched, _Ended)
+        notice.end, notice.index = end, index
+
+    def _note(self, notice: _Ended) -> None:
+        end, index = notice.end, notice.index
         if index == _NOTHING or self.ended is not None:
             return
         storage, now = self.storages[index], len(self.pauses)
@@ -232,7 +251,7 @@ class Recorded:
         self.held = held
         self.index = index
         self.pass_number = pass_number
-        record.ends.watch(self, (_End.FREED, index))
+        record.watch(self, _End.FREED, index)
 
 
 class _Watch:
@@ -241,7 +260,7 @@ class _Watch:
     __slots__ = ("__weakref__",)
 
     def __init__(self, record: MicroStepRecord, end: _End, index: int) -> None:
-        record.ends.watch(self, (end, index))
+        record.watch(self, end, index)
 
 
 class SavingCache(Protocol):

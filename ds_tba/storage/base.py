@@ -213,6 +213,10 @@ class Choice:
     rematerialize: bool = False
 
 
+KEPT = Choice((), wait=False)
+"""Nothing has it: it stays where it is."""
+
+
 class Policy(Protocol):
     """The choices for one micro-step."""
 

@@ -9,21 +9,27 @@ from types import FrameType
 
 from support import runs
 
-from ds_tba.core.ends import Ends
+from ds_tba.core.ends import Ends, Notice
 
 
 class Watched:
     pass
 
 
+class Gone(Notice):
+    __slots__ = ("number",)
+
+    number: int
+
+
 def test_an_object_ends_without_a_line_of_ours() -> None:
     """A line is where a signal handler may run; what it raises in a finalizer is reported and lost."""
     acted, lines = list[int](), list[str]()
-    ends: Ends[int] = Ends(acted.append)
+    ends: Ends[Gone] = Ends(lambda gone: acted.append(gone.number))
     one, other = Watched(), Watched()
     other.itself = other  # type: ignore[attr-defined]
-    ends.watch(one, 1)
-    ends.watch(other, 2)
+    ends.watch(one, Gone).number = 1
+    ends.watch(other, Gone).number = 2
 
     def trace(frame: FrameType, event: str, _argument: object) -> None:
         lines.append(f"{event} {frame.f_code.co_name}")

@@ -13,6 +13,7 @@ from support import runs
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
+from ds_tba.core.saved import CountedGone
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 from ds_tba.offloader import ActivationOffloader
@@ -90,7 +91,7 @@ def test_an_exception_in_our_bookkeeping_poisons_unless_it_is_a_refusal(
             with pytest.raises(type(error)):
                 cache.pack(x * 3)
     if where != "pack":
-        cache.ends.watch(held, None)
+        cache.ends.watch(held, CountedGone)
         monkeypatch.setattr(cache.ends, "act", fail)
         monkeypatch.setattr(cache.ends, "left", [1])
         with pytest.raises(type(error)):
