@@ -51,9 +51,10 @@ _OUR_NAMES = ("ds_tba", "dstba", "tba")
 IO_ALIGNMENT_BYTES = 4096
 # The fraction of staging that reading ahead may use while there are writes, which need the rest.
 PREFETCH_FRACTION_OF_STAGING = 0.5
-# Bounds of staging where the config has null (the upper one is for a GPU), and its fraction of the host memory that is
-# available to the rank.
+# Bounds of staging for a GPU where the config has null, its fraction of the host memory that is available to the rank,
+# and its size on a CPU: there it is of the memory that offloading is to free.
 MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
+CPU_STAGING_BYTES = 128 << 20
 STAGING_FRACTION = 1 / 16
 
 # Bounds of the buffer of a lane that compresses: a codec gains nothing by a longer one, and all take a part of staging.
@@ -372,9 +373,10 @@ def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> 
     """
     if config.io.staging_bytes is not None:
         return config
-    is_small = is_host or config.io.backend in ("gds", "kvikio") or config.placement != "adaptive"
+    is_small = config.io.backend in ("gds", "kvikio") or config.placement != "adaptive"
     most_bytes = MIN_STAGING_BYTES if is_small else MAX_STAGING_BYTES
     nbytes = 1 << (int(max(min(most_bytes, host_bytes * STAGING_FRACTION), MIN_STAGING_BYTES)).bit_length() - 1)
+    nbytes = CPU_STAGING_BYTES if is_host else nbytes
     return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
 
 

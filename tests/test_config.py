@@ -84,7 +84,7 @@ GIB = 1 << 30
         ({}, 8 * GIB, False, GIB // 2),
         ({}, GIB, False, GIB // 4),
         ({}, 15 * GIB, False, GIB // 2),  # PyTorch pins powers of two
-        ({}, 512 * GIB, True, GIB // 4),
+        ({}, 512 * GIB, True, GIB // 8),  # of the memory that offloading is to free
         ({"backend": "gds"}, 512 * GIB, False, GIB // 4),
         ({"placement": "nvme"}, 512 * GIB, False, GIB // 4),
         ({"staging_bytes": 12345678}, 512 * GIB, False, 12345678),

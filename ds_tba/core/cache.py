@@ -22,44 +22,34 @@ as one of its views. Records are shared within one forward only.
 [Note: Saves] A save holds the lock while a store takes the bytes, also while that waits for staging or for a swap file
 to grow. So another thread that saves or loads waits, too.
 
-[Note: Loads] No lock is held while a store loads bytes, or makes them from others, which are loaded in turn: the record
-is LOADING, and another thread that wants it waits for that. An operand of a recipe that backward wants later or not at
-all stays for that, as long as there are few.
-
-[Note: Poison] An exception in pack or unpack that is no refusal of ours (an interrupt, Python's memory that ran out, a
-defect) may have left records half changed. Nobody mends that: the next forward refuses, because a later step could have
-a wrong gradient.
-
 [Note: Order of locks] The cache's lock is taken before a store's, never after.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
+from ds_tba.core.accounts import CountedGone, MemoryGone
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
+from ds_tba.core.ends import Notice
 from ds_tba.core.functions import SHOWS_PACKED, keep_originals
 from ds_tba.core.hooks import FORKS, Bystander, ForwardHooks, hooks_of_forward
+from ds_tba.core.poison import poisons
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
     NO_INDEX,
-    CountedGone,
-    CountedMemory,
-    Gone,
     Held,
     Hooks,
-    Loading,
-    MemoryGone,
+    HooksObserver,
     Origin,
     PassedThrough,
     RecordState,
@@ -68,25 +58,20 @@ from ds_tba.core.saved import (
     SavedStorage,
     SavedView,
     StorageKey,
-    TensorStore,
-    nbytes_of,
-    unmodified,
+    ViewGone,
 )
+from ds_tba.core.tensor_store import TensorStore
 from ds_tba.core.tensors import (
-    ViewSpec,
-    components_of,
     has_graph,
-    has_plain_storage,
     held_bytes,
-    is_parameter,
+    nbytes_of,
     next_sequence_number,
-    storage_bytes,
+    own,
 )
-from ds_tba.device.accelerator import Accelerator, Stream
-from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import DsTbaError, StateError
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.copies import follow
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import KEPT, Always, AnyStore, Choice, Loaded, Policy, Ticket
+from ds_tba.storage.base import KEPT, Always, AnyStore, Choice, Policy, Ticket
 
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
@@ -111,13 +96,6 @@ def _pass_by(tensor: torch.Tensor) -> Bystander:
     return Bystander(PassedThrough(tensor).restore)
 
 
-class HooksObserver(Protocol):
-    """Looks at what the hooks of a forward do."""
-
-    def around(self, hooks: Hooks) -> Hooks:
-        """Return hooks that call these."""
-
-
 class _OfThread(threading.local):
     """The storages that operations of this thread have saved, and that have not left yet: rule 3 of [Note: Exactness].
 
@@ -128,24 +106,6 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.leaving: deque[SavedStorage] = deque()
         self.number = -1
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def poisons(method: Callable[Concatenate[TensorCache, P], R]) -> Callable[Concatenate[TensorCache, P], R]:
-    """Have an exception that leaves a method of the cache poison it: see [Note: Poison]."""
-
-    @wraps(method)
-    def guarded(self: TensorCache, /, *args: P.args, **options: P.kwargs) -> R:
-        try:
-            return method(self, *args, **options)
-        except BaseException as error:
-            self.note_exception(error)
-            raise
-
-    return guarded
 
 
 class TensorCache(Residency):
@@ -177,10 +137,7 @@ class TensorCache(Residency):
         released_bytes: int = 256 << 20,
     ) -> None:
         accelerator = accelerator or Accelerator()
-        super().__init__(stores, accelerator, released_bytes)
-        self._device = torch.device(device)
-        self._forks = FORKS.count
-        self._broken_by = ""  # the type of the exception; see [Note: Poison]
+        super().__init__(stores, torch.device(device), accelerator, released_bytes)
         self.gate = Gate(self._device, min_tensor_bytes, accelerator)
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
         self.forward = Forward(MicroStep(), self._default_policy)
@@ -190,7 +147,6 @@ class TensorCache(Residency):
         self._observers: list[HooksObserver] = []
         self._function_saves = keep_originals()
         self._of_thread = _OfThread()
-        self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
 
     @property
     def stats(self) -> CacheStats:
@@ -451,7 +407,7 @@ class TensorCache(Residency):
                 record = waiting.popleft()
                 choice, record.choice = record.choice, KEPT
                 if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
-                    _follow(self._accelerator, record.stream)
+                    follow(self._accelerator, record.stream)
                     self._place(record, choice, stays=stays)
 
     def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
@@ -466,22 +422,6 @@ class TensorCache(Residency):
             self.add_kept(record)
         else:
             record.index = record.micro_step.add(record)
-
-    def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
-        if self.may_wait:
-            self.wait_for(nbytes)
-        with self.lock:
-            if self.ends.left:
-                self.ends.act()
-            holders = (tensor,) if has_plain_storage(tensor) else components_of(tensor)[:1]
-            memory = self.count(holders[0].untyped_storage() if holders else None, nbytes)
-            added_bytes = memory.save(nbytes if reason else 0)
-            self.meter.saved.add(added_bytes)
-            if reason:
-                self.meter.kept_bytes[reason] += added_bytes
-            notice = self.ends.watch(user, CountedGone)
-            notice.memory, notice.is_lent = memory, False
-        return memory
 
     # ---- unpack -------------------------------------------------------------------------------------------------
 
@@ -510,7 +450,7 @@ class TensorCache(Residency):
             if not SHOWS_PACKED:
                 self._function_saves.note_unpacked(held)
             if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.is_operand:
-                tensor = _own(tensor)  # or what the Function writes would be the bytes of a recipe's operand
+                tensor = own(tensor)  # or what the Function writes would be the bytes of a recipe's operand
             if micro_step.phase is Phase.WAITING:
                 with self.lock:
                     micro_step.read_ahead(self.prefetch)
@@ -518,71 +458,6 @@ class TensorCache(Residency):
         except BaseException as error:
             self.note_exception(error)
             raise
-
-    def load(self, view: SavedView) -> torch.Tensor:
-        if FORKS.count != self._forks:
-            raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
-        tensor, record = view.in_source(), view.record
-        if tensor is not None:
-            with self.lock:
-                self._use(record, tensor)
-                self.note_unpacked(view)
-                record.micro_step.read_ahead(self.prefetch, after=record.index)
-            return tensor
-        try:
-            return self._load_once(view)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
-        self.give_way()
-        return self._load_once(view)
-
-    def _use(self, record: SavedStorage, tensor: torch.Tensor) -> None:
-        """Note that the current stream uses the storage that was saved, which another one may have saved."""
-        stream, consumers = self._accelerator.current_stream(), record.memory.consumers
-        if stream != record.stream and stream not in consumers:
-            self._accelerator.share(tensor, stream)
-            consumers.append(stream)
-
-    def _load_once(self, view: SavedView) -> torch.Tensor:
-        record = view.record
-        arrival = self._loaded(record).arrival
-        with self.lock:
-            data = arrival.join()  # every consumer waits for the copy, each in its own stream
-            unmodified(data, arrival.version)  # an earlier consumer may have written into it
-            if view.is_lent:  # or each recipe that wants it would read it again
-                self.add_early(record)
-            self.note_unpacked(view)
-            record.micro_step.read_ahead(self.prefetch, after=record.index)
-        return view.rebuild(data)
-
-    def _loaded(self, record: SavedStorage) -> Loaded:
-        """Load a record, if it is not there; see [Note: Loads]."""
-        while True:
-            self.wait_for(self.loading_bytes(record))
-            with self.lock:
-                if record.loaded is not None:
-                    return record.loaded
-                loading = record.loading or self.begin_load(record)  # never twice: it would be counted twice
-            if loading.thread == threading.get_ident():
-                return self._fetch(record, loading)
-            with loading.done:  # another thread loads it
-                pass
-
-    def _fetch(self, record: SavedStorage, loading: Loading) -> Loaded:
-        store, started_s = loading.ticket.store, time.perf_counter()
-        try:
-            loaded = store.get(loading.ticket, self._device)
-        except BaseException:  # another thread would wait for it for ever
-            with self.lock:
-                self.end_load(record, loading, None)
-            raise
-        with self.lock:
-            if store.keeps_bytes:
-                self.meter.moving_s += time.perf_counter() - started_s
-            self.end_load(record, loading, loaded)
-        return loaded
 
     # ---- for what is rematerialized -----------------------------------------------------------------------------
 
@@ -619,49 +494,11 @@ class TensorCache(Residency):
                         self.evict(record)
         return is_held
 
-    # ---- room, for forwards that run again ----------------------------------------------------------------------
-
-    def count_again(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
-        if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
-            return
-        self.wait_for(nbytes := held_bytes(tensor, self._device))
-        with self.lock:
-            self.meter.recomputed_bytes += 0 if self.memory_of(tensor.untyped_storage()) else nbytes
-            self._recomputed.append(self.count(tensor.untyped_storage(), nbytes))
-            self.count_until_free(tensor.untyped_storage())
-
-    def end_recomputations(self) -> None:
-        """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
-        with self.lock:
-            while self._recomputed:
-                self.uncount(self._recomputed.pop())
-
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
     def observe(self, observer: HooksObserver) -> None:
         """Have an observer make the hooks of each forward from now on from those that there are."""
         self._observers.append(observer)
-
-    def refuse_broken(self) -> None:
-        """Refuse to go on where an exception has left records half changed: see [Note: Poison].
-
-        Raises:
-            StateError: one has.
-        """
-        if self._broken_by:
-            raise StateError(
-                f"{self._broken_by} came in the middle of ds_tba's bookkeeping of saved tensors, and a later step "
-                "could have a wrong gradient: load the last checkpoint and go on with a new engine, or restart the "
-                "program."
-            )
-
-    def note_exception(self, error: BaseException) -> None:
-        """Refuse every later forward, unless the exception is a refusal: see [Note: Poison]."""
-        # Our own errors are raised before anything was changed, but for a bug's; so is a device's want of memory.
-        is_refusal = isinstance(error, DsTbaError) and not isinstance(error, StateError)
-        if not is_refusal and (isinstance(error, MemoryError) or not is_out_of_memory(error)):
-            self._broken_by = self._broken_by or type(error).__name__  # not itself: it holds frames with all tensors
 
     @poisons
     def settle(self) -> None:
@@ -679,14 +516,14 @@ class TensorCache(Residency):
 
     # ---- the ends of records ------------------------------------------------------------------------------------
 
-    def finalize(self, gone: Gone) -> None:
+    def finalize(self, gone: Notice) -> None:
         if isinstance(gone, MemoryGone):
             self.free(gone.memory)
         elif isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
             self.meter.saved.add(0 if gone.is_lent else -gone.memory.unsave())
             self.uncount(gone.memory)
-        else:
+        elif isinstance(gone, ViewGone):
             gone.record.pending -= gone.is_pending
             self._end_view(gone.record, is_lent=gone.is_lent)
 
@@ -713,19 +550,3 @@ class TensorCache(Residency):
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             self.learned_order = record.micro_step.remove(record.index) or self.learned_order  # a part teaches none
-
-
-def _follow(accelerator: Accelerator, stream: Stream) -> None:
-    """Have the current stream wait for another one, or a copy out may begin before that has filled the memory."""
-    present = accelerator.current_stream()
-    if stream != present:
-        event = accelerator.new_event()
-        event.record(stream)
-        present.wait_event(event)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor, in memory of its own and in the same layout."""
-    if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
-        return tensor.clone()  # its mark is not in its bytes
-    return ViewSpec.of(tensor).rebuild(storage_bytes(tensor).clone())

@@ -12,6 +12,10 @@ warning says so once, before they do.
 What was reloaded counts until the streams that used it have passed the point at which the host let go of it: before
 that the allocator takes new memory for the next reload. Before a reload the host waits for the oldest of these, without
 the lock: with a budget until there is room, without one until they are no more than the store's own bound.
+
+[Note: Loads] No lock is held while a store loads bytes, or makes them from others, which are loaded in turn: the record
+is LOADING, and another thread that wants it waits for that. An operand of a recipe that backward wants later or not at
+all stays for that, as long as there are few.
 """
 
 from __future__ import annotations
@@ -20,34 +24,27 @@ import logging
 import math
 import threading
 import time
-import uuid
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.eligibility import out_of_modes
-from ds_tba.core.saved import (
-    NO_INDEX,
-    CountedMemory,
-    Keeper,
-    Loading,
-    MemoryGone,
-    RecordState,
-    SavedStorage,
-    SavedView,
-)
-from ds_tba.core.tensors import storage_bytes
+from ds_tba.core.hooks import FORKS
+from ds_tba.core.poison import Poisoned
+from ds_tba.core.saved import NO_INDEX, Keeper, Loading, RecordState, SavedStorage, SavedView
+from ds_tba.core.tensors import storage_bytes, unmodified
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
-from ds_tba.device.copies import PendingCopy, Release, Releases
+from ds_tba.device.copies import PendingCopy, Release
+from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
-from ds_tba.stats import CacheStats
 from ds_tba.storage.base import AnyStore, Choice, Loaded, Ticket
 
 logger = logging.getLogger(__name__)
 
 
-class Residency(Keeper):
+class Residency(Keeper, Poisoned):
     """The saved storages in device memory, within the budget: the part of the cache that moves bytes.
 
     It changes only under the lock: ``limit``, ``wait_for``, ``give_way`` and ``scratch`` take it, and all other methods
@@ -56,33 +53,26 @@ class Residency(Keeper):
 
     Args:
         stores: where bytes may go that were kept, in order of preference.
-        accelerator: of the device.
+        device: the training device, with its index.
+        accelerator: of that device.
         released_bytes: without a budget, the bound of what the host has let go of and the device has not.
 
     Attributes:
-        lock: guards everything that the cache changes. It is not reentrant on purpose: code that found it taken by its
-            own thread would change what a critical section is changing.
-        meter: the figures, which may count what is gone and was not acted on: to change, and to read under any lock.
         limit_bytes: the budget; infinite without one.
-        is_limited: True if there is a budget.
         watched: all stores whose pending copies hold device memory.
     """
 
-    def __init__(self, stores: Sequence[AnyStore], accelerator: Accelerator, released_bytes: int) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
+    def __init__(
+        self, stores: Sequence[AnyStore], device: torch.device, accelerator: Accelerator, released_bytes: int
+    ) -> None:
+        super().__init__(device, accelerator)
         self.limit_bytes = math.inf
-        self.is_limited = False
         self.stores = tuple(stores)
         self.watched: tuple[AnyStore, ...] = self.stores
-        self._account = f"_ds_tba_account_{uuid.uuid4().hex}"  # attribute of storages; two engines may save one
         self._setting = ""  # that asks for the limit
-        self.meter = CacheStats()
-        self._gauge = self.meter.resident
-        self._releases = Releases(accelerator, self._gauge)
         self._released_limit_bytes = released_bytes
-        self._accelerator = accelerator
         self._has_warned = False
+        self._forks = FORKS.count
         self._largest_bytes = 0  # of the storages that left
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
@@ -219,56 +209,7 @@ class Residency(Keeper):
             self._copied.clear()
         return found
 
-    # ---- what is counted ----------------------------------------------------------------------------------------
-
-    def memory_of(self, storage: torch.UntypedStorage | None) -> CountedMemory | None:
-        """Return the account of the memory of a storage, if it has one."""
-        memory: CountedMemory | None = getattr(storage, self._account, None)
-        return memory
-
-    def count(self, storage: torch.UntypedStorage | None, nbytes: int) -> CountedMemory:
-        """Count the memory of a storage for one user (more), until no user wants it counted.
-
-        Args:
-            storage: that the user holds, or :meth:`count_until_free` is told of; None for memory without one.
-        """
-        memory = self.memory_of(storage)
-        if memory is None:
-            memory = CountedMemory()
-            if storage is not None:
-                setattr(storage, self._account, memory)
-        if nbytes > memory.nbytes:  # else it is counted already: records and tensors share storages
-            if self.is_limited:  # without a budget the wait, for what was let go of, has been without the lock
-                self.make_room(nbytes - memory.nbytes)
-            self._gauge.add(nbytes - memory.nbytes)
-            memory.nbytes = nbytes
-        memory.users += 1
-        return memory
-
-    def count_until_free(self, storage: torch.UntypedStorage) -> None:
-        """Count the memory of a storage no longer than until it is free: a user does not hold it."""
-        memory = self.memory_of(storage)
-        if memory is not None and not memory.is_watched:
-            memory.is_watched = True
-            self.ends.watch(storage, MemoryGone).memory = memory
-
-    def uncount(self, memory: CountedMemory) -> None:
-        """Take a user away; with the last one the memory is counted no longer."""
-        memory.users -= 1
-        self._end_count(memory)
-
-    def _end_count(self, memory: CountedMemory) -> None:
-        if not memory.users:
-            nbytes, memory.nbytes = memory.nbytes, 0
-            self._gauge.add(-nbytes)
-
-    def free(self, memory: CountedMemory) -> None:
-        """Note that the host has freed memory; its bytes count until consumers, which may be late, have come so far."""
-        nbytes, memory.nbytes = memory.nbytes, 0
-        if memory.consumers:
-            self._releases.add(nbytes, memory.consumers)
-        else:
-            self._gauge.add(-nbytes)
+    # ---- records that come and go -------------------------------------------------------------------------------
 
     def add_kept(self, record: SavedStorage) -> None:
         """Keep the bytes of a record in device memory until the budget wants the room."""
@@ -287,7 +228,132 @@ class Residency(Keeper):
         self._early.pop(record, None)
         self._movable.pop(record, None)
 
+    # ---- ahead of backward ---------------------------------------------------------------------------------------
+
+    def prefetch(self, record: SavedStorage) -> bool:
+        """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
+        ticket = record.ticket
+        if record.state is not RecordState.AWAY or not record.pending or ticket is None:
+            return True  # there, on its way, or wanted by nobody any more
+        if record in self._ahead or record.living_source() is not None:  # which backward gets
+            return True
+        if not self._accelerator.is_synchronous:
+            if self.is_limited and ticket.passing_bytes:
+                return True  # it is read ahead part by part when it is wanted
+            self._releases.settle()
+            # The largest storage must fit as well: backward may want any other first.
+            if self.is_exceeded_by(record.nbytes + self._largest_bytes):
+                return False
+        if not ticket.store.prefetch(ticket):
+            return False
+        self._ahead[record] = None
+        if not self._accelerator.is_synchronous:  # else it is read into staging, which has its own bound
+            self._gauge.add(record.nbytes)
+        return True
+
+    def end_prefetch(self, record: SavedStorage) -> None:
+        """Count a record as asked for ahead no longer, if it was; its store reads on, unless the read was cancelled."""
+        if record in self._ahead:
+            del self._ahead[record]
+            if not self._accelerator.is_synchronous:
+                self._gauge.add(-record.nbytes)
+
+    def add_early(self, record: SavedStorage) -> None:
+        """Hold a storage that was loaded to make another, and that backward wants for itself later, or not at all.
+
+        It stays for that, but the oldest of them leave that take more than two operands of an op.
+        """
+        self._early[record] = None
+        while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
+            self.evict(next(iter(self._early)))
+
+    def end_early(self) -> None:
+        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
+        with self.lock:
+            self._evict_early()
+
+    def _evict_early(self) -> None:
+        for record in list(self._early):
+            self.evict(record)
+
+    def evict_if_unpacked(self, record: SavedStorage) -> None:
+        """Release loaded bytes that no view waits for: a second backward loads them again."""
+        if record.pending == 0 and record.is_backed:
+            self.evict(record)
+
     # ---- back into device memory --------------------------------------------------------------------------------
+
+    def load(self, view: SavedView) -> torch.Tensor:
+        if FORKS.count != self._forks:
+            raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
+        tensor, record = view.in_source(), view.record
+        if tensor is not None:
+            with self.lock:
+                self._use(record, tensor)
+                self.note_unpacked(view)
+                record.micro_step.read_ahead(self.prefetch, after=record.index)
+            return tensor
+        try:
+            return self._load_once(view)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
+        self.give_way()
+        return self._load_once(view)
+
+    def _use(self, record: SavedStorage, tensor: torch.Tensor) -> None:
+        """Note that the current stream uses the storage that was saved, which another one may have saved."""
+        stream, consumers = self._accelerator.current_stream(), record.memory.consumers
+        if stream != record.stream and stream not in consumers:
+            self._accelerator.share(tensor, stream)
+            consumers.append(stream)
+
+    def _load_once(self, view: SavedView) -> torch.Tensor:
+        record = view.record
+        arrival = self._loaded(record).arrival
+        with self.lock:
+            data = arrival.join()  # every consumer waits for the copy, each in its own stream
+            unmodified(data, arrival.version)  # an earlier consumer may have written into it
+            if view.is_lent:  # or each recipe that wants it would read it again
+                self.add_early(record)
+            self.note_unpacked(view)
+            record.micro_step.read_ahead(self.prefetch, after=record.index)
+        return view.rebuild(data)
+
+    def _loaded(self, record: SavedStorage) -> Loaded:
+        """Load a record, if it is not there; see [Note: Loads]."""
+        while True:
+            self.wait_for(self.loading_bytes(record))
+            with self.lock:
+                if record.loaded is not None:
+                    return record.loaded
+                loading = record.loading or self.begin_load(record)  # never twice: it would be counted twice
+            if loading.thread == threading.get_ident():
+                return self._fetch(record, loading)
+            with loading.done:  # another thread loads it
+                pass
+
+    def _fetch(self, record: SavedStorage, loading: Loading) -> Loaded:
+        store, started_s = loading.ticket.store, time.perf_counter()
+        try:
+            loaded = store.get(loading.ticket, self._device)
+        except BaseException:  # another thread would wait for it for ever
+            with self.lock:
+                self.end_load(record, loading, None)
+            raise
+        with self.lock:
+            if store.keeps_bytes:
+                self.meter.moving_s += time.perf_counter() - started_s
+            self.end_load(record, loading, loaded)
+        return loaded
+
+    def note_unpacked(self, view: SavedView) -> None:
+        """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
+        if view.held is None:
+            view.record.pending -= not (view.is_unpacked or view.is_lent)
+        view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
+        self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
 
     def loading_bytes(self, record: SavedStorage) -> int:
         """Return the bytes that a load adds to what is counted."""
@@ -337,64 +403,6 @@ class Residency(Keeper):
         memory.consumers = loaded.arrival.consumers
         if self.is_limited:
             self._movable[record] = AT_ONCE
-
-    def prefetch(self, record: SavedStorage) -> bool:
-        """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
-        ticket = record.ticket
-        if record.state is not RecordState.AWAY or not record.pending or ticket is None:
-            return True  # there, on its way, or wanted by nobody any more
-        if record in self._ahead or record.living_source() is not None:  # which backward gets
-            return True
-        if not self._accelerator.is_synchronous:
-            if self.is_limited and ticket.passing_bytes:
-                return True  # it is read ahead part by part when it is wanted
-            self._releases.settle()
-            # The largest storage must fit as well: backward may want any other first.
-            if self.is_exceeded_by(record.nbytes + self._largest_bytes):
-                return False
-        if not ticket.store.prefetch(ticket):
-            return False
-        self._ahead[record] = None
-        if not self._accelerator.is_synchronous:  # else it is read into staging, which has its own bound
-            self._gauge.add(record.nbytes)
-        return True
-
-    def end_prefetch(self, record: SavedStorage) -> None:
-        """Count a record as asked for ahead no longer, if it was; its store reads on, unless the read was cancelled."""
-        if record in self._ahead:
-            del self._ahead[record]
-            if not self._accelerator.is_synchronous:
-                self._gauge.add(-record.nbytes)
-
-    def add_early(self, record: SavedStorage) -> None:
-        """Hold a storage that was loaded to make another, and that backward wants for itself later, or not at all.
-
-        It stays for that, but the oldest of them leave that take more than two operands of an op.
-        """
-        self._early[record] = None
-        while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
-            self.evict(next(iter(self._early)))
-
-    def end_early(self) -> None:
-        """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
-        with self.lock:
-            self._evict_early()
-
-    def _evict_early(self) -> None:
-        for record in list(self._early):
-            self.evict(record)
-
-    def note_unpacked(self, view: SavedView) -> None:
-        """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
-        if view.held is None:
-            view.record.pending -= not (view.is_unpacked or view.is_lent)
-        view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
-        self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
-
-    def evict_if_unpacked(self, record: SavedStorage) -> None:
-        """Release loaded bytes that no view waits for: a second backward loads them again."""
-        if record.pending == 0 and record.is_backed:
-            self.evict(record)
 
     # ---- out of device memory -----------------------------------------------------------------------------------
 

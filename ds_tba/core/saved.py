@@ -19,47 +19,48 @@ import copy
 import sys
 import threading
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.core.ends import Ends, Notice
+from ds_tba.core.accounts import Accounts, CountedGone, CountedMemory
+from ds_tba.core.ends import Notice
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
     Stamp,
     VersionWitness,
     ViewSpec,
     attributes_of,
-    form_of,
     kept,
     lineage_of,
+    modified,
     stamp_of,
+    unmodified,
     with_counter_of,
 )
 from ds_tba.device.accelerator import Stream
-from ds_tba.errors import ActivationModifiedError
-from ds_tba.storage.base import KEPT, Loaded, OwnTicket, StateMachine, Store, Ticket
+from ds_tba.storage.base import KEPT, Loaded, StateMachine, Ticket
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
 
+
+class HooksObserver(Protocol):
+    """Looks at what the hooks of a forward do."""
+
+    def around(self, hooks: Hooks) -> Hooks:
+        """Return hooks that call these."""
+
+
 NO_INDEX = -1  # of a record that was not moved when it was saved
 
 
-class Keeper(ABC):
-    """The cache, as the objects below see it that it has made.
-
-    Attributes:
-        ends: of the views, counted tensors and storages below.
-    """
-
-    def __init__(self) -> None:
-        self.ends: Ends[Gone] = Ends(self.finalize)
+class Keeper(Accounts):
+    """The cache, as the objects below see it that it has made."""
 
     @abstractmethod
     def load(self, view: SavedView) -> torch.Tensor:
@@ -67,19 +68,6 @@ class Keeper(ABC):
 
         Notes at the view that it was unpacked.
         """
-
-    @abstractmethod
-    def count_kept(self, user: SavedCounted, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
-        """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
-
-        Args:
-            user: with whose end it is counted no longer.
-            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
-        """
-
-    @abstractmethod
-    def finalize(self, gone: Gone) -> None:
-        """Act on the end of a view, a counted tensor, or a storage. Called under the lock."""
 
 
 # ---- the records ----------------------------------------------------------------------------------------------------
@@ -459,7 +447,7 @@ class SavedView:
         if not self.is_unmodified:
             held = self.held
             version = self._witness.version if held is None else held._version
-            raise _modified(self.spec.form, self.record.key.version, version)
+            raise modified(self.spec.form, self.record.key.version, version)
 
     def signature(self) -> tuple[object, ...]:
         """Return the layout of the tensor."""
@@ -508,103 +496,7 @@ Held = SavedView | SavedCounted | PassedThrough
 """What autograd holds in place of a saved tensor."""
 
 
-# ---- a store that sees tensors --------------------------------------------------------------------------------------
-
-
-class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
-    """A store that may do without the bytes of a storage, as it knows what the storage is made of.
-
-    It sees each tensor as autograd saves it, and comes before the stores of bytes.
-    """
-
-    keeps_bytes = False
-
-    @abstractmethod
-    def begin_forward(self) -> None:
-        """Begin a forward: nothing that earlier ones saved is what later storages are made of."""
-
-    @abstractmethod
-    def take(self, tensor: torch.Tensor, *, is_wanted: bool) -> tuple[Origin | None, OwnTicket | None]:
-        """Find what the storage of a tensor that is being saved is made of. Called without the cache's lock.
-
-        Args:
-            is_wanted: take the storage, if that is proven to give its bytes.
-
-        Returns:
-            The origin, if there is one, and the ticket, if the storage was taken.
-
-        Raises:
-            RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
-        """
-
-    @abstractmethod
-    def note(self, tensor: torch.Tensor, held: SavedCounted | SavedView) -> None:
-        """Note that autograd has saved a tensor, and what it holds in place of that."""
-
-    @abstractmethod
-    def wait_for_answers(self) -> None:
-        """Read every answer of the device that is due: until then its operands are held.
-
-        Raises:
-            RematerializationError: as :meth:`take`.
-        """
-
-    @abstractmethod
-    def end_micro_step(self) -> None:
-        """End a micro-step: as :meth:`wait_for_answers`, and hold what takes less than its operands do."""
-
-
-# ---- the account of a storage's memory, and finalizers --------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class CountedMemory:
-    """The account of a storage's device memory in one cache. Changed only under the cache's lock.
-
-    The end of a storage that is watched leaves its account to the finalizers. With consumers the event of the release
-    must come after all that the allocator records when the memory goes. It does: the storage's object goes before the
-    memory, and nobody acts on that within the finalizer.
-
-    Attributes:
-        users: records and tensors that have it counted.
-        nbytes: that are counted: of the largest user, since one may have a slice of the storage, another all of it;
-            none once the memory is free, or nobody wants it counted.
-        savers: records and tensors for which autograd would hold the storage without us, also once the memory is free.
-        saved_bytes: of the largest of them.
-        consumers: streams that may still use the memory when the host lets go of it.
-        lent: how many of the users belong to recipes.
-        is_watched: the end of the storage is told, since a user does not hold it.
-        is_of_function: a custom Function has saved the storage, so that nothing is rematerialized from it.
-    """
-
-    users: int = 0
-    nbytes: int = 0
-    savers: int = 0
-    saved_bytes: int = 0
-    consumers: list[Stream] = field(default_factory=list)
-    lent: int = 0
-    is_watched: bool = False
-    is_of_function: bool = False
-
-    @property
-    def is_operand(self) -> bool:
-        """True if a recipe makes another storage from these bytes, so that nobody else may write into them."""
-        return self.lent > 0
-
-    def save(self, nbytes: int) -> int:
-        """Add a saver; return the bytes that this adds."""
-        added_bytes = max(nbytes - self.saved_bytes, 0)  # a slice of it may have been saved before
-        self.savers += 1
-        self.saved_bytes += added_bytes
-        return added_bytes
-
-    def unsave(self) -> int:
-        """Take a saver away; return the bytes that go with the last of them."""
-        self.savers -= 1
-        if self.savers:
-            return 0
-        nbytes, self.saved_bytes = self.saved_bytes, 0
-        return nbytes
+# ---- the ends of views ---------------------------------------------------------------------------------------------
 
 
 class ViewGone(Notice):
@@ -632,55 +524,3 @@ class ViewGone(Notice):
     def is_pending(self) -> bool:
         """True if it is counted among its record's pending ones."""
         return self.is_away and not (self.is_lent or self.is_unpacked)
-
-
-class CountedGone(Notice):
-    """Tells the end of a tensor without a record that had this memory counted.
-
-    Attributes:
-        is_lent: it belongs to a recipe.
-    """
-
-    __slots__ = ("is_lent", "memory")
-
-    memory: CountedMemory
-    is_lent: bool
-
-
-class MemoryGone(Notice):
-    """Tells the end of a storage, whose memory the host has freed."""
-
-    __slots__ = ("memory",)
-
-    memory: CountedMemory
-
-
-Gone = ViewGone | CountedGone | MemoryGone
-"""Acted on under the cache's lock."""
-
-
-# ---- versions -------------------------------------------------------------------------------------------------------
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return tensor.numel() * tensor.element_size()
-
-
-def unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Return the tensor, if it is at this version.
-
-    Raises:
-        ActivationModifiedError: it is not.
-    """
-    if tensor._version != version:
-        raise _modified(form_of(tensor), version, tensor._version)
-    return tensor
-
-
-def _modified(form: str, saved: int, now: int) -> ActivationModifiedError:
-    return ActivationModifiedError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of {form} is at version {now}; expected version {saved} instead. "
-        "Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
-    )

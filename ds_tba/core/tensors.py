@@ -18,6 +18,8 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
+from ds_tba.errors import ActivationModifiedError
+
 STAMP = "_ds_tba_stamp"  # of storages and tensors
 OWN_ATTRIBUTES = frozenset({STAMP})  # on tensors
 OWNED = "_ds_tba_owned"
@@ -328,6 +330,38 @@ class VersionWitness:
     def version(self) -> int:
         """The version counter now."""
         return self.alias._version
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, in memory of its own and in the same layout."""
+    if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()  # its mark is not in its bytes
+    return ViewSpec.of(tensor).rebuild(storage_bytes(tensor).clone())
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Return the tensor, if it is at this version.
+
+    Raises:
+        ActivationModifiedError: it is not.
+    """
+    if tensor._version != version:
+        raise modified(form_of(tensor), version, tensor._version)
+    return tensor
+
+
+def modified(form: str, saved: int, now: int) -> ActivationModifiedError:
+    """Return the error of a tensor that is not at the version at which it was saved, in autograd's words."""
+    return ActivationModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"a tensor of {form} is at version {now}; expected version {saved} instead. "
+        "Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def with_counter_of(tensor: torch.Tensor, spec: ViewSpec, storage: torch.UntypedStorage) -> torch.Tensor:

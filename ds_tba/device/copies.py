@@ -27,6 +27,15 @@ from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, Stream, momen
 from ds_tba.stats import Gauge
 
 
+def follow(accelerator: Accelerator, stream: Stream) -> None:
+    """Have the current stream wait for another one, or a copy out may begin before that has filled the memory."""
+    present = accelerator.current_stream()
+    if stream != present:
+        event = accelerator.new_event()
+        event.record(stream)
+        present.wait_event(event)
+
+
 class PendingCopy:
     """A copy out of device memory. Holds that memory until the copy is done: see [Note: Ordering]."""
 

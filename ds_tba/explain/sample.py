@@ -21,7 +21,8 @@ from types import FrameType
 import torch
 from torch.autograd.profiler import record_function
 
-from ds_tba.core.saved import CountedMemory, Hooks, RecordState, SavedCounted, SavedStorage, SavedView
+from ds_tba.core.accounts import CountedMemory
+from ds_tba.core.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, node_of
 from ds_tba.explain.timeline import StepTimeline
 from ds_tba.holders import Holder, merged

@@ -36,10 +36,10 @@ from typing import Protocol
 
 import torch
 
+from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.eligibility import Eligibility
 from ds_tba.core.ends import Ends, Notice
 from ds_tba.core.saved import (
-    CountedMemory,
     Hooks,
     Origin,
     PassedThrough,

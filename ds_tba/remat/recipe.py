@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey, nbytes_of
-from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey
+from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter, nbytes_of
 from ds_tba.device.accelerator import Clock, Event
 from ds_tba.remat.rules import NoRecipeError, Saved, Step
 

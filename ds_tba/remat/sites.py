@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.core.saved import Keeper, nbytes_of
-from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, next_sequence_number, storage_bytes
+from ds_tba.core.saved import Keeper
+from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, storage_bytes
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError

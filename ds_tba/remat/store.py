@@ -24,8 +24,9 @@ from typing import Protocol
 import torch
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView, TensorStore, unmodified
-from ds_tba.core.tensors import storage_bytes
+from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView
+from ds_tba.core.tensor_store import TensorStore
+from ds_tba.core.tensors import storage_bytes, unmodified
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.device.memory import is_out_of_memory

@@ -12,8 +12,8 @@ from conftest import AlarmError
 from support import runs
 
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.accounts import CountedGone
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import CountedGone
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 from ds_tba.offloader import ActivationOffloader

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.prefetch import MicroStep
-from ds_tba.core.saved import CountedMemory, RecordState, SavedStorage, StorageKey
+from ds_tba.core.saved import RecordState, SavedStorage, StorageKey
 from ds_tba.device.accelerator import AT_ONCE
 from ds_tba.errors import StateError
 
