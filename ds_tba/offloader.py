@@ -195,11 +195,6 @@ class Rooms:
         from ds_tba.recompute.checkpoint import Blocks
 
         config, plans = self._core.config, self._core.config.placement == "adaptive"
-        if config.recompute and not SHOWS_HOOKS:
-            raise IncompatibleError(
-                f'"{BLOCK}.recompute" needs PyTorch 2.8, and this is {torch.__version__}: update it, or set '
-                '"recompute": false.'
-            )
         machine = self._open_machine(everyone)
         found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
         chosen = self._chosen
@@ -286,8 +281,8 @@ class ActivationOffloader:
         ranks_on_node: ranks that share this machine's directories.
 
     Raises:
-        PathError, ConfigError, BackendUnavailableError: training cannot start; the message names the repair. Nothing is
-            left open.
+        PathError, ConfigError, BackendUnavailableError, IncompatibleError: training cannot start; the message names the
+            repair. Nothing is left open.
     """
 
     def __init__(
@@ -300,10 +295,9 @@ class ActivationOffloader:
         rank: int = 0,
         ranks_on_node: int = 1,
     ) -> None:
-        if config.until_backward and not SHOWS_HOOKS:
+        if not SHOWS_HOOKS:
             raise IncompatibleError(
-                f'"{BLOCK}.until_backward" needs PyTorch 2.8, which tells whose hooks are the innermost: leave it '
-                "out, or compute the loss inside of the model's forward."
+                f'"{BLOCK}" needs PyTorch 2.8 or newer, and this is {torch.__version__}: update it, or remove it.'
             )
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         ENGINES.give_back()

@@ -78,8 +78,8 @@ NAMES = [
     Name("torch.optim.optimizer._global_optimizer_post_hooks", UPDATE),
     # PyTorch: the graph
     Name("torch._C._autograd", AGAIN, "torch._C._autograd.SavedTensor"),
-    Name(".unpack_hook", AGAIN, "saved.unpack_hook", "2.7"),
-    Name(".data", AGAIN, "saved.data", "2.7"),
+    Name(".unpack_hook", AGAIN, "saved.unpack_hook"),
+    Name(".data", AGAIN, "saved.data"),
     Name("._get_sequence_nr", AGAIN, "torch.autograd._get_sequence_nr"),
     Name("._sequence_nr", AGAIN, "node._sequence_nr"),
     Name("._input_metadata", AGAIN, "node._input_metadata"),
@@ -90,7 +90,7 @@ NAMES = [
     Name("._forward_cls", AGAIN, "own._forward_cls"),
     Name("torch._C._get_mkldnn_enabled", ALL),
     Name("torch._C._set_mkldnn_enabled", AGAIN),
-    Name("torch.ops.aten._fused_rms_norm", "RMS norms made again", since="2.8"),
+    Name("torch.ops.aten._fused_rms_norm", "RMS norms made again"),
     Name("torch._C._current_graph_task_id", ALL),
     Name("._engine_run_backward", "where memory ran out: it says forward",
          "torch.autograd.graph._engine_run_backward"),
@@ -108,8 +108,8 @@ NAMES = [
     Name("torch.utils._pytree.tree_map_only", PLAN),
     Name("torch.autograd.graph._allow_mutation_on_saved_tensors_enabled", "its refusal around forward"),
     # PyTorch: checkpoints
-    Name("._top_saved_tensors_default_hooks", RECOMPUTE, "torch._C._autograd._top_saved_tensors_default_hooks", "2.8"),
-    Name("torch._C._autograd._top_saved_tensors_default_hooks", RECOMPUTE, since="2.8"),
+    Name("._top_saved_tensors_default_hooks", RECOMPUTE, "torch._C._autograd._top_saved_tensors_default_hooks"),
+    Name("torch._C._autograd._top_saved_tensors_default_hooks", RECOMPUTE),
     Name("._enable_checkpoint_early_stop", "set_checkpoint_early_stop of a user around a recomputed block",
          "torch.utils.checkpoint._enable_checkpoint_early_stop"),
     Name("._CheckpointFrame", "parameters that a checkpoint in backward wants as themselves",
@@ -131,7 +131,7 @@ NAMES = [
          "torch._inductor.cudagraph_trees.get_manager"),
     # PyTorch: operators that `ds_tba plan` knows
     Name("._schema", PLAN, "torch.ops.aten.mm.default._schema"),
-    Name("._fused_rms_norm_backward", PLAN, "torch.ops.aten._fused_rms_norm_backward", "2.8"),
+    Name("._fused_rms_norm_backward", PLAN, "torch.ops.aten._fused_rms_norm_backward"),
     *(
         Name(f"._scaled_dot_product_{kind}", PLAN, f"torch.ops.aten._scaled_dot_product_{kind}")
         for kind in ("attention_math", "efficient_attention", "flash_attention", "flash_attention_for_cpu")

@@ -40,7 +40,7 @@ import torch
 from ds_tba.core.accounts import CountedGone, MemoryGone
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.ends import Notice
-from ds_tba.core.functions import SHOWS_PACKED, keep_originals
+from ds_tba.core.functions import keep_originals
 from ds_tba.core.hooks import FORKS, Bystander, ForwardHooks, hooks_of_forward
 from ds_tba.core.poison import poisons
 from ds_tba.core.prefetch import MicroStep, Phase
@@ -447,8 +447,6 @@ class TensorCache(Residency):
                     self.ends.act()  # what is gone makes room for what comes
             # First of all: backward waits for this read, and for no read ahead.
             tensor = held.restore()
-            if not SHOWS_PACKED:
-                self._function_saves.note_unpacked(held)
             if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.is_operand:
                 tensor = own(tensor)  # or what the Function writes would be the bytes of a recipe's operand
             if micro_step.phase is Phase.WAITING:

@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -36,8 +35,6 @@ from torch.utils import checkpoint as checkpointing
 from ds_tba.core.saved import Held, PassedThrough, SavedView
 from ds_tba.core.tensors import has_plain_storage, is_of_a_users_function, next_sequence_number, stamp_of
 
-# Since PyTorch 2.7; before that, what our hooks unpack meanwhile tells it.
-SHOWS_PACKED = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
 _SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
 _READ = "_ds_tba_read"
 
@@ -48,14 +45,12 @@ class _OfThread(threading.local):
     Attributes:
         storages: stamps of the storages that it saves.
         number: the sequence number at which autograd packs them.
-        unpacked: what our hooks unpack while a Function reads; None where PyTorch tells it, or none reads.
         is_packed: one of them was packed at that number, so that another number is another operation's.
     """
 
     storages: frozenset[int] = frozenset()
     number = -1
     is_packed = False
-    unpacked: list[object] | None = None
 
 
 class FunctionSaves:
@@ -71,21 +66,6 @@ class FunctionSaves:
             plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
             state.storages = frozenset(stamp_of(one.untyped_storage()) for one in plain)
         state.number, state.is_packed = next_sequence_number(), False
-
-    @contextmanager
-    def reading(self) -> Iterator[list[object]]:
-        """Collect what our hooks unpack for a Function that reads."""
-        state, unpacked = self._of_thread, list[object]()
-        outer, state.unpacked = state.unpacked, None if SHOWS_PACKED else unpacked
-        try:
-            yield unpacked
-        finally:
-            state.unpacked = outer
-
-    def note_unpacked(self, held: object) -> None:
-        """Note what our hooks unpack, where a Function reads and PyTorch does not tell it."""
-        if self._of_thread.unpacked is not None:
-            self._of_thread.unpacked.append(held)
 
     def saver_of(self, tensor: torch.Tensor) -> int:
         """Return a number of the Function that saves a tensor now, above 0; 0 if an operation does."""
@@ -118,11 +98,10 @@ class SavedTensors:
     def __get__(self, ctx: Any, owner: type | None = None) -> object:
         if ctx is None:
             return self
-        with self.saves.reading() as unpacked:
-            found = self._builtin.__get__(ctx, owner)
+        found = self._builtin.__get__(ctx, owner)
         if not found:
             return found
-        held = [saved.data for saved in ctx._raw_saved_tensors] if SHOWS_PACKED else _in_order(found, unpacked)
+        held = [saved.data for saved in ctx._raw_saved_tensors]
         with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
             originals = with_originals(found, held)
             # A tensor that nobody else refers to would give its memory to .grad; of an output it would be a circle.
@@ -184,12 +163,6 @@ def with_originals(found: Sequence[Any], held: Sequence[object]) -> tuple[Any, .
         held: what each was packed as, by our hooks or by others.
     """
     return tuple(_original(one, data) for one, data in zip(found, held, strict=True))
-
-
-def _in_order(found: Sequence[Any], unpacked: Sequence[object]) -> list[object]:
-    """Return what each saved tensor was packed as, if our hooks have unpacked all of them; else nothing for each."""
-    waiting = list(unpacked) if sum(isinstance(one, torch.Tensor) for one in found) == len(unpacked) else []
-    return [waiting.pop(0) if waiting and isinstance(one, torch.Tensor) else None for one in found]
 
 
 def _original(one: Any, data: object) -> Any:

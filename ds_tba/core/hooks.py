@@ -160,13 +160,13 @@ class ForwardHooks(saved_tensors_hooks):
         take_off(self)
 
 
-# Since PyTorch 2.8; without it nobody can tell whose hooks are the innermost.
+# Since PyTorch 2.8, the oldest that is supported: without it nobody can tell whose hooks are the innermost.
 SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
 def innermost_hooks() -> tuple[Pack, Unpack] | None:
     """Return the pack and unpack functions that autograd calls at this point, if any."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) if SHOWS_HOOKS else None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def take_off(hooks: saved_tensors_hooks | None) -> None:

@@ -10,15 +10,11 @@ import pytest
 from compare import PLANNED, compare, refusal
 from support.runs import plain_config
 
-from ds_tba.core.hooks import SHOWS_HOOKS
-
 pytestmark = pytest.mark.engine
 CONFIG = plain_config(0, train_micro_batch_size_per_gpu=2)
 UNTIL_BACKWARD: dict[str, Any] = {"until_backward": True, "rematerialize": False}
-shows_hooks = pytest.mark.skipif(not SHOWS_HOOKS, reason="until_backward needs PyTorch 2.8")
 
 
-@shows_hooks
 def test_a_step_that_was_given_up_takes_nothing_of_the_next_engine_s(tmp_path: Path) -> None:
     ours, alone = (
         compare(program, CONFIG, tmp_path / name, block=UNTIL_BACKWARD, **arguments).results[0]
@@ -32,7 +28,6 @@ def test_a_step_that_was_given_up_takes_nothing_of_the_next_engine_s(tmp_path: P
     assert per_step * 4 == ours["report"]["packed_tensors"]  # the first step saves as much as the others
 
 
-@shows_hooks
 def test_an_engine_that_is_destroyed_sees_no_other_model_and_has_no_threads(tmp_path: Path) -> None:
     program = programs.trained_after_a_step_that_failed
     found = compare(program, CONFIG, tmp_path, block=UNTIL_BACKWARD, how="destroyed").results[0]
@@ -48,7 +43,7 @@ def test_an_engine_that_is_destroyed_sees_no_other_model_and_has_no_threads(tmp_
         {"placement": "adaptive", "activation_budget_bytes": 100_000},
         {"placement": "keep"},
         {"placement": "host", "host_budget_bytes": 8 << 20},
-        pytest.param(UNTIL_BACKWARD, marks=shows_hooks),
+        UNTIL_BACKWARD,
     ],
     ids=lambda block: "-".join(f"{value}" for value in block.values()) or "nvme",
 )

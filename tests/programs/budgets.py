@@ -24,7 +24,6 @@ from support.stepping import end_step, forward, note_backward
 from torch import Tensor, nn
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.core.hooks import SHOWS_HOOKS
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
@@ -130,7 +129,7 @@ def draw(seed: int) -> Program:
         "min_tensor_bytes": 4 * KIB,
         "host_budget_bytes": chance.choice([0, 0, 4 * MIB]),
         "rematerialize": chance.random() < 0.5,
-        "recompute": SHOWS_HOOKS and chance.random() < 0.3,
+        "recompute": chance.random() < 0.3,
         "max_step_overhead": chance.choice([0.0, 0.02, 1000.0]),
         "ssd": ssd if chance.random() < 0.5 else {},
         "io": {"staging_bytes": staging_bytes, "swap_file_bytes": 256 * MIB},
