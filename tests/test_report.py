@@ -286,14 +286,18 @@ def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
         make(tmp_path, nvme_path="~nobody_at_all/x")
 
 
-def test_keys_for_plans_are_named_where_there_is_no_plan(tmp_path: Path, closing: Closing) -> None:
+def test_keys_for_plans_are_named_where_there_is_no_plan(
+    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # else advice for a CPU stands last
+
     def said(**block: object) -> str:
         return closing(make)(tmp_path, **block).start_line()
 
     of_nvme = said(placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
     assert "no effect of activation_budget_bytes, max_step_overhead" in of_nvme
     kept = said(placement="keep", activation_budget_bytes=1 << 30)
-    assert "; no effect of activation_budget_bytes;" in f"{kept};" and "max_step_overhead" not in kept
+    assert kept.endswith("; no effect of activation_budget_bytes")
     planned = said(placement="adaptive", max_step_overhead=0.1)
     assert "no effect" not in planned and "steps +10.0% at most" in planned
     assert "least time within 4.88 KiB" in said(placement="adaptive", activation_budget_bytes=5000)
