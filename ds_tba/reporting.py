@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from ds_tba.config import OffloadConfig, ReportConfig
 from ds_tba.core.cache import TensorCache
@@ -30,6 +30,11 @@ logger = logging.getLogger("ds_tba")
 RATED_STEPS = 5  # under plans: fewer tell no rate
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
 _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
+_NO_FORWARD = (
+    "no forward that saves activations ran in the engine. Call engine(x), not engine.module(x) or a copy or wrapper of "
+    'it, and not under torch.no_grad(); have the model return the loss, or set "until_backward": true. A loop of your '
+    "own runs forward and loss inside of ds_tba.Offloader.saving()"
+)
 
 
 class Summarized(Protocol):
@@ -98,6 +103,8 @@ class Reporter:
         self._started_at, self._ended_at = time.monotonic(), math.inf
         self._compilations_before = compilations()
         self._step_peak_bytes = 0
+        self._packed_tensors = 0  # by the end of the last step
+        self._has_said_nothing = False  # that nothing was offloaded
         self._planned: _Planned | None = None
         self._bandwidth_at_start: list[dict[str, object]] = []
         self._told: OffloadReport | None = None  # to the monitors
@@ -123,9 +130,12 @@ class Reporter:
         # The steps before move everything: days that are projected from them would be far too few.
         if plans and self._planned is None:
             self._planned = _Planned(steps, time.monotonic(), core.tiers.written_bytes())
-        why = self._why_nothing() if steps == 1 else ""
-        if why and rank == 0:
-            logger.warning("nothing was offloaded in the first step: %s", why)
+        why = _NO_FORWARD if stats.packed_tensors == self._packed_tensors else ""
+        why = self._why_nothing() if steps == 1 else why
+        self._packed_tensors = stats.packed_tensors
+        if why and rank == 0 and not self._has_said_nothing:
+            self._has_said_nothing = True
+            logger.warning("nothing was offloaded in step %d: %s", steps, why)
         every = core.config.report.every_steps
         is_due = every > 0 and steps % every == 0
         if is_due:
@@ -135,7 +145,7 @@ class Reporter:
     def end(self) -> None:
         """Say the last word: the run is over. One that never trained says nothing, and leaves the path to another."""
         self._ended_at = time.monotonic()
-        if self._core.cache.stats.micro_steps:
+        if self._core.cache.stats.micro_steps or self._core.writer.steps:
             logger.info("rank %d: %s", self._core.writer.rank, self.report().summary())
             self.refresh(now=True)
 
@@ -207,13 +217,10 @@ class Reporter:
         if done_bytes or (kept and config.placement == "keep"):
             return ""
         if not kept:
-            return (
-                "no forward that saves activations ran in the engine. Call engine(x), not engine.module(x), and not "
-                'under torch.no_grad(); have the model return the loss, or set "until_backward": true. A loop of your '
-                "own runs forward and loss inside of ds_tba.Offloader.saving()"
-            )
+            return _NO_FORWARD
         if kept[0][0] == Eligibility.SMALL.value:
-            return f"all saved tensors are smaller than min_tensor_bytes {config.min_tensor_bytes}: lower it"
+            outside = "" if config.until_backward else '; "until_backward": true also offloads those of a loss outside'
+            return f"all saved tensors are smaller than min_tensor_bytes {config.min_tensor_bytes}: lower it{outside}"
         return f"what forward saves is kept, because of: {kept[0][0]}"
 
     def _advise_to_compile_layers(self) -> None:
@@ -227,19 +234,33 @@ class Reporter:
             )
 
 
-def show_log() -> None:
-    """Make our start-up line and report visible where the script configured no logging.
+class _OwnHandler(logging.StreamHandler[TextIO]):
+    """Shows on stderr what no handler of the script does, also one that the script adds later."""
 
-    DeepSpeed's own logger shows warnings only, and "I set the JSON and nothing changed" is what users complain about.
+    def filter(self, record: logging.LogRecord) -> bool:
+        others = (*logger.handlers, *(logging.getLogger().handlers if logger.propagate else ()))
+        return not any(
+            one.level <= record.levelno for one in others if not isinstance(one, (_OwnHandler, logging.NullHandler))
+        )
+
+
+def show_log() -> None:
+    """Make our lines visible, each once: by the script's handlers, or by one of ours where it has none.
+
+    "I set the JSON and nothing changed" is what users complain about, and a root logger shows only warnings unless it
+    is told otherwise. Who wants fewer lines sets the level of the logger "ds_tba".
     """
-    if logger.handlers or logging.getLogger().handlers:
-        return
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [ds_tba] %(message)s"))
-    logger.addHandler(handler)
-    logger.propagate = False
-    with suppress(ValueError):
-        logger.setLevel(os.environ.get("DS_TBA_LOG_LEVEL", "INFO").upper())
+    for name, one in (*logging.Logger.manager.loggerDict.items(),):
+        if isinstance(one, logging.Logger) and name.partition(".")[0] == logger.name:
+            one.disabled = False  # logging.config.dictConfig disables all that it does not name
+    if not any(isinstance(one, _OwnHandler) for one in logger.handlers):
+        handler = _OwnHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [ds_tba] %(message)s"))
+        logger.addHandler(handler)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+        with suppress(ValueError):
+            logger.setLevel(os.environ.get("DS_TBA_LOG_LEVEL", "INFO").upper())
 
 
 def start_line(config: OffloadConfig, tiers: Places) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import platform
 import signal
@@ -102,6 +103,13 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
     own = tmp_path_factory.getbasetemp()
     root = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     os.environ[SHARED] = str(root / "shared")
+
+
+@pytest.fixture(autouse=True)
+def level_of_the_log() -> Iterator[None]:
+    """Who starts a training in the tests' own process raises it for the tests behind."""
+    yield
+    logging.getLogger("ds_tba").setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -466,8 +466,9 @@ def test_where_all_tensors_are_small_one_line_says_so(
     offloader = make(tmp_path, placement=placement, min_tensor_bytes=2 << 20, rematerialize=False)
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     why = "all saved tensors are smaller than min_tensor_bytes 2097152: lower it"
+    why += '; "until_backward": true also offloads those of a loss outside'
     said = nothing(offloader, caplog)
-    assert said[0] == f"nothing was offloaded in the first step: {why}" and len(said) == 2
+    assert said[0] == f"nothing was offloaded in step 1: {why}" and len(said) == 2
     assert said[1].startswith("rank 0: nothing was offloaded, 3 steps: ")
     assert dict(offloader.report().rows())["state"] == "finished: nothing was offloaded"
 
@@ -486,3 +487,23 @@ def test_where_something_is_moved_or_nothing_is_to_be_nothing_is_said(
     assert nothing(make(tmp_path, placement="nvme"), caplog) == []
     keep = OffloadConfig.model_validate({"placement": "keep", "rematerialize": False})
     assert nothing(ActivationOffloader(keep, AioConfig(), CpuAccelerator()), caplog) == []
+
+
+def test_the_first_step_without_a_forward_is_said_and_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    offloader = make(tmp_path, placement="nvme")
+    step(offloader)
+    for _ in range(2):
+        offloader.note_step()
+    said = nothing(offloader, caplog)
+    assert len(said) == 1 and said[0].startswith("nothing was offloaded in step 2: no forward that saves activations")
+    assert offloader.report().state == "finished"  # the other steps moved something
+
+
+def test_a_run_without_any_forward_has_a_last_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "report.json"
+    offloader = make(tmp_path, placement="nvme", report={"path": str(path)})
+    offloader.note_step()
+    assert nothing(offloader, caplog, steps=0)[-1].startswith("rank 0: nothing was offloaded, 1 steps: ")
+    assert next(iter(json.loads(path.read_text()).items())) == ("state", "finished: nothing was offloaded")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
@@ -132,19 +133,20 @@ def trained_with_mutations(config: dict[str, Any], steps: int = 2) -> dict[str, 
 
 
 def trained_past_the_engine(config: dict[str, Any], steps: int = 3, how: str = "module") -> dict[str, Any]:
-    """Nothing of ours sees what autograd saves.
+    """Nothing of ours sees what autograd saves. The script has logging of its own, which shows warnings.
 
     Args:
-        how: the script calls ``engine.module``; the engine runs under ``no_grad``, and the head alone is trained; or
-            the engine is called as it should be.
+        how: the script calls ``engine.module``, or a ``wrapper`` around it; the engine runs under ``no_grad``, and the
+            head alone is trained; or the engine is called as it should be.
     """
+    logging.basicConfig()
     engine = started(config, Scores)
-    batches = texts(0)
+    batches, past = texts(0), nn.Sequential(engine.module) if how == "wrapper" else engine.module
 
     def loss_of() -> Tensor:
         text = next(batches)
-        if how == "module":
-            scores = engine.module(text)
+        if how in ("module", "wrapper"):
+            scores = past(text)
         elif how == "no_grad":
             with torch.no_grad():
                 scores = engine(text)
