@@ -11,7 +11,8 @@ outside of that the model is the user's, to copy, inspect or change. Code that `
 
 [Note: Parameters] ZeRO-3 gathers a parameter when backward needs it, and frees it after the forward of its module. So
 parameters never get to the checkpoint, which would hold the memory that is freed; and what backward has gathered stays
-while a block runs again (:func:`_gathered_stay`).
+while a block runs again (:func:`_gathered_stay`). A Function reads the parameter itself (``functions.py``, [Note:
+Originals]): the checkpoint's own alias would become ``.grad`` where a backward returns it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, skip_frames, uncompiled_hooks
+from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
@@ -237,7 +239,7 @@ class RecomputedPass:
 
         def pack(tensor: torch.Tensor) -> object:
             if isinstance(tensor, nn.Parameter):
-                return tensor, tensor._version
+                return PassedThrough(tensor)
             if is_again:
                 self._blocks.cache.count_again(tensor)
             try:
@@ -247,14 +249,14 @@ class RecomputedPass:
                 return None
 
         def unpack(held: object) -> torch.Tensor:
-            if isinstance(held, tuple):
-                parameter, version = held
-                if parameter._version != version:
+            if isinstance(held, PassedThrough):
+                try:
+                    return held.restore()
+                except ActivationModifiedError as error:
                     raise ActivationModifiedError(
-                        f"a parameter of the block {self._block.path!r} was modified by an inplace operation between "
-                        "its forward and its backward"
-                    )
-                return parameter
+                        f"a parameter of the block {self._block.path!r} was modified between its forward and its "
+                        f"backward: {error}"
+                    ) from error
             try:
                 return checkpoint_unpack(held)
             except CheckpointError as error:

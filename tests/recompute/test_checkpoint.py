@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
+from support.awkward import returns_what_it_saved
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -501,6 +502,22 @@ def test_a_parameter_that_is_changed_between_forward_and_backward_raises(name: s
 
     with pytest.raises((ActivationModifiedError, RecomputationError), match=r"block 'layers\.2'"):
         bench.micro_step(0, 1, 2, 3, backward=backward)
+
+
+def test_a_function_that_returns_a_parameter_it_saved_gives_no_grad_its_memory() -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+            self.other = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * returns_what_it_saved(self.weight, self.other)
+
+    bench = Bench(Returns)
+    bench.check(0, 1, 2, 3)
+    for layer in bench.model.layers:
+        assert layer.weight.grad.data_ptr() != layer.other.data_ptr()
 
 
 def test_parameters_that_are_replaced_for_the_call_raise() -> None:
