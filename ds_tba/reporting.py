@@ -106,10 +106,6 @@ class Reporter:
         """Have a room's fields in the report from now on."""
         self._rooms.append(room)
 
-    def note_measured(self) -> None:
-        """Take the drives' rates of now as those of the start."""
-        self._bandwidth_at_start = self._core.tiers.bandwidth()
-
     def end_step(self, plans: int) -> None:
         """Note that an optimizer step is over, and say what there is to say.
 
@@ -123,6 +119,7 @@ class Reporter:
         # The steps before move everything: days that are projected from them would be far too few.
         if plans and self._planned is None:
             self._planned = _Planned(steps, time.monotonic(), core.tiers.written_bytes())
+            self._bandwidth_at_start = core.tiers.bandwidth()
         why = self._why_nothing() if steps == 1 else ""
         if why and rank == 0:
             logger.warning("nothing was offloaded in the first step: %s", why)

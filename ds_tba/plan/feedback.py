@@ -54,8 +54,7 @@ class Action(IntEnum):
     RISE = 1  # of the share, and plan
     FALL = 2
     PLAN = 3
-    MEASURE = 4  # the drives, which nobody uses, and plan
-    RECORD = 5
+    RECORD = 4
 
 
 @dataclass(slots=True)
@@ -167,7 +166,7 @@ class Feedback:
             return Action.GO_ON
         # The share first: rates that change all the time would keep it from rising.
         found = self._judged(plan, is_due=is_due)
-        changed = self._changed(plan, rates) if is_due and found is Action.GO_ON else ""
+        changed = self._changed(rates) if is_due and found is Action.GO_ON else ""
         return self._ask(Action.PLAN, changed) if changed else found
 
     def change(self, action: Action, step: int) -> None:
@@ -189,15 +188,13 @@ class Feedback:
         self.reason = reason
         return action
 
-    def _changed(self, plan: PlanInForce, rates: tuple[float, ...]) -> str:
-        """Return what has changed about the drives, or may have."""
+    def _changed(self, rates: tuple[float, ...]) -> str:
+        """Return what has changed about the drives; empty if nothing has."""
         if len(rates) != len(self._rates) or any(
-            planned and not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE  # 0 is a rate that nobody has measured
-            for now, planned in zip(rates, self._rates, strict=True)
+            not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE for now, planned in zip(rates, self._rates, strict=True)
         ):
             return "the drives' rates have changed"
-        is_idle = bool(rates) and self.share == 1 and not plan.moved_share
-        return "nothing is moved, and the drives may be faster by now" if is_idle else ""
+        return ""
 
     def _judged(self, plan: PlanInForce, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""

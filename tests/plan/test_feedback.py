@@ -396,20 +396,6 @@ def test_drives_that_change_all_the_time_are_not_planned_for_all_the_time(feedba
     assert 1 <= len(found) <= 9 and found[0] <= PLANNED_AT + 2 * MIN_STEPS
 
 
-def test_a_rate_never_measured_says_nothing(feedback: Feedback) -> None:
-    feedback.planned(plan_of(1.0), (0.0, 200.0))
-    assert asked(feedback, replace(GOOD, rates=(50.0, 200.0)), range(PLANNED_AT + 1, 200)) == []
-
-
-def test_where_nothing_is_moved_the_drives_are_looked_at_now_and_then() -> None:
-    world = World(plan=lambda share: plan_of(share, moved=0.0))
-    world.run(2000)
-    assert [later - earlier for earlier, later in pairwise([PLANNED_AT, *world.actions])][:7] == [
-        MIN_STEPS * 2**number for number in range(7)
-    ]
-    assert "may be faster by now" in world.feedback.reason
-
-
 @pytest.mark.parametrize(
     ("seen", "reason"),
     [
@@ -493,7 +479,7 @@ def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
 
 
 def test_of_several_wishes_the_highest_is_done() -> None:
-    assert sorted(Action) == [*Action] and Action.RISE < Action.FALL < Action.PLAN < Action.MEASURE < Action.RECORD
+    assert sorted(Action) == [*Action] and Action.RISE < Action.FALL < Action.PLAN < Action.RECORD
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
