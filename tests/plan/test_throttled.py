@@ -159,5 +159,5 @@ def test_the_first_plan_counts_the_rates_that_steps_leave_of_a_drive_and_a_secon
     followed = controller_of(offloader).in_force
     assert followed is not None and 0 < max(followed.trace.resources.rates) < 2.5 * left  # a lane alone could be half
     assert followed.limits.movable_share == (0.25 if is_shared else 1.0)
-    advice = "plans begin with a quarter of the bytes, and offload more in the same time with either of them on a second"
+    advice = "begin with a quarter of the bytes, and offload more in the same time with either of them on a second"
     assert (advice in offloader.start_line()) is is_shared
