@@ -221,7 +221,7 @@ class Controller:
         if self._recording is not None:
             return Action.PLAN if self._recording.is_over else Action.RECORD
         if self.in_force is None:
-            return Action.RECORD if self.feedback.may_record(self._steps) else Action.GO_ON
+            return Action.RECORD if self.feedback.is_due(self._steps) else Action.GO_ON
         step = self._ended[0]
         # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
         if step.plan != self.plans or step.has_compiled:
