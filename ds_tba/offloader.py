@@ -10,7 +10,7 @@ import atexit
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -25,7 +25,7 @@ from ds_tba.core.hooks import FORKS, KEPT, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import allocator_advice, is_out_of_memory
-from ds_tba.errors import ConfigError, IncompatibleError, PathError
+from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.report import OffloadReport, Writer
 from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
 from ds_tba.stats import StoreStats, readable
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from ds_tba.explain.sample import StepSamples
     from ds_tba.plan.agreement import Agreement
     from ds_tba.plan.controller import Controller
+    from ds_tba.plan.machine import Machine
     from ds_tba.plan.plan import Planner
-    from ds_tba.plan.rates import Machine, Rates
     from ds_tba.remat.sites import Sites
     from ds_tba.remat.where import ChosenModules, RunningModule
 
@@ -207,19 +207,14 @@ class Rooms:
         return Controller(self._core.cache, machine, planning, watched, self._core.files.trace)
 
     def _open_machine(self, everyone: Agreement) -> Machine:
-        from ds_tba.plan.rates import Machine, Rates
-        from ds_tba.storage.probe import DriveProbe
+        from ds_tba.device.copies import Copies
+        from ds_tba.plan.machine import Machine
+        from ds_tba.storage.host import host_memory
+        from ds_tba.storage.staging import COPY_BYTES, measure_copies
 
         config, tiers, accelerator = self._core.config, self._tiers, self._core.accelerator
-        # Under a rule the user's word counts, and with min_life_days the drive's life.
-        may_drop_codec = config.placement == "adaptive" and config.ssd.min_life_days is None
-        drives = None if tiers.nvme is None else DriveProbe(tiers.nvme, tiers.nvme.io, may_drop_codec=may_drop_codec)
-        rates = Rates(drives, accelerator, config.slots_bytes)
-        _measure_together(rates, everyone)
-        advice = "" if drives is None else drives.advice()
-        if advice and self._core.writer.rank == 0:
-            logger.warning("%s", advice)
-        self._reporter.note_measured()
+        staged = host_memory(min(COPY_BYTES, config.slots_bytes), accelerator)
+        copies = measure_copies(accelerator, Copies(accelerator), staged)
         cache = self._core.cache
 
         def resident_bytes() -> int:
@@ -229,7 +224,8 @@ class Rooms:
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if accelerator.is_synchronous else 1
         is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
-        return Machine(config, tiers, rates, memory, accelerator.clock, sharers, is_shared)
+        clock, is_host = accelerator.clock, accelerator.is_synchronous
+        return Machine(config, tiers, copies, memory, clock, is_host, sharers, is_shared)
 
 
 class Engines:
@@ -345,8 +341,7 @@ class ActivationOffloader:
             meter: counts what the model holds, for :meth:`explain`.
 
         Raises:
-            ConfigError: ``blocks``, ``only`` or ``except`` names a module that the model lacks, or a rank cannot
-                measure its drives.
+            ConfigError: ``blocks``, ``only`` or ``except`` names a module that the model lacks.
         """
         self._meter = meter
         self._rooms.watch(model, agreement, planner, everyone)
@@ -537,24 +532,3 @@ class ActivationOffloader:
     def _note_last_failure(self) -> None:
         """Explain an error of a backward that no engine has called: the interpreter leaves it here before it exits."""
         self.note_failure(getattr(sys, "last_value", None))
-
-
-def _measure_together(rates: Rates, agreement: Agreement) -> None:
-    """Measure at the same time as the ranks that share the drives, each way beside the same of the others."""
-    _at_once(rates.measure_plain, agreement)
-    _at_once(rates.measure, agreement)
-    if any(agreement.all_gather(rates.drop_codec())):
-        _at_once(rates.measure, agreement)
-
-
-def _at_once(measure: Callable[[], None], agreement: Agreement) -> None:
-    """Measure when all ranks do; if one fails, all fail."""
-    agreement.all_gather(None)
-    problem = None
-    try:
-        measure()
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer; it is raised below
-        problem = str(error)
-    for rank, found in enumerate(agreement.all_gather(problem)):
-        if found is not None:
-            raise PathError(f"rank {rank}: {found}")

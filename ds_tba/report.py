@@ -78,7 +78,7 @@ class OffloadReport:
     placement: str = told("as the block has it", "placement")
     integrity: str = told("as `io.integrity` has it")
     compression: str | None = told(
-        "the codec that writes go through; null without `io.compression`, and where it is left off", "compression", None
+        "the codec that writes go through; null without `io.compression`", "compression", None
     )
     steps: int = told("steps of the optimizer", "steps")
     micro_steps: int = told("forwards with their backward", "micro-steps")
@@ -141,9 +141,7 @@ class OffloadReport:
         "there, and the `stored_bytes` that they came to",
         factory=list,
     )
-    bandwidth_at_start: list[dict[str, Any]] = told(
-        "the same, as first measured for plans; empty where it was not", factory=list
-    )
+    bandwidth_at_start: list[dict[str, Any]] = told("the same, as the first plan was made; empty before", factory=list)
     wear: list[dict[str, Any]] = told("the fields of `PathWear`, for each path", factory=list)
 
     @classmethod

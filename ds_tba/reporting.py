@@ -113,10 +113,6 @@ class Reporter:
         """Have a room's fields in the report from now on."""
         self._rooms.append(room)
 
-    def note_measured(self) -> None:
-        """Take the drives' rates of now as those of the start."""
-        self._bandwidth_at_start = self._core.tiers.bandwidth()
-
     def end_step(self, plans: int) -> None:
         """Note that an optimizer step is over, and say what there is to say.
 
@@ -130,6 +126,7 @@ class Reporter:
         # The steps before move everything: days that are projected from them would be far too few.
         if plans and self._planned is None:
             self._planned = _Planned(steps, time.monotonic(), core.tiers.written_bytes())
+            self._bandwidth_at_start = core.tiers.bandwidth()
         why = _NO_FORWARD if stats.packed_tensors == self._packed_tensors else ""
         why = self._why_nothing() if steps == 1 else why
         self._packed_tensors = stats.packed_tensors

@@ -134,11 +134,6 @@ class RecentRate:
         # Bytes and seconds, changed together: a report is made in any thread, without the lock.
         self._moved = (0.0, 0.0)
 
-    def fade(self) -> None:
-        """Keep the estimate, and let the next transfers outweigh it."""
-        if self.is_known:
-            self._moved = (1.0, self.s_per_byte)
-
     def add(self, nbytes: float, min_s: float, max_s: float) -> None:
         """Add a transfer that takes the path from ``min_s`` to ``max_s``; see [Note: Whose time]."""
         if nbytes <= 0 or max_s <= 0:
@@ -180,6 +175,7 @@ class Transfer:
     charged_s: float
     concurrent_s: float
     started_s: float
+    lane_s: float  # of the thread's processor time
 
 
 class KindMeter:
@@ -193,18 +189,20 @@ class KindMeter:
         drive_bytes: the same as the drive counts them, which a codec makes fewer.
         busy_s, concurrent_s: in which one was under way, and of that beside the other kind.
         charged_s: the share of ``busy_s`` that each of them is charged.
+        lane_s: processor time that the lanes' threads took for ``moved_bytes``.
     """
 
     def __init__(self, lanes: int) -> None:
-        self.forget_rates()
-        self.moved_bytes = self.drive_bytes = self.active = 0
-        self.busy_s = self.charged_s = self.concurrent_s = 0.0
-        self._lanes = lanes
-
-    def forget_rates(self) -> None:
-        """Measure anew: from here on a byte takes another time."""
         self.recent = RecentRate(STEADY_BYTES)
         self.alone, self.concurrent = RecentRate(QUICK_BYTES), RecentRate(QUICK_BYTES)
+        self.moved_bytes = self.drive_bytes = self.active = 0
+        self.busy_s = self.charged_s = self.concurrent_s = self.lane_s = 0.0
+        self._lanes = lanes
+
+    @property
+    def lane_s_per_byte(self) -> float:
+        """Processor time for a byte; 0 before the first."""
+        return self.lane_s / self.moved_bytes if self.moved_bytes else 0.0
 
     def charge(self, passed_s: float, *, is_concurrent: bool) -> None:
         """Charge ``passed_s`` to the transfers under way."""
@@ -253,32 +251,30 @@ class PathMeter:
         return self.writes if kind is Kind.WRITE else self.reads
 
     def start(self, kind: Kind, nbytes: int) -> Transfer:
-        """Record that a transfer begins."""
+        """Record that a transfer begins, in the thread that does it."""
         self._charge()
         one = self.of(kind)
         one.active += 1
-        return Transfer(kind, nbytes, one.busy_s, one.charged_s, one.concurrent_s, self._now_s)
+        return Transfer(kind, nbytes, one.busy_s, one.charged_s, one.concurrent_s, self._now_s, time.thread_time())
 
-    def stop(
-        self, transfer: Transfer, *, moved: bool = True, is_typical: bool = True, drive_bytes: int | None = None
-    ) -> None:
-        """Record that a transfer ends.
+    def stop(self, transfer: Transfer, *, moved: bool = True, drive_bytes: int | None = None) -> None:
+        """Record that a transfer ends, in the same thread.
 
         Args:
             moved: whether it succeeded.
             drive_bytes: those that the drive moved for it; None for all.
-            is_typical: whether its time shows the rate of the path.
         """
         self._charge()
         one = self.of(transfer.kind)
         one.active -= 1
         if moved:
+            one.lane_s += time.thread_time() - transfer.lane_s
             one.moved_bytes += transfer.nbytes
             one.drive_bytes += transfer.nbytes if drive_bytes is None else drive_bytes
         listener, kind = self._listener, transfer.kind.value  # read once: a step may end meanwhile, and take it away
         if listener is not None:
             listener.span(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
-        if moved and is_typical:
+        if moved:
             one.learn(transfer)
 
     def _charge(self) -> None:

@@ -31,7 +31,6 @@ from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 
@@ -202,17 +201,10 @@ def make_store(tmp_path: Path, closing: Closing) -> StoreFactory:
         buffers = 0 if codec is None else lanes.of(paths)
         ring = StagingRing(accelerator or CpuAccelerator(), backend, staging_bytes, buffers)
         try:
-            store = NvmeStore(files, backend, ring, lanes, integrity, codec)
+            return NvmeStore(files, backend, ring, lanes, integrity, codec)
         except BaseException:
             ring.close()
             raise
-        try:
-            if paths > 1:
-                measure_drives(store, store.io)
-        except BaseException:
-            store.close()
-            raise
-        return store
 
     return closing(make)
 

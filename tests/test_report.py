@@ -5,7 +5,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
 from support.offloaders import finished, make, step
-from torch import nn
 
 from ds_tba import report as report_module
 from ds_tba.config import AioConfig, Compression, OffloadConfig
@@ -26,7 +25,6 @@ from ds_tba.report import SCHEMA, OffloadReport, rank_path, write_file
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.probe import DriveProbe
 
 MIB = 1 << 20
 
@@ -61,38 +59,9 @@ def test_what_compression_leaves_is_told_and_is_the_wear(tmp_path: Path, codec: 
     assert report.compression_ratio == pytest.approx(report.written_bytes / report.uncompressed_bytes, abs=1e-4)
     assert sum(one["stored_bytes"] for one in report.bandwidth) == report.written_bytes
     assert sum(one["tensor_bytes"] for one in report.bandwidth) == report.uncompressed_bytes
-    trials = sum(one["trial_bytes"] for one in report.bandwidth)
-    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + trials
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes
     assert {"compression", "  before compression", "  ratio"} <= {name for name, _ in report.rows()}
     assert f"compression {codec}" in offloader.start_details()
-
-
-@pytest.mark.parametrize(
-    ("block", "expected"),
-    [({}, None), ({"ssd": {"rated_endurance_tbw": 600, "min_life_days": 1}}, "lz4"), ({"placement": "nvme"}, "lz4")],
-    ids=["left off", "the drive's life counts", "no plans"],
-)
-def test_a_codec_that_is_left_off_is_none_of_the_report_and_told_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    block: dict[str, Any],
-    expected: str | None,
-) -> None:
-    bytes_per_s = [2e9, 1e9]  # without, and with it
-    monkeypatch.setattr(DriveProbe, "_round_trips", lambda _: bytes_per_s.pop(0))
-    io = {"backend": "posix", "staging_bytes": 8 << 20, "compression": "lz4"}
-    offloader = make(tmp_path, rematerialize=False, **{"placement": "adaptive", "io": io, **block})
-    offloader.watch(nn.Linear(1, 1))
-    step(offloader, written_first=True)
-    offloader.close()
-    report = offloader.report()
-    assert report.compression == expected and report.uncompressed_bytes == report.offloaded_bytes > 0
-    assert (report.written_bytes < report.uncompressed_bytes) is (expected == "lz4")
-    assert ("compression lz4" in offloader.start_details()) is (expected == "lz4")
-    told = [one for one in caplog.messages if "costs more time here than it saves" in one]
-    assert len(told) == (block.get("placement") != "nvme")
-    assert all(("left off in this run" in one) is (expected is None) for one in told)
 
 
 def test_without_compression_nothing_of_it_is_told(tmp_path: Path) -> None:
@@ -115,35 +84,17 @@ def test_keep_measures_only() -> None:
 
 
 def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = ModelledDrive(1e9)  # on a slow one trials are short
+    drive = ModelledDrive(1e9)
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the test's"))
     paths = two_directories(tmp_path)
     offloader = finished(tmp_path, written_first=True, nvme_path=paths, ssd={"rated_endurance_tbw": 1.0})
     report = offloader.report()
     assert [one["path"] for one in report.wear] == paths
-    trials = [one["trial_bytes"] for one in report.bandwidth]  # not of any tensor, but wear
-    assert all(trial > 8 * MIB for trial in trials)
-    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes + sum(trials)
-    assert report.written_bytes > 0
+    assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes > 0
     assert any("days to its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
     assert "no effect" not in offloader.start_line()
     assert "TB a day" in replace(report, steps=1).summary()
-    assert "TB a day" not in replace(report, steps=0).summary()  # of the trial, in no time
-
-
-@pytest.mark.parametrize(("placement", "measures"), [("adaptive", True), ("nvme", False)])
-def test_the_drive_is_measured_at_the_start_where_a_plan_needs_it(
-    tmp_path: Path, placement: str, measures: bool
-) -> None:
-    offloader = make(tmp_path, placement=placement)
-    offloader.watch(torch.nn.Linear(1, 1), Alone())
-    (row,) = offloader.report().bandwidth
-    rates = [value for key, value in row.items() if key.endswith("bytes_per_s")]
-    assert len(rates) == 6 and all((rate > 0) is measures for rate in rates)
-    assert (row["trial_bytes"] > 0) is measures and offloader.report().written_bytes == 0
-    assert (" GB/s of writes and " in offloader.start_details()) is measures
-    assert offloader.report().bandwidth_at_start == ([row] if measures else [])
-    offloader.close()
+    assert "TB a day" not in replace(report, steps=0).summary()
 
 
 def test_host_memory_as_the_tier() -> None:
@@ -442,7 +393,7 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
     offloader = make(tmp_path, placement="adaptive", rematerialize=False)
     limits: list[tuple[object, ...]] = []
     monkeypatch.setattr(offloader.cache, "limit", lambda *limit: limits.append(limit))
-    monkeypatch.setattr("ds_tba.plan.rates.Machine.room_bytes", lambda _: 1 << 10)  # less than any plan can reach
+    monkeypatch.setattr("ds_tba.plan.machine.Machine.room_bytes", lambda _: 1 << 10)  # less than any plan can reach
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     for _ in range(6):
         step(offloader)

@@ -59,14 +59,6 @@ def test_idle_time_does_not_count_and_failures_are_no_rate() -> None:
     assert not drive.meter.writes.concurrent.is_known and not drive.meter.reads.alone.is_known
 
 
-def test_what_is_not_typical_counts_as_bytes_only() -> None:
-    drive = Drive()
-    transfer = drive.meter.start(R, MIB)
-    drive.wait(1.0)
-    drive.meter.stop(transfer, is_typical=False)
-    assert drive.meter.reads.moved_bytes == MIB and not drive.meter.reads.recent.is_known
-
-
 @pytest.mark.parametrize("lag_s", [0.0, 1.0])
 def test_the_rate_is_that_of_all_lanes_whatever_the_order_in_which_they_end(lag_s: float) -> None:
     """Two lanes, each with 8 MiB in 2 s: 8 MiB/s, where bytes and time between two ends would say anything."""
@@ -139,16 +131,6 @@ def test_a_lane_without_work_says_no_more_than_a_range() -> None:
         assert drive.mib_per_s(W) == pytest.approx(found, rel=0.01)
 
 
-def test_a_rate_that_has_faded_stays_until_a_transfer_outweighs_it() -> None:
-    drive = Drive()
-    drive.move(W, 64, 1.0, times=4)
-    for rate in (drive.meter.writes.alone, drive.meter.writes.concurrent):
-        rate.fade()
-    assert drive.mib_per_s(W) == pytest.approx(64.0) and not drive.meter.writes.concurrent.is_known
-    drive.move(W, 1, 1.0)
-    assert drive.mib_per_s(W) == pytest.approx(1.0, rel=1e-3)
-
-
 def test_a_rate_is_whole_at_any_time() -> None:
     """A report is made in any thread, and takes no lock."""
     rate, seen = RecentRate(QUICK_BYTES), list[float]()
@@ -163,7 +145,6 @@ def test_a_rate_is_whole_at_any_time() -> None:
     try:
         sys.settrace(look)
         rate.add(1 << 20, 0.5, 0.5)
-        rate.fade()
         rate.add(1 << 20, 0.5, 0.5)
     finally:
         sys.settrace(before)

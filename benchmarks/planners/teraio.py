@@ -18,7 +18,6 @@ from ds_tba.plan.plan import Limits
 from ds_tba.plan.timeline import Assignment, Floats, Ints, Timeline
 
 SLICES = 1024
-MAX_GROUPS = 1024
 # A move whose ratio is within this part of the next one's is taken before that one is looked at again.
 NEAR_ENOUGH = 0.9
 MAX_BYTES = 2.0**60  # in a slice: sums of infinities are not numbers
@@ -148,9 +147,7 @@ def _transfer_s(nbytes: Ints, out_bytes_per_s: float, in_bytes_per_s: float) -> 
 
 
 def teraio_assignment(timeline: Timeline, limits: Limits) -> Assignment:
-    """Return TERAIO's choice; neighbours are offloaded together where there are very many storages."""
+    """Return TERAIO's choice."""
     if not len(timeline.nbytes) or timeline.trace.end_s <= 0:
         return timeline.kept
-    group = timeline.groups(MAX_GROUPS, forwards=1)
-    chosen = Greedy(timeline.merged(group), limits).choose()
-    return Assignment(chosen.placements[group], timeline.kept.recomputed)
+    return Greedy(timeline, limits).choose()

@@ -24,9 +24,9 @@ from torch import nn
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import ForwardHooks
 from ds_tba.plan.agreement import Planning, Wish
-from ds_tba.plan.feedback import RATE_CHANGE, Action, Feedback, OptimizerStep
+from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
+from ds_tba.plan.machine import Machine
 from ds_tba.plan.policy import ByPlan, PlanInForce
-from ds_tba.plan.rates import Machine
 from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Trace
 from ds_tba.recompute.checkpoint import Blocks
@@ -58,7 +58,7 @@ class Controller:
 
     Args:
         cache: does the offloading.
-        machine: what plans are made for; its rates are measured already.
+        machine: what plans are made for.
         planning: makes the plans, with the other ranks.
         watched: the model.
         trace_file: takes each trace.
@@ -81,7 +81,7 @@ class Controller:
         self._budget_bytes = machine.config.activation_budget_bytes if planning.makes_plans else None
         self._agreement = planning.agreement
         self._clock = machine.clock
-        is_synchronous = machine.rates.is_synchronous
+        is_synchronous = machine.is_synchronous
         self._scene = Scene(cache, machine.clock, watched.running, machine.memory, is_synchronous)
         self._blocks = watched.blocks
         self._chooses_blocks = machine.config.recompute is True
@@ -96,7 +96,6 @@ class Controller:
         self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
         self.feedback = Feedback(is_drive_shared=machine.is_drive_shared)
-        self._advises_second_drive = machine.is_drive_shared
         self.in_force: PlanInForce | None = None
         self.plans = 0
         self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
@@ -222,36 +221,26 @@ class Controller:
         if self._recording is not None:
             return Action.PLAN if self._recording.is_over else Action.RECORD
         if self.in_force is None:
-            return Action.RECORD if self.feedback.may_record(self._steps) else Action.GO_ON
+            return Action.RECORD if self.feedback.is_due(self._steps) else Action.GO_ON
         step = self._ended[0]
         # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
-        time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.rates.resources().rates
-        action = self.feedback.decide(self._steps, time_s, rates, step.mismatch)
-        is_blind = action is Action.PLAN and not self.in_force.moved_share  # nothing shows what the drives can do
-        return Action.MEASURE if is_blind and self._machine.rates.may_measure() else action
+        time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
+        return self.feedback.decide(self._steps, time_s, rates, step.mismatch)
 
     def _do(self, action: Action) -> None:
         if action is Action.GO_ON:
             return
         if action is Action.RECORD:
             if self._recording is None:
-                self._record()
+                self._recording = Recording(self._scene)
             return
         recording, self._recording = self._recording, None
         if recording is not None:
             self._take(recording)
-        elif action is Action.MEASURE:  # all together: they share drives, which may have become faster
-            with self._answering("what was measured before counts"):
-                self._machine.rates.measure()
         self.feedback.change(action, self._steps)
         self._make_plan()
-
-    def _record(self) -> None:
-        if self.in_force is None:
-            self._machine.rates.fade()
-        self._recording = Recording(self._scene)
 
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
@@ -263,7 +252,7 @@ class Controller:
             )
             return
         with self._answering("discarding an inconsistent trace"):
-            trace = recording.recorded(self._machine.rates.resources(), self._ended[-1].mismatch.micro_steps)
+            trace = recording.recorded(self._machine.resources(), self._ended[-1].mismatch.micro_steps)
             self._trace, plan = trace, self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputes else plan.moved_share
@@ -291,7 +280,7 @@ class Controller:
         if self._trace is None:
             return None
         machine = self._machine
-        trace = replace(self.feedback.corrected(self._trace), resources=machine.rates.resources())
+        trace = replace(self.feedback.corrected(self._trace), resources=machine.resources())
         limits = replace(machine.limits(trace.step_s), movable_share=self.feedback.share)
         return Wish(trace, limits, machine.room_bytes())
 
@@ -303,25 +292,13 @@ class Controller:
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
         self._cache.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
-        self.feedback.planned(found, self._machine.rates.resources().rates)
+        self.feedback.planned(found, self._machine.resources().rates)
         if not is_new:
             return
         self._cache.forget_order()
         self.plans, self._reason = self.plans + 1, self.feedback.reason
         if self._agreement.rank == 0:
             logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self._reason))
-            self._advise_second_drive()
-
-    def _advise_second_drive(self) -> None:
-        """Say once that ZeRO's traffic takes much of the drive."""
-        left = self._machine.rates.left() if self._advises_second_drive else 1.0
-        if left * RATE_CHANGE < 1:
-            self._advises_second_drive = False
-            logger.warning(
-                "ZeRO's offload to NVMe uses a drive of nvme_path, which gives activations %.0f%% of its rate beside "
-                "it. With either of them on a second drive, plans would offload more in the same time",
-                100 * left,
-            )
 
     def summary(self) -> dict[str, object]:
         """Return the fields of the report that are about plans."""

@@ -54,30 +54,7 @@ class Action(IntEnum):
     RISE = 1  # of the share, and plan
     FALL = 2
     PLAN = 3
-    MEASURE = 4  # the drives, which nobody uses, and plan
-    RECORD = 5
-
-
-@dataclass(slots=True)
-class Backoff:
-    """When to act again: after twice as many steps each time.
-
-    Attributes:
-        wait: steps from the last time to the next; 0 before the first.
-        last_run: step of the last time.
-    """
-
-    wait: int = 0
-    last_run: int = 0
-
-    def is_due(self, step: int) -> bool:
-        """Return whether the wait is over."""
-        return step - self.last_run >= self.wait
-
-    def run(self, step: int) -> None:
-        """Note that it is acted on, and double the wait; after a long time without, it is short again."""
-        is_new = step - self.last_run > 2 * MAX_STEPS
-        self.last_run, self.wait = step, MIN_STEPS if is_new else min(MAX_STEPS, max(MIN_STEPS, 2 * self.wait))
+    RECORD = 4
 
 
 class Feedback:
@@ -102,7 +79,7 @@ class Feedback:
         self._rates: tuple[float, ...] = ()
         self._shown_s = 0.0  # the kept step when a plan last moved nothing
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
-        self._backoff = Backoff()
+        self._wait_steps = self._acted_at = 0  # of the back-off, and the step at which it began
 
     @property
     def measured_step_s(self) -> float | None:
@@ -135,9 +112,9 @@ class Feedback:
         """
         self._plan, self._rates, self.kept_s, self.growth = plan, rates, plan.trace.step_s, 0.0
 
-    def may_record(self, step: int) -> bool:
-        """Return whether steps may be recorded where there is no plan."""
-        return self._backoff.is_due(step)
+    def is_due(self, step: int) -> bool:
+        """Return whether the wait since the last plan or recording is over; see [Note: One back-off]."""
+        return step - self._acted_at >= self._wait_steps
 
     def decide(self, step: int, time_s: float, rates: tuple[float, ...], mismatch: PlanMismatch) -> Action:
         """Return the action to take after a step under the plan.
@@ -148,7 +125,7 @@ class Feedback:
             rates: of the drives as they are now.
             mismatch: with the plan.
         """
-        plan, is_due = self._plan, self._backoff.is_due(step)
+        plan, is_due = self._plan, self.is_due(step)
         if plan is None:
             return Action.GO_ON
         if mismatch.growth > MAX_DRIFT:
@@ -167,7 +144,7 @@ class Feedback:
             return Action.GO_ON
         # The share first: rates that change all the time would keep it from rising.
         found = self._judged(plan, is_due=is_due)
-        changed = self._changed(plan, rates) if is_due and found is Action.GO_ON else ""
+        changed = self._changed(rates) if is_due and found is Action.GO_ON else ""
         return self._ask(Action.PLAN, changed) if changed else found
 
     def change(self, action: Action, step: int) -> None:
@@ -180,7 +157,7 @@ class Feedback:
         if action is Action.RISE:
             self.share = min(1.0, self.share + INCREASE)
             return
-        self._backoff.run(step)
+        self._acted_at, self._wait_steps = step, min(MAX_STEPS, max(MIN_STEPS, 2 * self._wait_steps))
         if action is Action.FALL and self._plan is not None:
             lower = min(self.share, self._plan.moved_share) / DECREASE
             self.share = lower if lower >= INCREASE else 0.0  # or no plan would move nothing, and show the kept step
@@ -189,20 +166,18 @@ class Feedback:
         self.reason = reason
         return action
 
-    def _changed(self, plan: PlanInForce, rates: tuple[float, ...]) -> str:
-        """Return what has changed about the drives, or may have."""
+    def _changed(self, rates: tuple[float, ...]) -> str:
+        """Return what has changed about the drives; empty if nothing has."""
         if len(rates) != len(self._rates) or any(
-            planned and not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE  # 0 is a rate that nobody has measured
-            for now, planned in zip(rates, self._rates, strict=True)
+            not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE for now, planned in zip(rates, self._rates, strict=True)
         ):
             return "the drives' rates have changed"
-        is_idle = bool(rates) and self.share == 1 and not plan.moved_share
-        return "nothing is moved, and the drives may be faster by now" if is_idle else ""
+        return ""
 
     def _judged(self, plan: PlanInForce, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
         # Three of four steps decide, of as many as were waited for, or alternating steps would be reviewed for ever.
-        needed = min(self._backoff.wait, MAX_STEPS // 10)
+        needed = min(self._wait_steps, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])

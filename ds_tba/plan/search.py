@@ -9,9 +9,8 @@ moved: without a budget as much as there is time for, with one as little as it t
 the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held
 where storages are placed, and the time is measured: a plan need not be the best to the per cent.
 
-[Note: Groups] Where there are many storages, neighbours are placed together, and of interleaved forwards that are
-alike all are placed alike: what one of them saves lowers no peak. The limits are narrower then by what rounding to
-groups may lose.
+[Note: Alike forwards] Of interleaved forwards that are alike all are placed alike: what one of them saves lowers no
+peak.
 """
 
 from __future__ import annotations
@@ -28,13 +27,6 @@ from ds_tba.plan.replay import Outcome, replay
 from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Places, Timeline
 from ds_tba.plan.trace import Trace
 
-SEARCHED_GROUPS = 500
-# Groups of each of several alternating forwards, however many there are.
-MIN_GROUPS_PER_FORWARD = 100
-# Moves are counted as finely as this fraction of all.
-MOVES_RESOLUTION = 1 / 64
-# This fraction of the limits is given away for groups.
-MARGIN = 0.02
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
 SAME_STEP_FRACTION = 0.02
 
@@ -78,22 +70,15 @@ def plan_of(planner: str, outcome: Outcome) -> Plan:
 class _Search:
     """See [Note: Search strategy].
 
-    Assignments are of units here: groups of storages, and of alike forwards the storages and blocks of one.
+    Assignments are of units here: the storages and blocks of one of the forwards that are alike, or of the only one.
     """
 
-    def __init__(self, whole: Timeline, limits: Limits) -> None:
-        self._whole, self._forwards = whole, (forwards := whole.alike_forwards())
-        self._group = whole.groups(max(SEARCHED_GROUPS, MIN_GROUPS_PER_FORWARD * forwards), forwards)
-        self._timeline = timeline = whole.merged(self._group)
+    def __init__(self, timeline: Timeline, limits: Limits) -> None:
+        self._timeline, self._forwards = timeline, (forwards := timeline.alike_forwards())
         units, blocks = len(timeline.nbytes) // forwards, len(timeline.recompute_s) // forwards
         modules = [block.module for block in timeline.trace.blocks[:blocks]]
         self._module = np.unique(modules, return_inverse=True)[1]
         self._unit, self._block = np.tile(np.arange(units), forwards), np.tile(np.arange(blocks), forwards)
-        if units < len(whole.nbytes):
-            budget_bytes, part = limits.activation_budget_bytes, 1 - MARGIN
-            budget_bytes = None if budget_bytes is None else int(budget_bytes * part)
-            overhead = limits.max_step_overhead * part
-            limits = replace(limits, max_step_overhead=overhead, activation_budget_bytes=budget_bytes)
         self._limits = limits
         # Step time is minimized within a budget, instead of the peak within an overhead.
         self._has_budget = limits.activation_budget_bytes is not None
@@ -112,7 +97,7 @@ class _Search:
         self._host_bytes = limits.host_budget_bytes / in_flight
 
     def found(self) -> Outcome:
-        """Return the best for all storages; one that writes less for about the same time is better."""
+        """Return the best; one that writes less for about the same time is better."""
         timeline = self._timeline
         price = self._mean(timeline.rematerialize_s) / (self._nbytes * self._idle_s)
         may = timeline.rematerializable[: len(self._nbytes)] & self._limits.rematerialize
@@ -124,13 +109,11 @@ class _Search:
         most = self._grow(len(made), rematerialized)
         for besides in (made[:0], made[:most]) if most else (made[:0],):
             self._grow(len(blocks), partial(self._again_with, besides, blocks))
-        best = self._best
-        if self._has_budget:  # predictions cannot tell a gain as small as that, and drives wear for it
-            gained_s = self._simplest.cost.step_s - best.cost.step_s
-            is_gain = gained_s > SAME_STEP_FRACTION * timeline.trace.step_s
-            best = self._simplest if self._is_within(self._simplest) and not is_gain else best
-        whole = Assignment(best.assignment.placements[self._group], best.assignment.recomputed)
-        return replay(self._whole, whole, None)
+        if self._has_budget and self._is_within(self._simplest):
+            # Predictions cannot tell a gain as small as that, and drives wear for it.
+            gained_s = self._simplest.cost.step_s - self._best.cost.step_s
+            return self._best if gained_s > SAME_STEP_FRACTION * timeline.trace.step_s else self._simplest
+        return self._best
 
     # ---- what is computed again ---------------------------------------------------------------------------------
 
@@ -164,7 +147,7 @@ class _Search:
             moves[count] = where, order
             return self._moved(again(count), where, order, free)
 
-        alone, _ = self._bisect(most, by_itself)
+        alone, _ = self._bisect(most, by_itself)  # with which nothing is written
         few, many = self._bisect(most, beside)
         # Where sources must be there, a part of it may leave a lower peak than all.
         for count in sorted({few, alone, *(many * part // 4 for part in range(5))}):
@@ -174,7 +157,7 @@ class _Search:
             # By idle time alone, too: what waits for nothing may be what makes all others wait for staging.
             by_idle = order[np.argsort(-self._idle_s[order], kind="stable")]
             for one in (order,) if self._has_budget else (order, by_idle):
-                self._bisect(len(one), partial(self._moved, again(count), where, one), MOVES_RESOLUTION)
+                self._bisect(len(one), partial(self._moved, again(count), where, one))
         return many
 
     # ---- what is moved ------------------------------------------------------------------------------------------
@@ -223,7 +206,7 @@ class _Search:
     def _rank(self, outcome: Outcome) -> Rank:
         return rank(outcome.cost, self._limits, self._timeline.trace.step_s)
 
-    def _bisect(self, most: int, outcome: Callable[[int], Outcome], resolution: float = 0.0) -> tuple[int, int]:
+    def _bisect(self, most: int, outcome: Callable[[int], Outcome]) -> tuple[int, int]:
         """Return two neighbouring counts, up to ``most``, between which the limits are just met.
 
         More is called for until a budget is met; without one as long as there is time.
@@ -233,7 +216,7 @@ class _Search:
             return few, few
         if self._is_within(outcome(many)) != self._has_budget:
             return many, many
-        while many - few > max(1.0, most * resolution):
+        while many - few > 1:
             middle = (few + many) // 2
             few, many = (middle, many) if self._is_within(outcome(middle)) != self._has_budget else (few, middle)
         return few, many

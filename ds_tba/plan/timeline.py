@@ -1,18 +1,15 @@
-"""A trace as arrays, also at a coarser grain: what is saved under an assignment, and when it is needed."""
+"""A trace as arrays: what is saved under an assignment, and when it is needed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ds_tba.config import IO_ALIGNMENT_BYTES, Placement
 from ds_tba.plan.trace import OUTSIDE, Trace
-
-# A group may be no larger than this fraction of staging, or it could not flow through staging as its members do.
-GROUP_FRACTION_OF_STAGING = 0.125
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -79,7 +76,7 @@ class Timeline:
         inputs: pairs of a storage and a block that reads it and does not produce it.
         readers: the same, and the blocks that saved each storage.
         sources: pairs of a storage and one that it can be made again of, in the order of the former.
-        trace: for the scalars of its step; its rows are not those of a coarser grain.
+        trace: for the scalars of its step.
     """
 
     nbytes: Ints
@@ -193,55 +190,6 @@ class Timeline:
         columns += [self.recomputable.reshape(count, -1), *(one.reshape(count, -1) - storages for one in self.sources)]
         is_alike = np.array_equal(self.trace.forwards, storages[:, 0]) and all((one == one[0]).all() for one in columns)
         return count if is_alike else 1
-
-    def groups(self, most: int, forwards: int) -> Ints:
-        """Return the group of each storage: neighbours that the same blocks save, read and own, about ``most`` in all.
-
-        Args:
-            forwards: that are alike, and are grouped alike.
-        """
-        count = len(self.nbytes) // forwards
-        if count * forwards <= most:
-            return np.arange(len(self.nbytes))
-        # Runs of like storages, cut where their bytes pass a multiple of the intended size.
-        bytes_so_far = np.cumsum(self.nbytes[:count])
-        group_bytes = max(1.0, bytes_so_far[-1] * forwards / most)
-        group_bytes = min(group_bytes, self.trace.resources.staging_bytes * GROUP_FRACTION_OF_STAGING)
-        columns = [self.owner, self.movable, self.saved, self.rematerializable, self.used]
-        columns += [self._signature(self.inputs), self._signature(self.readers)]
-        cut = np.arange(count) == 0
-        for column in (*(one[:count] for one in columns), (bytes_so_far / group_bytes).astype(np.int64)):
-            cut[1:] |= column[1:] != column[:-1]
-        return np.asarray(np.cumsum(np.tile(cut, forwards)) - 1)
-
-    def merged(self, group: Ints) -> Timeline:
-        """Return a timeline with one storage for each group of neighbours; times are means, weighted by size."""
-        firsts = np.flatnonzero(np.diff(group, prepend=-1))
-        if len(firsts) == len(group):
-            return self
-        nbytes = np.add.reduceat(self.nbytes, firsts)
-        made, source = np.unique(group[self.sources], axis=1)
-        columns: dict[str, Any] = {
-            "nbytes": nbytes,
-            "sources": np.stack([made, source])[:, made != source],  # what is made within a group is made with it
-        }
-        for name in ("pack_s", "left_s", "used_s", "freed_s", "made_again_s"):
-            columns[name] = np.add.reduceat(getattr(self, name) * self.nbytes, firsts) / nbytes
-        for name in ("padded_bytes", "rematerialize_s"):
-            columns[name] = np.add.reduceat(getattr(self, name), firsts)
-        for name in ("movable", "saved", "used", "owner"):
-            columns[name] = getattr(self, name)[firsts]
-        for name in ("inputs", "readers"):
-            storage, block = getattr(self, name)
-            columns[name] = np.unique(np.stack([group[storage], block]), axis=1)
-        return replace(self, **columns)
-
-    def _signature(self, pairs: Ints) -> Ints:
-        """Return a number for each storage that tells apart which blocks it is paired with."""
-        found = np.zeros(len(self.nbytes), np.int64)
-        # A sum of odd multiples of the block numbers is enough.
-        np.add.at(found, pairs[0], (pairs[1] + 1) * 2654435761)
-        return found
 
 
 def _pairs(pairs: list[tuple[int, int]]) -> Ints:

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.errors import StateError, TransferError
-from ds_tba.stats import KindMeter, PathMeter, readable
+from ds_tba.errors import TransferError
+from ds_tba.stats import KindMeter, PathMeter, RecentRate, readable
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.spans import SpanAllocator
 from ds_tba.storage.swap_file import SwapFile, repair_of
@@ -162,7 +162,6 @@ class SwapPath:
         self.writes = LaneGroup()
         self.reads = LaneGroup()
         self.meter = PathMeter(write_lanes, read_lanes)
-        self.probe_bytes = 0  # written to measure the path
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
         self.full = self.is_growing = False
@@ -221,26 +220,18 @@ class SwapPath:
             "read_beside_write_bytes_per_s": reads.concurrent.bytes_per_s,
             "tensor_bytes": self.tensor_bytes,
             "stored_bytes": self.stored_bytes,
-            "trial_bytes": self.probe_bytes,
             "failure": self.failure,
         }
 
     def rates(self) -> tuple[float, float, float, float]:
         """Return the bytes per second of writes, of reads, and of each while the other runs. Call it under the lock.
 
-        Raises:
-            StateError: one kind was never measured.
+        A kind that has moved nothing yet counts as the other one; where neither has, both are a guess.
         """
-        write, concurrent_write = self._rates_of(self.meter.writes)
-        read, concurrent_read = self._rates_of(self.meter.reads)
+        writes, reads = self.meter.writes, self.meter.reads
+        guess = writes.recent.bytes_per_s or reads.recent.bytes_per_s or 1 / RecentRate.UNKNOWN_S_PER_BYTE
+        (write, concurrent_write), (read, concurrent_read) = (_rates_of(kind, guess) for kind in (writes, reads))
         return write, read, concurrent_write, concurrent_read
-
-    def _rates_of(self, kind: KindMeter) -> tuple[float, float]:
-        alone = kind.alone if kind.alone.is_known else kind.concurrent
-        if not alone.is_known:
-            raise StateError(f"{self.file.directory} was not measured before its rates were asked for; this is a bug")
-        # A rate without recent transfers stays as it was, but neither kind is faster while the other runs.
-        return alone.bytes_per_s, min(kind.concurrent.bytes_per_s or alone.bytes_per_s, alone.bytes_per_s)
 
     def may_grow(self, nbytes: int) -> bool:
         """Return whether the file may grow by so many bytes; say once that its limit keeps it from that."""
@@ -285,3 +276,10 @@ class SwapPath:
             "the drive is full" if full else "a write failed",
             self.failure,
         )
+
+
+def _rates_of(kind: KindMeter, guess: float) -> tuple[float, float]:
+    """Return the bytes per second of a kind alone, and while the other one runs."""
+    alone = kind.alone.bytes_per_s or kind.concurrent.bytes_per_s or guess
+    # A rate without recent transfers stays as it was, but neither kind is faster while the other runs.
+    return alone, min(kind.concurrent.bytes_per_s or alone, alone)

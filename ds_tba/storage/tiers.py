@@ -22,7 +22,6 @@ from ds_tba.storage.codec import Codec
 from ds_tba.storage.host import HostStore, SpareMemory
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapPath
-from ds_tba.storage.probe import measure_drives
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapDirectory, SwapFile, check_directories
 from ds_tba.wear import ASSUMED_TBW, PathWear, drive_of, path_wear, rated, share_a_drive
@@ -113,6 +112,18 @@ class Tiers:
         """Return the rates of each path."""
         return [path.bandwidth() for path in self.paths]
 
+    def rates(self) -> list[tuple[float, float, float, float]]:
+        """Return :meth:`SwapPath.rates` of each path that works."""
+        if self.nvme is None:
+            return []
+        with self.nvme.lock:
+            return [path.rates() for path in self.paths if path.failure is None]
+
+    def lane_s_per_byte(self) -> float:
+        """Return the processor time that the lanes have taken for a byte that goes out and comes back."""
+        meters = [path.meter for path in self.paths]
+        return max((one.writes.lane_s_per_byte + one.reads.lane_s_per_byte for one in meters), default=0.0)
+
     def summary(self) -> dict[str, Any]:
         """Return the fields of the report about stores and drives."""
         # Takes no lock: the closer's thread calls this, too, after a lane has hung with its lock held.
@@ -188,7 +199,10 @@ class Tiers:
             f"{readable(sum(file.limit_bytes for file in files))} at most",
         ]
         if self.shares_drive_with_zero and self._config.placement == "adaptive":
-            parts.append("ZeRO's offload uses a drive of these, too: plans begin with a quarter of the bytes")
+            parts.append(
+                "ZeRO's offload uses a drive of these, too: plans begin with a quarter of the bytes, and offload more "
+                "in the same time with either of them on a second drive"
+            )
         if not all(file.direct for file in files):
             parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
         if not all(file.preallocates for file in files):
@@ -206,7 +220,7 @@ class Tiers:
         ]
         if self.host is not None and not self._host_is_first:
             parts.append(f"tensors refused by NVMe go to {self.host_in_words}")
-        return parts + _measured(self.paths)
+        return parts
 
     @property
     def host_in_words(self) -> str:
@@ -273,22 +287,8 @@ class Tiers:
             backend, integrity = self.selection.backend, config.io.integrity
             store = NvmeStore(files, backend, ring, lanes, integrity, codec, is_last=is_last)
             undo.callback(store.close)
-            if len(files) > 1:  # to divide the bytes by
-                measure_drives(store, store.io)
             undo.pop_all()
         return store
-
-
-def _measured(paths: Sequence[SwapPath]) -> list[str]:
-    """Return the rates of all paths together for the start-up line, where they were measured."""
-    rows = [path.bandwidth() for path in paths]
-    if not all(path.probe_bytes for path in paths):
-        return []
-    alone_write, alone_read, write, read = (
-        f"{sum(row[f'{key}_bytes_per_s'] for row in rows) / 1e9:.2f}"
-        for key in ("write_alone", "read_alone", "write_beside_read", "read_beside_write")
-    )
-    return [f"measured {alone_write} GB/s of writes and {alone_read} of reads, at the same time {write} and {read}"]
 
 
 def _open_codec(config: OffloadConfig, selection: Selection) -> Codec | None:

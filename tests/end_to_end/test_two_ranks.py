@@ -157,7 +157,7 @@ def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_pa
     config, size = runs.plain_config(3), ("--steps", "8", "--tokens", "1024")
     without = runs.run_once(config, tmp_path, *size, ranks=2)
     assert without.returncode == 0, without.output
-    # Nothing is large enough to be moved: whatever the ranks measure, recomputing alone makes the peak lower.
+    # Nothing is large enough to be moved, and no rate is known: recomputing alone makes the peak lower.
     block = {"min_tensor_bytes": 8 << 20, "max_step_overhead": 1000.0, "recompute": True}
     with_us = runs.run(
         runs.with_block(config, tmp_path, **block),
@@ -171,8 +171,7 @@ def test_ranks_with_unequal_drives_recompute_the_same_blocks_under_zero_3(tmp_pa
     assert with_us.outcome == without.outcome
     assert len(with_us.outcome[0]) == 16 and len(with_us.outcome[1]) == 2
     reports = [json.loads((tmp_path / name).read_text()) for name in ("report.json", "report.json.rank1")]
-    own = [report["bandwidth"][0]["write_alone_bytes_per_s"] for report in reports]
-    assert own[0] > 3 * own[1]
+    assert not any(report["bandwidth"][0]["write_bytes_per_s"] for report in reports)
     assert all(report["plan"]["recomputed_blocks"] > 0 and report["recomputed_bytes"] > 0 for report in reports)
     plans = [{**report["plan"], "reason": "", "measured_step_s": None} for report in reports]  # those are a rank's own
     assert plans[0] == plans[1]

@@ -32,6 +32,7 @@ from ds_tba.core.eligibility import Eligibility
 from ds_tba.core.saved import Hooks, RecordState
 from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.plan.feedback import Action
 from ds_tba.stats import Gauge
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
@@ -198,7 +199,7 @@ def test_recording_again_follows_the_plan_for_the_rest_of_the_step(make: Make) -
     offloader = make(ours, max_step_overhead=1000.0)
     controller = controller_of(offloader)
     steps(ours, offloader, [64] * FIRST_PLAN, 6)
-    controller._record()
+    controller._do(Action.RECORD)
     policies = []
     for _ in range(6):
         with offloader.saving():

@@ -34,7 +34,6 @@ from support.stepping import assert_same_steps
 from torch import nn
 
 from ds_tba.core.hooks import innermost_hooks
-from ds_tba.errors import PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.feedback import MIN_STEPS, Action, Feedback
@@ -240,25 +239,6 @@ def test_other_blocks_than_planned_ask_for_another_trace(make: Make) -> None:
     assert report.plans >= 2 and report.plan is not None and report.plan["blocks"] == DEPTH + 2
 
 
-def test_drives_that_cannot_be_measured_again_do_not_end_the_training(
-    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(self: Any) -> None:
-        raise PathError("the drive is gone")
-
-    ours = model()
-    offloader = make(ours, planner=PLANNERS["keep"])  # nothing moves: the drives may be faster by now
-    steps(ours, offloader, [ROWS] * (FIRST_PLAN + 2))
-    monkeypatch.setattr("ds_tba.plan.rates.Rates.measure", fails)
-    monkeypatch.setattr("ds_tba.plan.rates.Rates.may_measure", lambda _: True)
-    monkeypatch.setattr("ds_tba.plan.feedback.Feedback.decide", lambda *_: Action.PLAN)
-    steps(ours, offloader, [ROWS])
-    assert offloader.report().plans >= 1
-    assert any(
-        "what was measured before counts: PathError: the drive is gone" in record.message for record in caplog.records
-    )
-
-
 def test_forwards_without_a_backward_are_said_once_and_tried_again_later(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -336,9 +316,7 @@ def test_what_cannot_be_found_out_when_a_plan_is_made_delays_the_plan(
     ours, offloader = trained(make, FIRST_PLAN)
     with monkeypatch.context() as patched:
         patched.setattr("ds_tba.plan.feedback.Feedback.decide", lambda *_: Action.PLAN)
-        patched.setattr("ds_tba.plan.rates.Machine.limits", no_descriptors)
-        patched.setattr("ds_tba.plan.rates.Rates.measure", no_descriptors)
-        patched.setattr("ds_tba.plan.rates.Rates.may_measure", lambda _: True)
+        patched.setattr("ds_tba.plan.machine.Machine.limits", no_descriptors)
         steps(ours, offloader, [ROWS] * 2)
     assert any("no part in a plan now: OSError" in record.message for record in caplog.records)
     assert sum("no new plan now" in record.message for record in caplog.records) == 1
@@ -356,7 +334,7 @@ def test_larger_storages_count_once_where_the_plan_for_them_is_delayed(
     feedback = controller_of(offloader).feedback
     kept_s = feedback.kept_s
     with monkeypatch.context() as patched:
-        patched.setattr("ds_tba.plan.rates.Machine.limits", no_descriptors)
+        patched.setattr("ds_tba.plan.machine.Machine.limits", no_descriptors)
         steps(ours, offloader, [2 * ROWS] * (4 * MIN_STEPS))
     assert offloader.report().plans == 1 and feedback.kept_s == kept_s
     with monkeypatch.context() as patched:

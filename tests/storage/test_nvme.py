@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,7 +30,7 @@ from support.modelled_drive import ModelledDrive
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba import stats as path_meter
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, PathError, StateError
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.storage import swap_file
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
@@ -39,7 +38,6 @@ from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import Part, PartState
-from ds_tba.storage.swap_file import SwapFile
 
 
 def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
@@ -159,11 +157,10 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
         store.release(ticket)
 
 
-def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
+def test_paths_begin_with_equal_shares_and_go_on_with_what_transfers_show(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(path_meter, "STEADY_BYTES", 4 * MIB)
-    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, 8 * MIB))
     slow_files, clocks = set[int](), dict[int, Clock]()
     of_files, of_meters = itertools.tee((Clock(), Clock()))
     monkeypatch.setattr("ds_tba.storage.path.PathMeter", lambda *lanes: path_meter.PathMeter(*lanes, next(of_meters)))
@@ -177,8 +174,8 @@ def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
 
     store = make_store(UnequalBackend(1e12), paths=2, lanes=Lanes(1, 1))
     first, second = store.paths
-    assert first.meter.writes.recent.bytes_per_s > 0 and second.meter.reads.recent.bytes_per_s > 0
     before = first.busy_s(MIB)
+    assert before == second.busy_s(MIB) > 0
     slow_files.add(first.file.fd)
     for _ in range(6):
         for ticket in [stored(store, noise(MIB)) for _ in range(8)]:
@@ -189,14 +186,6 @@ def test_bandwidth_is_measured_at_the_start_and_corrected_as_it_runs(
         assert part_of(ticket).extent.nbytes == MIB
     assert first.extents.used_bytes < second.extents.used_bytes
     assert len(tickets) == 9
-
-
-def _already_reserved(init: Callable[..., None], nbytes: int) -> Callable[..., None]:
-    def __init__(self: SwapFile, directory: Path, limit_bytes: int) -> None:
-        init(self, directory, limit_bytes)
-        self.reserve_first(nbytes)
-
-    return __init__
 
 
 class _Timed(IoHandle):
@@ -212,14 +201,6 @@ class _Timed(IoHandle):
     def read(self, data: torch.Tensor, offset: int) -> None:
         self._inner.read(data, offset)
         self._clock.now_s += self._took_s(data.numel())
-
-
-def test_a_path_that_fails_its_first_transfer_is_refused(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SwapFile, "__init__", _already_reserved(SwapFile.__init__, MIB))
-    with pytest.raises(PathError, match=r"Input/output error.*or name another directory"):
-        make_store(ScriptedBackend(fails("write")), paths=2)
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------

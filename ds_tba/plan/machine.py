@@ -1,0 +1,89 @@
+"""The machine that plans are made for: its limits, its rates as steps show them, its memory and its clock.
+
+Drives are not measured before the first step: that and the recorded steps move everything, and show their rates.
+
+[Note: I/O interference] On a device the lanes and the copy engine work beside the kernels, and take next to nothing
+from them. On a CPU they share processor and memory: there moving a byte is assumed to cost the kernels as much time as
+its write and its read took of the lanes' processor time. What else moving costs, ``feedback.py`` learns from the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ds_tba.config import OffloadConfig, Placement
+from ds_tba.device.accelerator import Clock, MemoryMeter
+from ds_tba.plan.plan import Limits
+from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.storage.base import AnyStore
+from ds_tba.storage.host import HostStore
+from ds_tba.storage.staging import CopyRates
+from ds_tba.wear import write_limit_bytes_per_step
+
+# Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
+# fraction of the device memory's bandwidth.
+LINK_FRACTION = 0.02
+
+
+class Places(Protocol):
+    """The tiers, as plans see them: ``Tiers`` documents these."""
+
+    @property
+    def by_placement(self) -> Mapping[Placement, AnyStore]: ...
+    @property
+    def host(self) -> HostStore | None: ...
+    def left_tbw(self) -> float: ...
+    def stored_share(self) -> float: ...
+    def rates(self) -> list[tuple[float, float, float, float]]: ...
+    def lane_s_per_byte(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """See the head.
+
+    Attributes:
+        copies: the rates of copies between the device and host memory.
+        memory: of everything but saved tensors.
+        clock: of the training device.
+        is_synchronous: the device is the host.
+        sharers: ranks that share the device's memory.
+        is_drive_shared: ZeRO uses a drive of any rank, too.
+    """
+
+    config: OffloadConfig
+    tiers: Places
+    copies: CopyRates
+    memory: MemoryMeter
+    clock: Clock
+    is_synchronous: bool = False
+    sharers: int = 1
+    is_drive_shared: bool = False
+
+    def resources(self) -> Resources:
+        """Return the rates of now; a path that failed is left out."""
+        return Resources(
+            tuple(PathRates(*path) for path in self.tiers.rates()),
+            self.copies.out_bytes_per_s,
+            self.copies.in_bytes_per_s,
+            self.config.slots_bytes,
+            is_synchronous=self.is_synchronous,
+            compute_s_per_byte=(
+                self.tiers.lane_s_per_byte() if self.is_synchronous else LINK_FRACTION / self.copies.out_bytes_per_s
+            ),
+        )
+
+    def limits(self, step_s: float) -> Limits:
+        """Return the limits of the cost of a plan for a step that takes so many seconds."""
+        left_tbw, stored_share = self.tiers.left_tbw(), self.tiers.stored_share()
+        # In bytes of storages, as plans count.
+        write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s) / stored_share
+        host_bytes = self.tiers.host.capacity_bytes() if self.tiers.host is not None else 0
+        found = Limits.of(self.config, write_limit)
+        return replace(found, endurance_tbw=left_tbw, stored_share=stored_share, host_budget_bytes=host_bytes)
+
+    def room_bytes(self) -> float:
+        """Return the device memory that is free for this rank's activations at the beginning of a step."""
+        return self.memory.room_bytes() / self.sharers

@@ -1,0 +1,231 @@
+"""The resources that a plan is made from: copies, paths as they are now, and the slowest of several ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Closing
+from support.doubles import Clock, CpuAccelerator, EventAccelerator, wait_for_writes
+
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import MemoryMeter
+from ds_tba.device.copies import Copies
+from ds_tba.plan.machine import LINK_FRACTION, Machine
+from ds_tba.plan.trace import PathRates, Resources, slowest
+from ds_tba.stats import Kind, PathMeter
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.staging import TIMES, CopyRates, measure_copies
+from ds_tba.storage.tiers import Tiers
+
+MIB = 1 << 20
+IO = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
+COPIES = CopyRates(3e9, 4e9)
+MakeMachine = Callable[..., tuple[Machine, Any]]
+
+
+@pytest.fixture
+def make_machine(tmp_path: Path, closing: Closing) -> MakeMachine:
+    """Make a machine of so many directories, and its NVMe store."""
+    tiers_of = closing(Tiers)
+
+    def make(paths: int = 1, *, is_synchronous: bool = True, **block: Any) -> tuple[Machine, NvmeStore | None]:
+        directories = [str(tmp_path / f"nvme{number}") for number in range(paths)]
+        for directory in directories:
+            Path(directory).mkdir(exist_ok=True)
+        config = OffloadConfig.model_validate({"nvme_path": directories or None, "io": IO, **block})
+        device = CpuAccelerator()
+        tiers = tiers_of(config, AioConfig(), device, zero_paths=(), rank=0, ranks_on_node=1)
+        memory = MemoryMeter(device.memory, lambda: 0)
+        return Machine(config, tiers, COPIES, memory, device.clock, is_synchronous), tiers.nvme
+
+    return make
+
+
+class Paced(CpuAccelerator):
+    """Copies take so many seconds of a clock, one after the other."""
+
+    def __init__(self, clock: Clock, *took_s: float) -> None:
+        self.clock = clock
+        self.took_s = list(took_s)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        super().copy(source, target)
+        self.clock.now_s += self.took_s.pop(0)
+
+
+def test_the_best_copy_each_way_counts() -> None:
+    clock = Clock()
+    device = Paced(clock, 99.0, 4.0, 3.0, 2.0, 5.0, 6.0, 9.0, 0.5, 9.0, 9.0, 9.0)
+    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
+    assert (found.out_bytes_per_s, found.in_bytes_per_s) == (MIB / 2.0, MIB / 0.5)
+    assert TIMES == 5 and not device.took_s
+
+
+def test_an_asynchronous_copy_has_ended_before_its_time_is_taken() -> None:
+    clock = Clock()
+
+    class Accelerator(EventAccelerator):
+        """A copy takes its time when somebody waits for it."""
+
+        def __init__(self) -> None:
+            super().__init__(threading.Event())
+            self.under_way = 0
+            self.new_event.synchronize = lambda _: self.end()  # type: ignore[method-assign]
+
+        def end(self) -> None:
+            clock.now_s += 0.25 * self.under_way
+            self.under_way = 0
+
+        def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+            super().copy(source, target)
+            self.under_way += 1
+
+    device = Accelerator()
+    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
+    assert (found.out_bytes_per_s, found.in_bytes_per_s) == (4 * MIB, 4 * MIB)
+
+
+def measured(store: NvmeStore, index: int, *rates: float) -> Clock:
+    """Give a path write, read, write beside and read beside rates in MiB/s; its clock."""
+    clock = Clock()
+    store.paths[index].meter = meter = PathMeter(1, 1, clock)
+    for kind, other, beside, rate in zip(
+        [Kind.WRITE, Kind.READ] * 2, [Kind.READ, Kind.WRITE] * 2, (False, False, True, True), rates, strict=False
+    ):
+        neighbour = meter.start(other, MIB) if beside else None
+        move(meter, clock, kind, rate)
+        if neighbour is not None:
+            meter.stop(neighbour, moved=False)
+    return clock
+
+
+def move(meter: PathMeter, clock: Clock, kind: Kind, rate: float) -> None:
+    transfer = meter.start(kind, 64 * MIB)
+    clock.now_s += 64 / rate
+    meter.stop(transfer)
+
+
+def rates_of(path: PathRates) -> tuple[float, ...]:
+    return tuple(
+        rate / MIB
+        for rate in (
+            path.write_bytes_per_s,
+            path.read_bytes_per_s,
+            path.write_beside_read_bytes_per_s,
+            path.read_beside_write_bytes_per_s,
+        )
+    )
+
+
+def paths_of(machine: Machine) -> list[tuple[float, ...]]:
+    return [rates_of(path) for path in machine.resources().paths]
+
+
+def test_the_paths_are_as_they_are_now(make_machine: MakeMachine) -> None:
+    machine, store = make_machine(paths=2)
+    measured(store, 0, 10, 20, 5, 8)
+    second = measured(store, 1, 40, 80, 30, 30)
+    first = pytest.approx((10, 20, 5, 8))
+    assert paths_of(machine) == [first, pytest.approx((40, 80, 30, 30))]
+    for _ in range(4):
+        move(store.paths[1].meter, second, Kind.WRITE, 4.0)
+    # Beside a read it cannot be faster.
+    assert paths_of(machine) == [first, pytest.approx((4, 80, 4, 30), rel=0.02)]
+    store.paths[0].fail(OSError("Input/output error"))
+    assert paths_of(machine) == [pytest.approx((4, 80, 4, 30), rel=0.02)]
+
+
+def test_what_was_seen_beside_only_counts_for_both(make_machine: MakeMachine) -> None:
+    machine, store = make_machine()
+    clock = measured(store, 0, 10, 20)
+    assert paths_of(machine) == [pytest.approx((10, 20, 10, 20))]
+    store.paths[0].meter = meter = PathMeter(1, 1, clock)
+    read = meter.start(Kind.READ, 64 * MIB)
+    move(meter, clock, Kind.WRITE, 4.0)
+    meter.stop(read)
+    assert paths_of(machine) == [pytest.approx((4, 4, 4, 4))]
+
+
+def test_a_kind_that_has_moved_nothing_counts_as_the_other_and_before_both_is_a_guess(
+    make_machine: MakeMachine,
+) -> None:
+    """As where backward got everything before it was written, or the host tier took it."""
+    machine, store = make_machine()
+    guess = machine.resources().paths[0]
+    assert len(set(rates_of(guess))) == 1 and guess.write_bytes_per_s == pytest.approx(1e9)
+    measured(store, 0, 10)
+    assert paths_of(machine) == [pytest.approx((10, 10, 10, 10))]
+
+
+def test_lanes_take_of_the_kernels_on_a_cpu_and_copies_next_to_nothing_on_a_device(make_machine: MakeMachine) -> None:
+    machine, store = make_machine()
+    assert machine.resources().compute_s_per_byte == 0.0  # nothing has moved
+    for _ in range(2):
+        ticket = store.put(torch.ones(MIB, dtype=torch.uint8), wait=True)
+        wait_for_writes(store)
+        store.get(ticket, torch.device("cpu"))
+        store.release(ticket)
+    meter = store.paths[0].meter
+    expected = meter.writes.lane_s / meter.writes.moved_bytes + meter.reads.lane_s / meter.reads.moved_bytes
+    assert 0 < machine.resources().compute_s_per_byte == expected
+    on_device, _ = make_machine(is_synchronous=False)
+    assert on_device.resources().compute_s_per_byte == LINK_FRACTION / COPIES.out_bytes_per_s
+
+
+def test_without_nvme_there_are_no_paths(make_machine: MakeMachine) -> None:
+    machine, _ = make_machine(0, placement="host", host_budget_bytes=MIB)
+    found = machine.resources()
+    assert found.paths == () and found.staging_bytes == machine.config.io.ring_bytes
+    assert (found.copy_out_bytes_per_s, found.copy_in_bytes_per_s) == (3e9, 4e9)
+    assert found.is_synchronous and found.compute_s_per_byte == 0.0
+
+
+# ---- of several ranks -----------------------------------------------------------------------------------------------
+
+
+def machine(*paths: PathRates, out: float = 10.0, into: float = 20.0, staging: int = 64) -> Resources:
+    return Resources(paths, out, into, staging)
+
+
+def test_the_slowest_is_taken_of_all_paths_together() -> None:
+    found = slowest(
+        [
+            machine(PathRates(9, 2, 8, 1), PathRates(5, 5, 5, 5), out=3.0, staging=64),
+            machine(PathRates(1, 7, 1, 6), PathRates(6, 4, 6, 4), into=2.0, staging=16),
+            machine(PathRates(20, 20, 20, 20)),
+        ]
+    )
+    assert found == machine(PathRates(7, 7, 7, 6), out=3.0, into=2.0, staging=16)
+
+
+def test_where_one_has_no_path_none_has() -> None:
+    assert slowest([machine(PathRates(1, 1, 1, 1)), machine()]).paths == ()
+
+
+def test_one_alone_is_itself() -> None:
+    alone = replace(machine(PathRates(1, 2, 1, 2)), is_synchronous=True)
+    assert slowest([alone]) == alone
+
+
+def test_what_moving_takes_of_kernels_is_most_anywhere_and_what_all_can_do() -> None:
+    calm, busy = machine(), replace(machine(), compute_s_per_byte=0.5)
+    waits = replace(machine(), is_synchronous=True)
+    found = slowest([calm, busy, waits])
+    assert found.compute_s_per_byte == 0.5 and found.is_synchronous
+
+
+def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(make_machine: MakeMachine) -> None:
+    machine, store = make_machine(ssd={"rated_endurance_tbw": 10.0, "min_life_days": 1.0})
+    before = machine.limits(1.0)
+    (path,) = store.paths
+    path.tensor_bytes, path.stored_bytes = 100 * MIB, 50 * MIB
+    after = machine.limits(1.0)
+    assert (before.stored_share, after.stored_share) == (1.0, 0.5)
+    assert after.write_limit_bytes_per_step == 2 * before.write_limit_bytes_per_step
+    assert after.endurance_tbw == before.endurance_tbw
