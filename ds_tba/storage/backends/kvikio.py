@@ -12,16 +12,13 @@ the first transfer, and the cu13 build of cuFile never returns from opening its 
 
 [Note: Names] cuFile opens by its path what it was given as a descriptor. Measured with cuFile 1.15: a file made with
 ``O_TMPFILE`` is refused (error 5019), and so is one that was reopened through ``/proc`` or unlinked (5031, "failed to
-obtain new file descriptor"); once it is registered, the name may go.
-
-[Note: Killed runs] Whoever gives a name holds a lock on the file, which ends with the process. A named file without
-a lock is what a killed run left, and goes when the next one in that directory gives a name.
+obtain new file descriptor"); once it is registered, the name may go, and it goes at once: only a run that is killed in
+these milliseconds leaves it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import importlib
 import logging
 import os
@@ -29,7 +26,7 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -264,9 +261,6 @@ def named(fd: int, backend: str) -> Iterator[Path]:
         BackendUnavailableError: the file cannot be linked, as without ``O_TMPFILE``.
     """
     directory = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
-    with suppress(OSError):  # no locks on this file system: then nobody can take it for left behind either
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _remove_left_behind(directory)
     path = directory / f"{PREFIX}{uuid.uuid4().hex}"
     descriptors = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -312,15 +306,3 @@ class Shared:
             last = self._handles == 0
         if last:
             self._end()
-
-
-def _remove_left_behind(directory: Path) -> None:
-    """Remove the files of [Note: Killed runs]."""
-    for path in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # alive, or another user's, or gone already
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(fd)
