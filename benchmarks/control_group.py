@@ -28,13 +28,13 @@ from capacity import MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant
 from capacity import parse as parse_capacity
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-HOST = {"placement": "host", "host_budget_bytes": None, "rematerialize": False}
+HOST: dict[str, Any] = {"placement": "host", "rematerialize": False}
 WAYS = {
     "checkpoint": Variant("torch checkpointing", {}),
     "hf_offload": Variant('Hugging Face\'s `gradient_checkpointing_kwargs={"offload": True}`', {"offload": True}),
     "deepspeed_cpu": Variant("DeepSpeed's `cpu_checkpointing`", {}),
     "nvme": Variant('**ours**, `"placement": "nvme"`', {}, block={"placement": "nvme", "rematerialize": False}),
-    "host": Variant("**ours**, host memory and the drive behind it, `null`", {}, block=HOST),
+    "host": Variant("**ours**, host memory and the drive behind it", {}, block=HOST),
 }
 
 
@@ -78,10 +78,16 @@ def available() -> str:
         return f"no control group of limited memory can be made: {error!r}"
 
 
+def saved_bytes(options: argparse.Namespace) -> int:
+    """Return the bytes of the layers' inputs."""
+    return int(options.layers * options.rows * options.sequence * options.width * 4)
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure in one process, which goes into its group before it has taken memory."""
     if options.group:
         (Path(options.group) / "cgroup.procs").write_text(str(os.getpid()))
+    HOST["host_budget_bytes"] = saved_bytes(options) // 8  # half of what the group has for them
     VARIANTS.update(WAYS)
     sized = parse_capacity([])
     sized.longest_sequence, sized.min_tensor_kib = options.sequence, 64
@@ -146,13 +152,14 @@ def main(argv: list[str] | None = None) -> int:
                 found = {"ended": str(error)}
             return {**found, "group_peak_bytes": group.peak_bytes}
 
-    saved_bytes = options.layers * options.rows * options.sequence * options.width * 4
     turn("nvme", None)  # whoever reads the libraries' files first has them counted as memory of its group
     nvme = turn("nvme", None)
     if "ended" in nvme:
         raise SystemExit(nvme["ended"])
-    limit_bytes = nvme["group_peak_bytes"] + saved_bytes // 4
-    inputs, limit, peak = (f"{one / MIB:.0f} MiB" for one in (saved_bytes, limit_bytes, nvme["group_peak_bytes"]))
+    limit_bytes = nvme["group_peak_bytes"] + saved_bytes(options) // 4
+    inputs, limit, peak = (
+        f"{one / MIB:.0f} MiB" for one in (saved_bytes(options), limit_bytes, nvme["group_peak_bytes"])
+    )
     print(f"{inputs} of layers' inputs; the group may have {limit}, a quarter of them more than the {peak}", end=" ")
     print("of a process that has them on the drive", flush=True)
     outcomes = {way: turn(way, limit_bytes) for way in ("checkpoint", "hf_offload", "deepspeed_cpu", "host")}
@@ -160,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [(WAYS[way].title, *figures(found, nvme)) for way, found in outcomes.items()]
     print("\n".join(markdown_table(columns, rows)))
     outcomes["nvme"] = nvme
-    write_json(options.json, {"limit_bytes": limit_bytes, "saved_bytes": saved_bytes, "outcomes": outcomes})
+    write_json(options.json, {"limit_bytes": limit_bytes, "saved_bytes": saved_bytes(options), "outcomes": outcomes})
     finished = [way for way, found in outcomes.items() if "ended" not in found]
     return 0 if finished == ["host", "nvme"] and outcomes["host"]["losses"] == nvme["losses"] else 1
 

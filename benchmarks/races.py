@@ -18,7 +18,7 @@ every other planner's curve, predicted peaks are within 5 % and predicted step t
 slower drive would have taken; one becomes slower by ten when it has a plan. It holds where no step is longer than
 ``max_step_overhead`` allows (and the noise), and no peak is above the plain model's.
 
-``host``: host memory of a fixed size, what the machine can spare, and the same with the drive behind it.
+``host``: host memory of a fixed size, half of what is free, and the same with the drive behind it.
 
 Into ``--out`` go the results and a table, ``curve.json`` and ``curve.md``, say. The exit status is 0 if all results are
 equal and every claim holds.
@@ -124,7 +124,7 @@ def enter_host(race: Race, options: argparse.Namespace) -> None:
     race.enter([
         PLAIN, AGAIN,
         host("host memory of a fixed size", FIXED_HOST_BYTES, nvme_path=None),
-        host("host memory that the machine can spare", None, nvme_path=None),
+        host("host memory, half of what is free", None, nvme_path=None),
         host("the same, and a drive behind it", None),
     ])  # fmt: skip
 

@@ -326,7 +326,7 @@ class OffloadConfig(Block):
         if self.enabled and self.placement == "host" and self.host_budget_bytes == 0:
             yield (
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take, or null for '
-                "what the machine can spare"
+                "half of what is free"
             )
         repeated = sorted(path for path, count in Counter(self.blocks).items() if count > 1)
         if repeated:

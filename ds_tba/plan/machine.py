@@ -80,7 +80,7 @@ class Machine:
         left_tbw, stored_share = self.tiers.left_tbw(), self.tiers.stored_share()
         # In bytes of storages, as plans count.
         write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s) / stored_share
-        host_bytes = self.tiers.host.capacity_bytes() if self.tiers.host is not None else 0
+        host_bytes = self.tiers.host.limit_bytes if self.tiers.host is not None else 0
         found = Limits.of(self.config, write_limit)
         return replace(found, endurance_tbw=left_tbw, stored_share=stored_share, host_budget_bytes=host_bytes)
 

@@ -1,14 +1,8 @@
 """How does a storage come to host memory and back? The tier of ``host_budget_bytes``.
 
-An accelerator's pinning rounds an allocation up to a power of two (2.25 GiB become 4.0), so memory is taken in powers
-of two. A budget is the sum of some, all taken at the first save; ``tiers.py`` asks whether the machine has so much.
-
-[Note: Spare memory] Without a budget the tier takes one segment after the other, as storages come, while the machine
-can spare them, and gives those that are empty back when it cannot: a process that grows takes precedence. The system
-ends the largest process when memory runs out, and that is the one with such a tier. To spare is what is free, less the
-tenth of it that was left at the start to whatever comes later (as on a device), and less what everything else in this
-process has needed before and will need again. Nobody knows that of a step that is larger than all before it, as the
-first one is: what such a step saves in excess of them goes to the drive, where there is one.
+Memory is taken in segments, as storages come, and kept until the engine ends. An accelerator's pinning rounds an
+allocation up to a power of two (2.25 GiB become 4.0), so each segment is one. ``tiers.py`` says how much the tier takes
+at most, and how much of the machine's memory it has to leave.
 """
 
 from __future__ import annotations
@@ -19,18 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES
-from ds_tba.device.accelerator import (
-    TEMPORARY_FRACTION,
-    Accelerator,
-    Event,
-    HostMemoryUse,
-    MemoryMeter,
-    available_bytes,
-)
+from ds_tba.device.accelerator import Accelerator, Event, available_bytes
 from ds_tba.device.copies import Arrival, Copies, PendingCopy
 from ds_tba.device.memory import huge_page_memory, is_out_of_memory
 from ds_tba.errors import StateError
-from ds_tba.stats import Gauge, StoreStats
+from ds_tba.stats import StoreStats
 from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
 from ds_tba.storage.spans import CopySafeAllocator, Span
 from ds_tba.storage.staging import CLOSED
@@ -38,40 +25,6 @@ from ds_tba.storage.staging import CLOSED
 MIN_SEGMENT_BYTES = 1 << 20
 # A segment has room for so many storages as it was taken for, and a new one is at least that part of all.
 PARTS = 8
-
-
-class SpareMemory:
-    """Host memory that the machine can spare for this rank; see [Note: Spare memory].
-
-    Args:
-        accelerator: where its memory is the host's, everything else has peaks there in each step.
-        ranks: of this machine, each with a tier.
-
-    Attributes:
-        taken: by the tier.
-        most_bytes: as much as it may ever have.
-    """
-
-    def __init__(self, accelerator: Accelerator, ranks: int) -> None:
-        free_bytes = available_bytes()
-        self.taken = Gauge()
-        self._ranks = ranks
-        self._left_bytes = int(TEMPORARY_FRACTION * free_bytes)
-        self.most_bytes = (free_bytes - self._left_bytes) // ranks
-        self._meter = MemoryMeter(HostMemoryUse(), lambda: self.taken.now) if accelerator.is_synchronous else None
-        self.sample()  # peaks count from here on
-
-    def sample(self) -> float:
-        """Return the peak memory of everything else above its present; called before and after each allocation."""
-        return 0.0 if self._meter is None else self._meter.sample()
-
-    def more_bytes(self) -> float:
-        """Return the bytes that the tier may take in addition now; below 0, those that it had better give back."""
-        try:
-            spare_bytes = (available_bytes() - self._left_bytes) / self._ranks - self.sample()
-        except OSError:  # no file descriptor to ask with
-            return 0.0
-        return min(spare_bytes, self.most_bytes - self.taken.now)
 
 
 class Segment:
@@ -117,35 +70,40 @@ class HostStore(Store[HostTicket]):
 
     Args:
         accelerator: pins the memory and orders the copies.
-        budget: bytes, all taken at the first put (a multiple of 1 MiB is used), or what the machine can spare, taken
-            when wanted.
+        limit_bytes: as much as it holds at most.
+        reserve_bytes: memory of the machine that stays free, so that the tier may stay smaller.
         ahead_bytes: bound of what is copied to the device before backward asks for it, and of the device memory that
             waits for its copy out (a larger tensor goes alone). The host runs far ahead of a device: without the second
             bound a whole forward would be held until the device has come so far.
         is_last: whether what finds no room stays in device memory; else a drive takes it.
 
     Attributes:
-        limit_bytes: as much as it holds at most.
+        limit_bytes: as given.
+        taken_bytes: host memory that it has.
     """
 
     def __init__(
-        self, accelerator: Accelerator, budget: int | SpareMemory, ahead_bytes: int = 256 << 20, *, is_last: bool = True
+        self,
+        accelerator: Accelerator,
+        limit_bytes: int,
+        ahead_bytes: int = 256 << 20,
+        *,
+        reserve_bytes: int = 0,
+        is_last: bool = True,
     ) -> None:
         self.stats = StoreStats()
-        self._accelerator = accelerator
-        self._spare = budget if isinstance(budget, SpareMemory) else None
-        self._is_last = is_last
+        self.limit_bytes = limit_bytes
+        self.taken_bytes = 0
+        self._reserve_bytes = reserve_bytes
         self._may_grow = True
-        self._offered_bytes = self._known_bytes = 0  # in this step, and at most in one before
-        self._is_synchronous = accelerator.is_synchronous
+        self._accelerator = accelerator
+        self._is_last = is_last
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
         # No lanes wait for this lock, so that copies into the device may be queued under it.
         self._lock = threading.Lock()
-        self._sizes = [] if isinstance(budget, SpareMemory) else segment_sizes(budget)
-        self._segments: list[Segment] = []  # from the first put on, until they are given back
-        self.limit_bytes = budget.most_bytes if isinstance(budget, SpareMemory) else sum(self._sizes)
+        self._segments: list[Segment] = []
         self._closed = False
 
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> HostTicket | Refusal:
@@ -153,7 +111,6 @@ class HostStore(Store[HostTicket]):
             self._settle()
             # Or a whole forward would be held in device memory until the device has come so far.
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
-            self._offered_bytes += data.numel()
             found = self._allocate(data.numel())
             if found is None:
                 refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
@@ -175,7 +132,7 @@ class HostStore(Store[HostTicket]):
     def prefetch(self, ticket: HostTicket) -> bool:
         with self._lock:
             self._copies.settle()
-            if self._is_synchronous or ticket.arrival is not None or self._closed:
+            if self._accelerator.is_synchronous or ticket.arrival is not None or self._closed:
                 return True
             is_far = self._ahead_bytes and self._ahead_bytes + ticket.nbytes > self._ahead_limit_bytes
             if is_far or self._copies.is_full:
@@ -215,28 +172,16 @@ class HostStore(Store[HostTicket]):
             return self._copies.under_way
 
     def end_step(self) -> None:
-        """Ask the machine anew what it can spare: a whole step is over, and has shown what else it needs."""
-        with self._lock:
-            if self._spare is not None:  # now: who measures steps may have the peak reset before the next
-                self._spare.sample()
-            self._may_grow = True
-            self._known_bytes, self._offered_bytes = max(self._known_bytes, self._offered_bytes), 0
-
-    def capacity_bytes(self) -> int:
-        """Return the bytes that it could hold now."""
-        with self._lock:
-            if self._spare is None:
-                return self.limit_bytes
-            return max(0, self._spare.taken.now + int(self._spare.more_bytes()))
+        """Ask the machine for memory again, if it had none in this step."""
+        self._may_grow = True
 
     def give_back(self) -> bool:
         with self._lock:
             self._settle()
             if self._closed or self._copies.under_way or not all(one.spans.is_unused for one in self._segments):
                 return self._closed
-            if self._spare is not None:
-                self._spare.taken.add(-sum(one.spans.capacity_bytes for one in self._segments))
             self._segments.clear()
+            self.taken_bytes = 0
         return True
 
     def close(self) -> None:
@@ -246,56 +191,35 @@ class HostStore(Store[HostTicket]):
             self._segments.clear()
 
     def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
-        if self._spare is None:
-            if not (self._segments or self._closed):
-                self._segments = [Segment(host_memory(size, self._accelerator)) for size in self._sizes]
-            return self._fitted(nbytes)
-        if not self._is_last and self._offered_bytes > self._known_bytes:
-            return None
-        is_first = self._offered_bytes == nbytes  # in this step
-        was_empty = all(segment.spans.is_unused for segment in self._segments)
-        if (is_first or was_empty) and self._spare.more_bytes() < 0:  # not each time: it takes a millisecond
-            self._shrink(self._spare)
-        return self._fitted(nbytes) or self._grown(nbytes, self._spare)
-
-    def _fitted(self, nbytes: int) -> tuple[Segment, Span] | None:
         for segment in self._segments:
             span = segment.spans.allocate(nbytes)
             if span is not None:
                 return segment, span
-        return None
+        grown = self._grow(max(nbytes, MIN_SEGMENT_BYTES))
+        span = None if grown is None else grown.spans.allocate(nbytes)
+        return None if grown is None or span is None else (grown, span)
 
-    def _shrink(self, spare: SpareMemory) -> None:
-        """Give empty segments back until the machine is short no longer."""
-        while spare.more_bytes() < 0:
-            unused = [index for index, segment in enumerate(self._segments) if segment.spans.is_unused]
-            if not unused:
-                break
-            spare.taken.add(-self._segments.pop(unused[-1]).spans.capacity_bytes)
-            self._accelerator.give_pinned_back()
-
-    def _grown(self, nbytes: int, spare: SpareMemory) -> tuple[Segment, Span] | None:
-        """Take one more segment, if the machine can spare that; if not, it is asked again in the next step."""
-        if self._closed or not self._may_grow:
+    def _grow(self, least_bytes: int) -> Segment | None:
+        """Take one more segment, if the limit and the machine have room; if not, they are asked in the next step."""
+        room_bytes = self.limit_bytes - self.taken_bytes
+        if self._closed or not self._may_grow or room_bytes < least_bytes:
             return None
-        least_bytes = max(nbytes, MIN_SEGMENT_BYTES)
-        wanted_bytes = max(PARTS * least_bytes, spare.taken.now // PARTS)
-        size, more_bytes = 1 << (wanted_bytes - 1).bit_length(), spare.more_bytes()
-        while size > more_bytes and size >= least_bytes:
-            size //= 2
+        size = 1 << (max(PARTS * least_bytes, self.taken_bytes // PARTS) - 1).bit_length()
         try:
-            segment = Segment(host_memory(size, self._accelerator)) if size >= least_bytes else None
-        except (OSError, RuntimeError, MemoryError) as error:
+            if self._reserve_bytes:
+                room_bytes = min(room_bytes, available_bytes() - self._reserve_bytes)
+            while size > room_bytes and size >= least_bytes:
+                size //= 2
+            if size >= least_bytes:
+                segment = Segment(host_memory(size, self._accelerator))
+                self._segments.append(segment)
+                self.taken_bytes += size
+                return segment
+        except (OSError, RuntimeError, MemoryError) as error:  # OSError: no descriptor to ask with, or no map
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            segment = None
-        span = None if segment is None else segment.spans.allocate(nbytes)
-        if segment is None or span is None:
-            self._may_grow = False
-            return None
-        self._segments.append(segment)
-        spare.taken.add(size)
-        return segment, span
+        self._may_grow = False
+        return None
 
     def _settle(self) -> None:
         """Let go of what copies used that are done. Never blocks."""
@@ -337,9 +261,3 @@ def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:
     if accelerator.is_synchronous:
         return huge_page_memory(nbytes)
     return accelerator.pinned(nbytes)
-
-
-def segment_sizes(budget_bytes: int) -> list[int]:
-    """Return the powers of two, largest first, that sum up to the budget less what is below 1 MiB."""
-    bits = range(budget_bytes.bit_length() - 1, MIN_SEGMENT_BYTES.bit_length() - 2, -1)
-    return [1 << bit for bit in bits if budget_bytes >> bit & 1]

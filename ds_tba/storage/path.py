@@ -261,7 +261,7 @@ class SwapPath:
                 self.file.directory,
                 self.file.size_bytes,
                 error.strerror,
-                repair_of(error, self.file.directory),
+                repair_of(error),
             )
 
     def fail(self, failure: BaseException) -> None:

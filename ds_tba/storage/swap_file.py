@@ -84,7 +84,7 @@ class SwapFile:
             self._close()
             raise PathError(
                 f"nvme_path {self.directory}: cannot make a swap file there ({error.strerror}). "
-                f"{repair_of(error, self.directory)}, or name another directory."
+                f"{repair_of(error)}, or name another directory."
             ) from error
 
     def reserve_first(self, least_bytes: int) -> None:
@@ -98,7 +98,7 @@ class SwapFile:
         except OSError as error:
             raise PathError(
                 f"nvme_path {self.directory}: cannot reserve {least_bytes} bytes there ({error.strerror}). "
-                f"{repair_of(error, self.directory)}, or name another directory."
+                f"{repair_of(error)}, or name another directory."
             ) from error
 
     def grow(self, least_bytes: int) -> bool:
@@ -209,8 +209,8 @@ def fallocate(fd: int, offset: int, nbytes: int) -> bool:
     return True
 
 
-def repair_of(error: OSError, directory: Path) -> str:
-    """Say what to do where a file in ``directory`` could not be made or grow."""
+def repair_of(error: OSError) -> str:
+    """Say what to do where a swap file could not be made or grow."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "Raise the limit of open files (ulimit -n)"
     if error.errno == errno.EFBIG:
@@ -218,18 +218,9 @@ def repair_of(error: OSError, directory: Path) -> str:
         if limit != resource.RLIM_INFINITY:
             return f"Raise the limit of file sizes, which is {limit} bytes (ulimit -f)"
         return "Its file system has no files so large: lower io.swap_file_bytes"
-    if error.errno == errno.ENOSPC and _has_no_inodes(directory):
-        return "Delete files there: it has room, but no inodes left (df -i)"
     if error.errno in _NO_ROOM:
-        return "Free space there, or raise the quota"
+        return "Free space there (or inodes: df -i), or raise the quota"
     return "Check its permissions and mount options"
-
-
-def _has_no_inodes(directory: Path) -> bool:
-    with suppress(OSError):
-        usage = os.statvfs(directory)
-        return usage.f_files > 0 == usage.f_favail
-    return False
 
 
 def _close_if_alive(file: weakref.ref[SwapFile]) -> None:
@@ -307,9 +298,9 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> Swa
     if not path.is_dir():
         raise PathError(f"nvme_path {path} is a file: name a directory on an NVMe drive.")
     file_system = file_system_of(path)
-    if memory := memory_behind(path):
+    if file_system in MEMORY_FILE_SYSTEMS:
         raise PathError(
-            f"nvme_path {path} is on {memory}, which is memory: activations would not leave RAM. "
+            f"nvme_path {path} is on {file_system}, which is memory: activations would not leave RAM. "
             "Name a directory on an NVMe drive."
         )
     usage = os.statvfs(path)
@@ -331,99 +322,20 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> Swa
     return SwapDirectory(path, file_system, free_bytes)
 
 
-# ---- what is behind a path ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    """One line of ``/proc/self/mountinfo``.
-
-    Attributes:
-        number: the kernel's own, which ``/proc/self/fdinfo`` tells for an open file.
-        point: the directory where it is mounted.
-        kind: the type of its file system.
-        options: those of the file system, such as ``upperdir=/data``.
-    """
-
-    number: bytes
-    point: bytes
-    kind: str
-    options: tuple[bytes, ...]
-
-
 def file_system_of(path: Path) -> str:
-    """Return the type of a path's file system; ``"unknown"`` where the kernel does not tell."""
-    mount = _mount_of(path)
-    return "unknown" if mount is None else mount.kind
+    """Return the type of a path's file system, by the kernel's number for its mount; ``"unknown"`` where it tells none.
 
-
-def memory_behind(path: Path) -> str:
-    """Name the memory in which files of ``path`` would lie; empty where it is a drive, or where nobody can tell.
-
-    An overlay writes to its upper directory, and a loop device to its file. In a container both may be out of sight.
+    By the number, because of two mounts with one name only the later one is seen.
     """
-    mount = _mount_of(path)
-    if mount is None or mount.kind in MEMORY_FILE_SYSTEMS:
-        return "" if mount is None else mount.kind
-    for option in mount.options if mount.kind == "overlay" else ():
-        key, _, upper = option.partition(b"=")
-        if key == b"upperdir":
-            return _memory_below(mount.kind, upper)
-    device = path.stat().st_dev
-    block = Path(os.path.realpath(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
-    if re.fullmatch(r"z?ram\d+", block.name):
-        return f"{mount.kind} on {block.name}"
-    try:
-        return _memory_below(f"{mount.kind} on {block.name}", (block / "loop" / "backing_file").read_bytes().strip())
-    except OSError:  # no loop device
-        return ""
-
-
-def _memory_below(name: str, below: bytes) -> str:
-    path = Path(os.fsdecode(below))
-    if not path.is_absolute() or not path.exists():
-        return ""
-    memory = memory_behind(path)
-    return memory and f"{name} on {memory}"
-
-
-def _mount_of(path: Path) -> _Mount | None:
-    """Find the mount of a path by the kernel's number for it, else by its name."""
-    try:
-        mounts = [_mount(line) for line in Path("/proc/self/mountinfo").read_bytes().splitlines()]
-    except OSError:
-        return None
-    number = _mount_number(path)
-    resolved = os.fsencode(path.resolve())
-    found = None
-    for mount in mounts:
-        is_inside = resolved == mount.point or resolved.startswith(mount.point.rstrip(b"/") + b"/")
-        if mount.number == number:
-            return mount
-        if is_inside and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
-    return found
-
-
-def _mount(line: bytes) -> _Mount:
-    """Read a line, whose words are bytes in which blanks and backslashes stand as octal numbers."""
-    fields, _, rest = line.partition(b" - ")
-    words, (kind, _, options) = fields.split(b" "), rest.split(b" ")[:3]
-    return _Mount(words[0], _unescaped(words[4]), os.fsdecode(kind), tuple(map(_unescaped, options.split(b","))))
-
-
-def _unescaped(word: bytes) -> bytes:
-    return re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), word)
-
-
-def _mount_number(path: Path) -> bytes | None:
-    """Ask the kernel for a path's mount: of two with one name only the later one is seen, however it was mounted."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
-            lines = Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines()
+            told = Path(f"/proc/self/fdinfo/{fd}").read_bytes()
         finally:
             os.close(fd)
+        mounts = Path("/proc/self/mountinfo").read_bytes()
     except OSError:
-        return None
-    return next((line.split()[1] for line in lines if line.startswith(b"mnt_id:")), None)
+        return "unknown"
+    number = re.search(rb"^mnt_id:\s*(\d+)", told, re.MULTILINE)
+    mount = number and re.search(rb"^%b .*? - (\S+)" % number[1], mounts, re.MULTILINE)
+    return os.fsdecode(mount[1]) if mount else "unknown"

@@ -19,7 +19,7 @@ from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.backends.select import NAMED, Selection, select_backend
 from ds_tba.storage.base import AnyStore, Refusal
 from ds_tba.storage.codec import Codec
-from ds_tba.storage.host import HostStore, SpareMemory
+from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapPath
 from ds_tba.storage.staging import StagingRing
@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Without io.swap_file_bytes: this part of the free space, shared by the ranks of the machine.
 FREE_SPACE_FRACTION = 0.9
+# With host_budget_bytes null: this part of the memory that is free at the start stays free.
+RESERVED_FRACTION = 0.5
 
 
 class Tiers:
@@ -71,20 +73,20 @@ class Tiers:
         self.nvme: NvmeStore | None = None
         self.host: HostStore | None = None
         self.by_placement: dict[Placement, AnyStore] = {}
-        budget_bytes = config.host_budget_bytes
-        uses_host = budget_bytes != 0 and config.placement != "keep"
+        uses_host = config.host_budget_bytes != 0 and config.placement != "keep"
         self._host_is_first = uses_host and config.placement != "nvme"
-        if uses_host and budget_bytes is not None:
-            _check_host_memory(budget_bytes, ranks_on_node)
+        host_bytes, reserve_bytes = _host_limits(config.host_budget_bytes, ranks_on_node) if uses_host else (0, 0)
         with ExitStack() as undo:
             undo.callback(self.close)
             if config.uses_nvme:
                 self.nvme = self._open_nvme(aio_config, accelerator)
                 self.by_placement[Placement.NVME] = self.nvme
             if uses_host:
-                taken = SpareMemory(accelerator, ranks_on_node) if budget_bytes is None else budget_bytes
                 is_last = self.nvme is None or not self._host_is_first
-                self.host = HostStore(accelerator, taken, config.io.ring_bytes, is_last=is_last)
+                ahead_bytes = config.io.ring_bytes
+                self.host = HostStore(
+                    accelerator, host_bytes, ahead_bytes, reserve_bytes=reserve_bytes, is_last=is_last
+                )
                 host = {Placement.HOST: self.host}  # costs its copies only, and wears nothing
                 self.by_placement = host | self.by_placement if self._host_is_first else self.by_placement | host
             undo.pop_all()
@@ -225,8 +227,7 @@ class Tiers:
     @property
     def host_in_words(self) -> str:
         """Return words for host memory and its bound."""
-        spare = ", as far as the machine has it to spare" if self._config.host_budget_bytes is None else ""
-        return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank{spare}"
+        return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank"
 
     def open(self) -> None:
         """Take lanes, staging and disk space, unless they are taken; the first save would do it in mid-forward.
@@ -317,11 +318,19 @@ def _check_direct(file: SwapFile, selection: Selection) -> None:
         )
 
 
-def _check_host_memory(budget_bytes: int, ranks_on_node: int) -> None:
-    """Refuse a budget that the machine's free memory cannot hold, before taking it page by page."""
+def _host_limits(budget_bytes: int | None, ranks_on_node: int) -> tuple[int, int]:
+    """Return how much host memory this rank takes at most, and how much of the machine's has to stay free.
+
+    Raises:
+        ConfigError: the machine's free memory cannot hold the budget, which is found before taking it page by page.
+    """
     free_bytes = available_bytes()
+    if budget_bytes is None:
+        reserve_bytes = int(free_bytes * RESERVED_FRACTION)
+        return (free_bytes - reserve_bytes) // ranks_on_node, reserve_bytes
     if budget_bytes * ranks_on_node > free_bytes:
         raise ConfigError(
             f'"{BLOCK}.host_budget_bytes" is {budget_bytes} for each of {ranks_on_node} rank(s) of this machine, with '
             f"{free_bytes} bytes of memory available: lower it to {free_bytes // ranks_on_node} at most."
         )
+    return budget_bytes, 0

@@ -15,17 +15,9 @@ from ds_tba.config import Compression
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Store
 from ds_tba.storage.codec import Codec
-from ds_tba.storage.host import HostStore, SpareMemory
+from ds_tba.storage.host import HostStore
 
 PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
-
-
-class TestSpareHostStore(StoreContract):
-    @pytest.fixture
-    def store(self, closing: Closing) -> Store[Any]:
-        spare = SpareMemory(CpuAccelerator(), 1)
-        spare.most_bytes = 16 * MIB
-        return closing(HostStore)(CpuAccelerator(), spare)
 
 
 class TestHostStore(StoreContract):

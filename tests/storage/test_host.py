@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from hypothesis import given
-from hypothesis import strategies as st
 from support.doubles import CpuAccelerator, EventAccelerator
 
-from ds_tba.device.accelerator import MemoryLevels
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.host import HostStore, HostTicket, SpareMemory, segment_sizes
+from ds_tba.storage.host import HostStore, HostTicket
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -24,13 +21,6 @@ def put(store: HostStore, data: torch.Tensor) -> HostTicket:
     ticket = store.put(data, wait=False)
     assert isinstance(ticket, HostTicket), ticket
     return ticket
-
-
-@given(st.integers(0, 1 << 45))
-def test_the_budget_is_used_in_powers_of_two_to_the_mebibyte(budget_bytes: int) -> None:
-    sizes = segment_sizes(budget_bytes)
-    assert all(size & (size - 1) == 0 for size in sizes) and sizes == sorted(set(sizes), reverse=True)
-    assert 0 <= budget_bytes - sum(sizes) < MIB
 
 
 def test_the_budget_is_kept_and_room_comes_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,25 +103,7 @@ def test_a_store_is_closed_only_when_no_copy_reads_its_memory() -> None:
     store.release(ticket)
 
 
-# ---- memory that the machine can spare ----
-
-
-class Machine:
-    """With so much memory free, less what a store has taken."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-        self.free_bytes = free_bytes
-        self.asked = 0
-        self.spare: SpareMemory | None = None
-        monkeypatch.setattr("ds_tba.storage.host.available_bytes", self.available_bytes)
-
-    def available_bytes(self) -> int:
-        self.asked += 1
-        return self.free_bytes - (0 if self.spare is None else self.spare.taken.now)
-
-    def store(self, *, ranks: int = 1, is_last: bool = True) -> HostStore:
-        self.spare = SpareMemory(EventAccelerator(), ranks)  # everything else is on the device
-        return HostStore(CpuAccelerator(), self.spare, is_last=is_last)
+# ---- memory as it is wanted ----
 
 
 def fill(store: HostStore, nbytes: int = MIB, most: int = 1000) -> list[HostTicket]:
@@ -146,28 +118,60 @@ def fill(store: HostStore, nbytes: int = MIB, most: int = 1000) -> list[HostTick
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+class Machine:
+    """With so much memory free, less what a store has taken."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+        self.asked = 0
+        self._stores: list[HostStore] = []
+        monkeypatch.setattr("ds_tba.storage.host.available_bytes", self.available_bytes)
+
+    def available_bytes(self) -> int:
+        self.asked += 1
+        return self.free_bytes - sum(store.taken_bytes for store in self._stores)
+
+    def store(self, limit_bytes: int, reserve_bytes: int) -> HostStore:
+        self._stores.append(HostStore(CpuAccelerator(), limit_bytes, reserve_bytes=reserve_bytes))
+        return self._stores[-1]
+
+
 @pytest.mark.parametrize("nbytes", [1, MIB, 3 * MIB])
-def test_memory_is_taken_as_it_is_wanted_and_a_tenth_of_it_left(
-    monkeypatch: pytest.MonkeyPatch, nbytes: int, ranks: int
-) -> None:
-    machine = Machine(monkeypatch, 100 * MIB)
-    store = machine.store(ranks=ranks)
-    assert store.capacity_bytes() == store.limit_bytes == 90 * MIB // ranks
+def test_memory_is_taken_as_it_is_wanted(nbytes: int) -> None:
+    store = HostStore(CpuAccelerator(), 45 * MIB)
+    assert store.taken_bytes == 0
     tickets = fill(store, nbytes, most=1)
-    assert machine.spare is not None and nbytes <= machine.spare.taken.now <= 32 * MIB
+    assert nbytes <= store.taken_bytes <= 32 * MIB
     tickets += fill(store, nbytes, most=200)
-    assert machine.spare.taken.now <= 90 * MIB // ranks
-    if nbytes >= MIB:  # all of its share, but for the last bits of it; ranks share what is left, too
-        assert len(tickets) * nbytes > (0.75 if ranks == 1 else 0.5) * 90 * MIB / ranks
+    assert store.taken_bytes <= 45 * MIB
+    if nbytes >= MIB:  # all of it, but for the last bits
+        assert len(tickets) * nbytes > 0.8 * 45 * MIB
     for number, ticket in enumerate(tickets[1:]):
         assert store.get(ticket, CPU).data.unique().tolist() == [number % 251]
     store.close()
 
 
+def test_what_the_machine_has_to_keep_free_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 100 * MIB)
+    first, second = machine.store(50 * MIB, 50 * MIB), machine.store(50 * MIB, 50 * MIB)
+    tickets = fill(first, most=24)
+    fill(second)
+    assert first.taken_bytes >= 24 * MIB and first.taken_bytes + second.taken_bytes == 50 * MIB
+    machine.free_bytes = 20 * MIB  # another process grows: what is taken stays in use
+    for ticket in tickets:
+        first.release(ticket)
+    assert len(fill(first)) == first.taken_bytes // MIB
+    machine.free_bytes = 200 * MIB
+    assert fill(second) == []  # it is asked again in the next step
+    second.end_step()
+    assert fill(second) != [] and second.taken_bytes <= 50 * MIB
+    for store in (first, second):
+        store.close()
+
+
 def test_nothing_is_asked_for_storages_that_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 1 << 30)
-    store = machine.store()
+    store = machine.store(1 << 29, 1 << 29)
     fill(store, 64 << 10, most=1)
     asked = machine.asked
     fill(store, 64 << 10, most=100)
@@ -175,89 +179,12 @@ def test_nothing_is_asked_for_storages_that_find_room(monkeypatch: pytest.Monkey
     store.close()
 
 
-def test_a_process_that_grows_gets_back_what_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 100 * MIB)
-    store = machine.store()
-    tickets = fill(store)
-    machine.free_bytes = 50 * MIB
-    assert machine.spare is not None
-    full = machine.spare.taken.now
-    assert fill(store) == []
-    assert machine.spare.taken.now == full  # all of it is in use
-    for ticket in tickets:
-        store.release(ticket)
-    again = fill(store)
-    assert len(again) == 40 - 40 % 8 and machine.spare.taken.now <= 40 * MIB  # a tenth of what was free is left
-    for number, ticket in enumerate(again):
-        assert store.get(ticket, CPU).data.unique().tolist() == [number % 251]
-        store.release(ticket)
-    machine.free_bytes = 5 * MIB
-    assert fill(store) == [] and machine.spare.taken.now == 0
-    machine.free_bytes = 100 * MIB
-    assert fill(store) == []  # asked again in the next step
-    store.end_step()
-    assert len(fill(store)) > 60
-    store.close()
-
-
-def test_a_storage_that_is_held_over_steps_keeps_no_empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 100 * MIB)
-    store = machine.store()
-    held = put(store, torch.ones(MIB, dtype=torch.uint8))  # of a graph that the user keeps
-    for ticket in fill(store):
-        store.release(ticket)
-    assert machine.spare is not None
-    full = machine.spare.taken.now
-    machine.free_bytes = 40 * MIB
-    store.end_step()
-    store.release(put(store, torch.zeros(MIB, dtype=torch.uint8)))
-    assert machine.spare.taken.now < full and machine.spare.more_bytes() >= 0
-    assert torch.equal(store.get(held, CPU).data, torch.ones(MIB, dtype=torch.uint8))
-    store.close()
-
-
-def test_where_a_drive_is_behind_it_takes_what_a_step_saves_beyond_all_before_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "ds_tba")
-    store = Machine(monkeypatch, 100 * MIB).store(is_last=False)
-    for _ in range(5):
-        assert fill(store) == [] and "stays in device memory" not in caplog.text
-    store.end_step()
-    assert len(fill(store)) == 5  # the step before has saved no more
-    for _ in range(100):
-        assert fill(store) == []
-    store.end_step()
-    assert len(fill(store)) > 60
-    store.close()
-    store.end_step()
-    assert store.put(torch.zeros(1, dtype=torch.uint8), wait=False) is Refusal.CLOSED
-
-
-def test_what_everything_else_has_needed_before_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    level = MemoryLevels(50 * MIB, 50 * MIB, 0, 0)
-    monkeypatch.setattr("ds_tba.storage.host.available_bytes", lambda: 100 * MIB)
-    monkeypatch.setattr("ds_tba.storage.host.HostMemoryUse.levels", lambda _: level)
-    spare = SpareMemory(CpuAccelerator(), 1)
-    level = MemoryLevels(50 * MIB, 90 * MIB, 0, 0)  # there was a peak
-    assert spare.more_bytes() == 50 * MIB
-    spare.taken.add(30 * MIB)
-    level = MemoryLevels(80 * MIB, 90 * MIB, 0, 0)
-    assert spare.more_bytes() == 50 * MIB  # of which the doubles above know nothing that was taken
-    level = MemoryLevels(110 * MIB, 120 * MIB, 0, 0)  # 80 of others now, and 90 at most
-    assert spare.more_bytes() == 60 * MIB
-
-
 def test_where_nobody_can_tell_or_give_memory_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 100 * MIB)
-    store = machine.store()
-
-    def no_descriptor() -> int:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("ds_tba.storage.host.available_bytes", no_descriptor)
-    assert fill(store) == [] and store.capacity_bytes() == 0
-    monkeypatch.setattr("ds_tba.storage.host.available_bytes", machine.available_bytes)
+    store = machine.store(50 * MIB, 50 * MIB)
+    with monkeypatch.context() as patch:
+        patch.setattr("ds_tba.storage.host.available_bytes", raising(OSError(24, "Too many open files")))
+        assert fill(store) == []
     for error in (OSError(12, "Cannot allocate memory"), RuntimeError("CUDA error: out of memory"), MemoryError()):
         store.end_step()
         with monkeypatch.context() as patch:
