@@ -180,7 +180,7 @@ TEXT = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 @pytest.mark.parametrize(
     ("config", "note"),
     [
-        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"], **SMALL}, "where the model asks"),
+        ({"model_type": "bart", "architectures": ["BartForConditionalGeneration"], **SMALL}, ""),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 128, "d_model": 32,
           "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}, ""),
         ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **TEXT, "num_local_experts": 4},
