@@ -347,8 +347,7 @@ def test_questions_about_masks_are_answered_and_no_others() -> None:
     mask = torch.empty(4, 4, dtype=torch.bool, device="meta")
     with OpClock(1.0, 1.0):
         assert mask.all() and (mask == 0).all() and not mask.any()
-        assert mask.sum() == 16 and not mask.sum().eq(3)  # as transformers asks
-        for question in (mask.sum(), mask.float().sum() == 16, mask.sum(0)[0] == 4):
+        for question in (mask.sum(), mask.float().sum() == 16):
             with pytest.raises(RuntimeError, match="meta"):
                 question.item()
 

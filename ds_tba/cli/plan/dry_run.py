@@ -220,8 +220,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     """The time, too, that the operations run inside would take on the device; see [Note: The roofline].
 
-    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model; a
-    mask's ``sum()`` is compared with a number as if all were true.
+    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model.
 
     Args:
         saved: level of the saved tensors, which samples leave out: inputs, buffers, logits and gradients are left.
@@ -254,13 +253,8 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
         if name == "aten::_local_scalar_dense" and hasattr(args[0], _ANSWER):
             return getattr(args[0], _ANSWER)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(result, torch.Tensor) and result.is_meta:
-            if name in _OF_ALL:
-                setattr(result, _ANSWER, _OF_ALL[name])
-            elif name == "aten::sum" and args[0].dtype is torch.bool and not result.dim():
-                setattr(result, _COUNT, args[0].numel())
-            elif name == "aten::eq" and hasattr(args[0], _COUNT):
-                setattr(result, _ANSWER, getattr(args[0], _COUNT) == args[1])
+        if name in _OF_ALL and result.is_meta:
+            setattr(result, _ANSWER, _OF_ALL[name])
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
@@ -283,7 +277,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
     return flops / 2 if (args[at] if at < len(args) else kwargs.get("is_causal", False)) else flops
 
 
-_ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
+_ANSWER = "_ds_tba_answer"
 _OF_ALL = {"aten::all": True, "aten::any": False}
 
 
@@ -327,26 +321,23 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Run the ``scaled_dot_product_attention`` of a device."""
-    chosen = attention_of(target, query, key, value, attn_mask, dropout_p)
-    taken.add(chosen)
+    """Run the ``scaled_dot_product_attention`` of a device; see [Note: Which kernels]."""
     given, mask = (query, key, value), attn_mask
+    chosen = attention_of(target, *given, mask, dropout_p)
+    taken.add(chosen)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
     if chosen == "math":
-        attend = _aten._scaled_dot_product_attention_math
-        found = attend(*given, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        attend = partial(_aten._scaled_dot_product_attention_math, *given, mask, enable_gqa=enable_gqa)
     elif target == "cpu":
-        attend = _aten._scaled_dot_product_flash_attention_for_cpu
-        found = attend(*given, dropout_p, is_causal, attn_mask=mask, scale=scale)
+        attend = partial(_aten._scaled_dot_product_flash_attention_for_cpu, *given, attn_mask=mask)
     elif chosen == "flash":
-        found = _aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)
+        attend = partial(_aten._scaled_dot_product_flash_attention, *given)
     else:
-        if mask is not None:
-            mask = mask.expand(*query.shape[:3], key.shape[-2])
-        attend = _aten._scaled_dot_product_efficient_attention
-        found = attend(*given, mask, True, dropout_p, is_causal, scale=scale)
-    return found[0]
+        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[-2])
+        attend = partial(_aten._scaled_dot_product_efficient_attention, *given, mask, True)
+    found: torch.Tensor = attend(dropout_p, is_causal, scale=scale)[0]
+    return found
 
 
 def attention_of(
@@ -357,7 +348,7 @@ def attention_of(
     mask: torch.Tensor | None,
     dropout_p: float,
 ) -> str:
-    """Return the kernel that a device runs: ``flash``, ``efficient`` or ``math``; see [Note: Which kernels]."""
+    """Return the kernel that a device runs: ``flash``, ``efficient`` or ``math``."""
     if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
         return "math"
     is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
