@@ -216,6 +216,6 @@ def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, cli: Cli) 
     text = cli(*given, "--fused-loss").out
     assert "longest sequence" in text and f"{aided[0]['sequence']:,}" in text and "fused, as Liger's" in text
     most = max(aided, key=lambda one: one["sequence"])
-    assert f"longest     {most['sequence']:,} tokens: {most['name']!r}" in text
+    assert f"recommended {most['name']!r}: {most['sequence']:,} tokens are the longest" in text
     assert most["life_days"] < 365 and "IT WEARS the drives out" in text
     assert main(["plan", str(tmp_path), "--gpu", "1GB", "--longest", "--seq", "128"]) == 3

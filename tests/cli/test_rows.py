@@ -185,17 +185,12 @@ def test_the_temporary_tensors_of_pytorch_s_adamw_count_where_the_config_names_n
     assert needs["{}"] * 2**30 > 0.98 * (gpu_of("24GB", torch.bfloat16).memory_bytes or 0)  # not by NCCL's
 
 
-def test_masters_and_states_in_16_bit_count_as_such() -> None:
-    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
-    assert training_with({}, bf16=bf16).state_bytes == 8 + 2
-    assert held({"stage": 2}, bf16={**bf16, "bf16_optimizer_states": True})[2:] == [6 * ALL, 0, BUCKET_BYTES, 2 * ALL]
-
-
 @pytest.mark.parametrize(
     "config",
     [
         {"tensor_parallel": {"autotp_size": 4}},
         {"sequence_parallel_size": 2},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
     ],

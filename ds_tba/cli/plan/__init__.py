@@ -42,7 +42,6 @@ WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one P
 CONCURRENT_FRACTION = 0.6
 FIRST_LENGTH = 4096  # of --longest without --seq
 _AIDS = ("--fused-loss", "--tiled-mlp")
-_COSTS = ("TB a day", "drives last", "host", "swap")  # columns: of the drives and of host memory
 # Of a dry run, in JSON.
 _TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "temporary_bytes", "attention")
 
@@ -54,27 +53,28 @@ def planned(options: argparse.Namespace) -> Result:
     if options.seq is None and not options.longest:
         raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
     setup_of, title, notes = _setup(options)
-    length = options.seq or FIRST_LENGTH
-    longest = longest_of(setup_of, length) if options.longest else []
-    setup = setup_of(length)
-    notes += [*setup.run.notes, f"attention: {', '.join(setup.run.attention) or 'none of PyTorch'}"]
-    told: dict[str, object]
-    if longest:
-        title = f"{options.model}, batch {options.batch}, {title}"
-        head, lines, is_good = longest[0][1], _of_longest(setup, longest), any(sequence for sequence, _ in longest)
-        found = [{"sequence": sequence, "is_most": sequence == MOST, **asdict(row)} for sequence, row in longest]
-        told = {"longest": found}
+    if options.longest:
+        found = longest_of(setup_of, options.seq or FIRST_LENGTH)
+        sequence, longest = max(found, key=itemgetter(0))
+        setup, chosen = setup_of(sequence or UNIT), longest if sequence else None
+        why, tokens = f"{sequence:,} tokens are the longest sequence", ""
     else:
-        title = f"{options.model}, batch {options.batch} x {options.seq} tokens, {title}"
-        rows = rows_of(setup)
-        chosen = recommended(rows)
-        head, lines = rows[0], _of_rows(setup, rows, chosen)
-        is_good = chosen is not None or setup.device.memory_bytes is None
-        told = {key: getattr(setup.run, key) for key in _TOLD}
-        told |= {"rows": [asdict(row) for row in rows], "recommended": None if chosen is None else chosen.name}
-    shown = [f"model       {title}", *_head(setup, head), *lines, "", "assumed", *(f"  {note}" for note in notes)]
-    told |= {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "notes": notes}
-    return Result(0 if is_good else 3, shown, told)
+        setup, tokens = setup_of(options.seq), f" x {options.seq} tokens"
+        found = [(options.seq, row) for row in rows_of(setup)]
+        chosen = recommended([row for _, row in found])
+        such = "fits and lets the drives last for a year" if chosen and chosen.spares_drives else "fits"
+        why = f"no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
+    title = f"{options.model}, batch {options.batch}{tokens}, {title}"
+    notes += [*setup.run.notes, f"attention: {', '.join(setup.run.attention) or 'none of PyTorch'}"]
+    lines = _text(setup, found, chosen, why, is_longest=options.longest)
+    told = {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "notes": notes}
+    told |= {key: getattr(setup.run, key) for key in _TOLD}
+    if options.longest:
+        told["longest"] = [{"sequence": at, "is_most": at == MOST, **asdict(row)} for at, row in found]
+    else:
+        told |= {"rows": [asdict(row) for _, row in found], "recommended": None if chosen is None else chosen.name}
+    shown = [f"model       {title}", *lines, "", "assumed", *(f"  {note}" for note in notes)]
+    return Result(0 if chosen is not None or setup.device.memory_bytes is None else 3, shown, told)
 
 
 def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
@@ -128,69 +128,49 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
 
 def _endurance(given: float | None, training: Training) -> tuple[float, int, str]:
     """Return the terabytes that all drives of a node are rated for, how many there are, and the first in words."""
-    paths = training.offload.nvme_paths
+    paths, tbw = training.offload.nvme_paths, training.offload.ssd.rated_endurance_tbw
     drives = len({drive_of(expanded(path)) for path in paths if expanded(path).exists()}) or max(1, len(paths))
     if given:
         return given, drives, f"{given:.4g} TBW as given"
-    tbw = training.offload.ssd.rated_endurance_tbw
     return drives * (tbw or ASSUMED_TBW), drives, f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
 
 
-def _head(setup: Setup, row: Row) -> Iterator[str]:
-    run, held, device = setup.run, row.held, setup.device
+def _text(
+    setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, why: str, *, is_longest: bool
+) -> Iterator[str]:
+    run, device, held = setup.run, setup.device, setup.held
     yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
     yield f"held        {', '.join(named)}"
     if device.memory_bytes is not None:
         yield f"GPU         {readable(device.memory_bytes)} for PyTorch, rates of one {device.name}"
     yield ""
-
-
-def _of_rows(setup: Setup, rows: Sequence[Row], chosen: Row | None) -> Iterator[str]:
-    first = next((row for row in rows if row.verdict in ("fits", "tight")), rows[0])
-    cells: list[tuple[str, ...]] = [("setting", "activations", "GPU peak", "verdict", "step", *_COSTS)]
-    for row in rows:
-        step = row.cost.step_s / first.cost.step_s if first.cost.step_s else 1.0
-        sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes)
-        cells.append((row.name, *sizes, row.verdict or "?", f"x {step:.2f}", *_costs(row)))
-    yield from aligned(cells)
-    yield f"            {first.name!r} takes {first.cost.step_s:.3g} s a step"
-    yield ""
-    if setup.device.memory_bytes is None:
-        yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
-    elif chosen is None:
-        least = min(rows, key=attrgetter("need_bytes"))
-        yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
-        for name, nbytes in holders(least, setup.run)[:3]:
-            yield f"  {readable(nbytes):>10}  {name}: {remedy(name, setup.way)}"
-    else:
-        how = "it fits" if chosen.verdict == "fits" else "nothing fits with a margin, it is tight"
-        such = "fits and lets the drives last for a year" if chosen.spares_drives else "fits"
-        yield f"recommended {chosen.name!r}: {how}; no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
-        yield from _instructions(setup, chosen)
-
-
-def _of_longest(setup: Setup, found: Sequence[tuple[int, Row]]) -> Iterator[str]:
-    cells: list[tuple[str, ...]] = [("setting", "longest sequence", "GPU peak", "s a step", *_COSTS)]
+    lengths = ("longest sequence",) if is_longest else ()
+    costs = ("activations", "GPU peak", "verdict", "s a step", "TB a day", "drives last", "host", "swap")
+    cells: list[tuple[str, ...]] = [("setting", *lengths, *costs)]
     for sequence, row in found:
         length = f"{'more than ' if sequence == MOST else ''}{sequence:,}" if sequence else f"not {UNIT}"
-        times = (f"{row.cost.step_s:.3g}", *_costs(row)) if sequence else ("-",) * (1 + len(_COSTS))
-        cells.append((row.name, length, readable(row.need_bytes), *times))
+        sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes), row.verdict or "?"
+        per_day, life = row.written_bytes_per_day / 1e12, row.life_days
+        days = "-" if life is None else f"{life:.0f} days" if life < 2 * 365 else f"{life / 365:.0f} years"
+        wear = f"{row.cost.step_s:.3g}", f"{per_day:.2f}" if per_day else "-", days
+        beside = (readable(nbytes) if nbytes else "-" for nbytes in (row.host_bytes, row.swap_bytes))
+        cells.append((row.name, *([length] if is_longest else []), *sizes, *wear, *beside))
     yield from aligned(cells)
-    sequence, row = max(found, key=itemgetter(0))
-    if sequence:
-        yield f"longest     {sequence:,} tokens: {row.name!r}"
-        yield from _instructions(setup, row)
-
-
-def _costs(row: Row) -> tuple[str, ...]:
-    life, per_day = row.life_days, row.written_bytes_per_day / 1e12
-    days = "-" if life is None else f"{life:.0f} days" if life < 2 * 365 else f"{life / 365:.0f} years"
-    sizes = (readable(nbytes) if nbytes else "-" for nbytes in (row.host_bytes, row.swap_bytes))
-    return (f"{per_day:.2f}" if per_day else "-", days, *sizes)
+    yield ""
+    if device.memory_bytes is None:
+        yield "--gpu (24GB, or a name) says what fits, and recommends a setting"
+    elif chosen is None:
+        least = min((row for _, row in found), key=attrgetter("need_bytes"))
+        yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
+        for name, nbytes in holders(least, run)[:3]:
+            yield f"  {readable(nbytes):>10}  {name}: {remedy(name, setup.way)}"
+    else:
+        yield f"recommended {chosen.name!r}: {why}"
+        yield from _instructions(setup, chosen)
 
 
 def _instructions(setup: Setup, row: Row) -> Iterator[str]:

@@ -31,12 +31,13 @@ ASSUMED = {
     "zero_optimization": {"stage": 2},
 }  # fmt: skip
 CONTEXT_BYTES = 1 << 30  # of CUDA, its libraries and NCCL
-MASTER_BYTES = 4  # of the fp32 copy of a 16-bit parameter, and of its gradient in the optimizer's step
+MASTER_BYTES = 4  # of an fp32 copy of a 16-bit parameter, of its gradient in the optimizer's step, and of a moment
 # Keys that change memory in ways that are not counted here, if they are not at one of these values.
 _NOT_COUNTED = (
     "tensor_parallel.autotp_size", "sequence_parallel_size", "activation_checkpointing.cpu_checkpointing",
     "activation_checkpointing.partition_activations", "zero_optimization.offload_optimizer.ratio",
-    "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled",
+    "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
 )  # fmt: skip
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
@@ -194,19 +195,10 @@ class Training:
         return -(-int(elements) // ranks) if self.stage >= divided_from else int(elements)
 
     @property
-    def master_bytes(self) -> int:
-        """Bytes of a parameter's master copy, and of its gradient in the optimizer's step."""
-        return 2 if self.at("bf16.bf16_master_weights_and_grads") is True else MASTER_BYTES
-
-    @property
-    def moment_bytes(self) -> int:
-        return 2 if self.at("bf16.bf16_optimizer_states") is True else 4
-
-    @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's states, for each trained parameter."""
+        """Bytes of the optimizer's states, for each trained parameter: moments in FP32, and the master copy."""
         moments = 1 if any(name in str(self.at("optimizer.type")).lower() for name in ONE_MOMENT) else 2
-        return moments * self.moment_bytes + (self.master_bytes if self.dtype is not None else 0)
+        return MASTER_BYTES * (moments + (self.dtype is not None))
 
     @property
     def stepping_bytes(self) -> int:
@@ -216,15 +208,14 @@ class Training:
         FusedAdam, which it takes for the config's name, has none.
         """
         of_torch = not self.at("optimizer.type") or self.at("optimizer.params.torch_adam") is True
-        gradient_bytes = self.master_bytes if self.dtype is not None else 0
-        return gradient_bytes + (self.moment_bytes if of_torch else 0)
+        return MASTER_BYTES * ((self.dtype is not None) + of_torch)
 
     def update_s(self, trained: int, ranks: int, device: Device) -> float:
         """Return the seconds of the optimizer's update of so many parameters, where its states are."""
         trained = self.part(trained, ranks)
         if self.offloads("optimizer"):
             return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
-        return trained * 2 * (self.state_bytes + self.master_bytes) / device.memory_bytes_per_s
+        return trained * 2 * (self.state_bytes + MASTER_BYTES) / device.memory_bytes_per_s
 
 
 def read_training(path: Path | None) -> Training:
