@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import runs
 from support.placed import fixed
-from support.traces import SIZE, one_block, resources, storage
+from support.traces import SIZE, resources
 from torch.nn import functional
 
 from ds_tba.cli.plan import _endurance, _instructions
@@ -236,27 +236,23 @@ def test_lora_trains_what_peft_trains_of_a_model_of_8b(tmp_path: Path) -> None:
 # ---- the clock ------------------------------------------------------------------------------------------------------
 
 
-def test_products_take_their_flops_and_the_rest_its_bytes() -> None:
-    a, b = torch.empty(64, 128, device="meta"), torch.empty(128, 256, device="meta")
+def test_products_take_their_flops_and_the_rest_its_bytes_or_its_launch() -> None:
+    a = torch.empty(64, 128, device="meta", requires_grad=True)
+    b = torch.empty(128, 256, device="meta", requires_grad=True)
     with OpClock(1e9, 1e30) as clock:
-        a @ b
-    assert clock.now_s == pytest.approx(2 * 64 * 128 * 256 / 1e9)
+        product = a @ b
+        assert clock.now_s == pytest.approx(2 * 64 * 128 * 256 / 1e9)
+        product.backward(torch.empty_like(product))
+    assert clock.now_s == pytest.approx(3 * 2 * 64 * 128 * 256 / 1e9)
     with OpClock(1e30, 1e9) as clock:
         a.exp()
     assert clock.now_s == pytest.approx(2 * a.numel() * 4 / 1e9)
     with OpClock(1.0, 1.0) as clock:
         torch.empty(1000, device="meta").view(10, 100).t()
     assert clock.now_s == 0.0
-
-
-def test_backward_takes_twice_the_time_of_a_product() -> None:
-    a = torch.empty(64, 128, device="meta", requires_grad=True)
-    b = torch.empty(128, 256, device="meta", requires_grad=True)
-    with OpClock(1e9, 1e30) as clock:
-        product = a @ b
-        forward_s = clock.now_s
-        product.backward(torch.empty_like(product))
-    assert clock.now_s == pytest.approx(3 * forward_s)
+    with OpClock(1e30, 1e30, launch_s=1e-5) as clock:
+        (a * a).view(128, 64)
+    assert clock.now_s == pytest.approx(1e-5)
 
 
 def test_causal_attention_is_half_of_it() -> None:
@@ -267,13 +263,6 @@ def test_causal_attention_is_half_of_it() -> None:
             functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).sum().backward()
         taken.append(clock.now_s)
     assert taken[1] == pytest.approx(taken[0] / 2)
-
-
-def test_no_operation_is_faster_than_its_launch() -> None:
-    with OpClock(1e30, 1e30, launch_s=1e-5) as clock:
-        x = torch.empty(4, device="meta")
-        (x * x).view(2, 2)
-    assert clock.now_s == pytest.approx(1e-5)
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------------------
@@ -571,12 +560,6 @@ def test_wear_is_told_by_day_and_compression_counts_in_it_and_in_its_limit() -> 
     training = replace(training_with({}), offload=OffloadConfig.model_validate({"nvme_path": "/x", "ssd": ssd}))
     limits = [replace(one, training=training).limits.write_limit_bytes_per_step for one in (plain, packed)]
     assert limits[1] == pytest.approx(2 * limits[0])
-
-
-def test_nothing_saved_is_no_error() -> None:
-    rows = rows_of(setup_of(one_block(machine=resources()), 10**9))
-    assert {row.cost.peak_saved_bytes for row in rows} == {0}
-    assert fixed(one_block(storage(0.5, 2.0), machine=resources())).peak_saved_bytes == SIZE
 
 
 def test_a_node_s_rating_is_as_given_or_that_of_each_of_its_drives() -> None:
