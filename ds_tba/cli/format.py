@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ds_tba.errors import DsTbaError
 
@@ -55,10 +55,7 @@ class Result(NamedTuple):
     found: object
 
 
-class Command(Protocol):
-    """A subcommand: makes its result of the options."""
-
-    def __call__(self, options: argparse.Namespace, /) -> Result: ...
+Command: TypeAlias = Callable[[argparse.Namespace], Result]
 
 
 def add_json(parser: HasOptions) -> None:
