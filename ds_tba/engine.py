@@ -50,7 +50,7 @@ from ds_tba.update import refuse_half_updated
 from ds_tba.update.config import UpdateConfig, parse_update_block
 
 if TYPE_CHECKING:
-    from ds_tba.explain.out_of_memory import ModelMemory, Way
+    from ds_tba.explain.account import ModelMemory, Way
     from ds_tba.plan.agreement import Agreement
     from ds_tba.update.interleaved import InterleavedUpdate
 
@@ -315,7 +315,8 @@ class _EngineMemory:
         self._engine = weakref.ref(engine)
 
     def memory(self) -> tuple[ModelMemory, Way]:
-        from ds_tba.explain.out_of_memory import ModelMemory, Way, memory_of
+        from ds_tba.explain.account import ModelMemory, Way
+        from ds_tba.explain.out_of_memory import memory_of
 
         engine = self._engine()
         if engine is None:

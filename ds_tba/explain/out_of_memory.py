@@ -1,18 +1,14 @@
 """What fills the device of this run? The peaks, who holds saved bytes, and the one change that helps most.
 
-Loaded where somebody asks, and where memory ran out: then the error says where an allocation failed. ``ds_tba plan``
-keeps its account of memory and names its remedies by the same words. Knows torch's modules and optimizers, and that
-DeepSpeed puts its optimizer around the user's; not DeepSpeed's engine.
+Loaded where somebody asks, and where memory ran out: then the error says where an allocation failed. Knows torch's
+modules and optimizers, and that DeepSpeed puts its optimizer around the user's; not DeepSpeed's engine.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from traceback import walk_tb
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,45 +17,13 @@ from torch.utils._pytree import tree_leaves
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
+from ds_tba.explain.account import GRADIENTS, PARAMETERS, SAVED, STATES, TEMPORARY, ModelMemory, Way, as_keys, remedy
 from ds_tba.explain.sample import StepSamples
 from ds_tba.holders import table
 from ds_tba.stats import readable
 
-PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
-SAVED, TEMPORARY = "saved tensors", "logits and other temporary tensors"
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-
-
-@dataclass(frozen=True)
-class ModelMemory:
-    """The device bytes that a training holds beside what comes and goes in a micro-step, by holder.
-
-    ``always`` is there all the time, ``passing`` in forward and backward, ``stepping_bytes`` in the optimizer's step.
-    """
-
-    always: Mapping[str, int] = field(default_factory=dict)
-    passing: Mapping[str, int] = field(default_factory=dict)
-    stepping_bytes: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in forward and backward."""
-        return sum(self.always.values()) + sum(self.passing.values())
-
-
-class Way(NamedTuple):
-    """The part of a training's config that says what is done about memory already.
-
-    Attributes:
-        zero: the config's ``"zero_optimization"``.
-        batch: sequences of a micro-batch; 0 where that is not known.
-        aids: of ``--fused-loss`` and ``--tiled-mlp`` those that are known to be in use.
-    """
-
-    zero: Mapping[str, Any] = {}
-    batch: int = 0
-    aids: Collection[str] = ()
 
 
 class ModelMeter(Protocol):
@@ -99,29 +63,6 @@ def memory_of(model: nn.Module, optimizer: object, device: torch.device) -> Mode
     return ModelMemory({PARAMETERS: held, GRADIENTS: gradients, STATES: states})
 
 
-def remedy(holder: str, way: Way) -> str:
-    """Return what makes a holder smaller, of what is not done yet."""
-    shorter = [*(["a smaller batch"] if way.batch > 1 else []), "a shorter sequence"]
-    less = {"--fused-loss": "a fused loss for logits", "--tiled-mlp": "an MLP in tiles"}
-    states = {"stage": max(2, int(way.zero.get("stage") or 0)), "offload_optimizer": {"device": "cpu"}}
-    on_host = _keys({"zero_optimization": states})
-    found = {
-        PARAMETERS: [_keys({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}), "more ranks"],
-        GRADIENTS: [on_host, "LoRA"],
-        STATES: [on_host, "more ranks", "LoRA"],
-        "gathered parameters": ["a lower stage3_max_live_parameters, which a module's own parameters may exceed"],
-        "ZeRO's buckets": ["a lower reduce_bucket_size"],
-        SAVED: ["gradient checkpointing", *shorter],
-        TEMPORARY: [*(text for aid, text in less.items() if aid not in way.aids), *shorter],
-        "CUDA context": ["a larger GPU"],
-    }[holder]
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
-
-
-def _keys(keys: Mapping[str, object]) -> str:
-    return f"{json.dumps(keys)} in ds_config.json"
-
-
 class Failure(NamedTuple):
     """An allocation that failed: in which phase of a step, and how large it was, as far as that is known."""
 
@@ -139,7 +80,7 @@ def one_change(config: OffloadConfig, memory: ModelMemory, way: Way, peak_bytes:
         return remedy(SAVED, way)
     keys: dict[str, object] = {} if config.nvme_paths else {"nvme_path": "/local_nvme"}
     budget_mib = (config.activation_budget_bytes or peak_bytes) // 2 >> 20
-    return _keys({BLOCK: {**keys, "placement": "adaptive", "activation_budget_bytes": max(1, budget_mib) << 20}})
+    return as_keys({BLOCK: {**keys, "placement": "adaptive", "activation_budget_bytes": max(1, budget_mib) << 20}})
 
 
 def explained(

@@ -29,7 +29,7 @@ from ds_tba.cli.plan.rows import (
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, gpu_of, held_of, read_training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
-from ds_tba.explain.out_of_memory import SAVED, TEMPORARY, remedy
+from ds_tba.explain.account import SAVED, TEMPORARY, remedy
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 
 # ---- where the model comes from -------------------------------------------------------------------------------------
@@ -331,7 +331,8 @@ def test_questions_about_masks_are_answered_and_no_others() -> None:
     mask = torch.empty(4, 4, dtype=torch.bool, device="meta")
     with OpClock(1.0, 1.0):
         assert mask.all() and (mask == 0).all() and not mask.any()
-        for question in (mask.sum(), mask.float().sum() == 16):
+        assert mask.sum() == 16 and not mask.sum().eq(3)  # as transformers asks
+        for question in (mask.sum(), mask.float().sum() == 16, mask.sum(0)[0] == 4):
             with pytest.raises(RuntimeError, match="meta"):
                 question.item()
 

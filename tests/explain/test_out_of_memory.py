@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.explain import out_of_memory
-from ds_tba.explain.out_of_memory import Failure, ModelMemory, Way, memory_of, one_change
+from ds_tba.explain.account import ModelMemory, Way
+from ds_tba.explain.out_of_memory import Failure, memory_of, one_change
 from ds_tba.offloader import ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -32,7 +32,7 @@ from ds_tba.cli.plan.rows import (
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
 from ds_tba.config import ASSUMED_RATIO, BLOCK, with_staging
 from ds_tba.errors import ConfigError
-from ds_tba.explain.out_of_memory import remedy
+from ds_tba.explain.account import remedy
 from ds_tba.plan.trace import PathRates
 from ds_tba.stats import aligned, expanded, readable
 from ds_tba.wear import ASSUMED_TBW, drive_of, rated

@@ -220,7 +220,8 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     """The time, too, that the operations run inside would take on the device; see [Note: The roofline].
 
-    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model.
+    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model; a
+    mask's ``sum()`` is compared with a number as if all were true.
 
     Args:
         saved: level of the saved tensors, which samples leave out: inputs, buffers, logits and gradients are left.
@@ -255,6 +256,10 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if name in _OF_ALL and result.is_meta:
             setattr(result, _ANSWER, _OF_ALL[name])
+        elif name == "aten::sum" and args[0].dtype is torch.bool and not result.dim():
+            setattr(result, _COUNT, args[0].numel())
+        elif name == "aten::eq" and hasattr(args[0], _COUNT):
+            setattr(result, _ANSWER, getattr(args[0], _COUNT) == args[1])
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
@@ -277,7 +282,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
     return flops / 2 if (args[at] if at < len(args) else kwargs.get("is_causal", False)) else flops
 
 
-_ANSWER = "_ds_tba_answer"
+_ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
 _OF_ALL = {"aten::all": True, "aten::any": False}
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ds_tba.cli.plan.training import Beside, Device, DryRun, Training, beside, held_of
 from ds_tba.config import BLOCK, DsConfig, Placement, zero_block
-from ds_tba.explain.out_of_memory import SAVED, TEMPORARY, ModelMemory, Way
+from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory, Way
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import peak_beside, replay
 from ds_tba.plan.search import adaptive
