@@ -21,7 +21,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -51,7 +50,7 @@ from ds_tba.update import refuse_half_updated
 from ds_tba.update.config import UpdateConfig, parse_update_block
 
 if TYPE_CHECKING:
-    from ds_tba.explain.out_of_memory import ModelMemory
+    from ds_tba.explain.account import ModelMemory, Way
     from ds_tba.plan.agreement import Agreement
     from ds_tba.update.interleaved import InterleavedUpdate
 
@@ -315,18 +314,15 @@ class _EngineMemory:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
 
-    def memory(self) -> ModelMemory:
-        from ds_tba.explain.out_of_memory import ModelMemory, memory_of
+    def memory(self) -> tuple[ModelMemory, Way]:
+        from ds_tba.explain.account import ModelMemory, Way
+        from ds_tba.explain.out_of_memory import memory_of
 
         engine = self._engine()
         if engine is None:
-            return ModelMemory()
-        return replace(
-            memory_of(engine.module, engine.optimizer, torch.device(engine.device)),
-            micro_batch=int(engine.train_micro_batch_size_per_gpu()),
-            accumulation=int(engine.gradient_accumulation_steps()),
-            zero=zero_block(engine._config._param_dict),
-        )
+            return ModelMemory(), Way()
+        way = Way(zero_block(engine._config._param_dict), int(engine.train_micro_batch_size_per_gpu()))
+        return memory_of(engine.module, engine.optimizer, torch.device(engine.device)), way
 
 
 def _join_update(engine: Engine, config: UpdateConfig) -> None:

@@ -131,13 +131,13 @@ class Rooms:
     def sampling(self) -> StepSamples:
         """Return what samples steps."""
         if self.samples is None:
-            from ds_tba.explain.sample import Counters, StepSamples
+            from ds_tba.explain.sample import StepSamples
 
             core = self._core
             file = core.files.timeline if core.config.report.timeline_path else None
             store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
-            counters = Counters(core.cache.stats, store, [path.meter for path in self._tiers.paths])
-            self.samples = StepSamples(counters, self.running, file, core.writer.steps + 1)
+            paths = [path.meter for path in self._tiers.paths]
+            self.samples = StepSamples(core.cache.stats, store, paths, self.running, file, core.writer.steps + 1)
             core.cache.observe(self.samples)
             self._reporter.add(self.samples)
         return self.samples
@@ -465,13 +465,11 @@ class ActivationOffloader:
             logger.exception("memory ran out, and what fills it cannot be told")
 
     def _explained(self, error: BaseException | None = None) -> str:
-        from ds_tba.explain.explainer import explained
-        from ds_tba.explain.out_of_memory import ModelMemory
+        from ds_tba.explain.out_of_memory import explained
 
         core, samples = self._core, self._rooms.sampling()
         where = f"rank {core.writer.rank}, step {core.writer.steps + 1}"
-        model = ModelMemory() if self._meter is None else self._meter.memory()
-        return explained(where, self.config, self.cache, core.accelerator, samples, model, error)
+        return explained(where, self.config, self.cache, core.accelerator, samples, self._meter, error)
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""

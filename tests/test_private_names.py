@@ -131,7 +131,6 @@ NAMES = [
          "torch._inductor.cudagraph_trees.get_manager"),
     # PyTorch: operators that `ds_tba plan` knows
     Name("._schema", PLAN, "torch.ops.aten.mm.default._schema"),
-    Name("._fused_rms_norm_backward", PLAN, "torch.ops.aten._fused_rms_norm_backward"),
     *(
         Name(f"._scaled_dot_product_{kind}", PLAN, f"torch.ops.aten._scaled_dot_product_{kind}")
         for kind in ("attention_math", "efficient_attention", "flash_attention", "flash_attention_for_cpu")

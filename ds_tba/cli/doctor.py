@@ -1,4 +1,4 @@
-"""``ds_tba doctor`` and ``ds_tba env``: can this machine run, and what should an issue say of it?
+"""``ds_tba doctor``: can this machine run?
 
 The doctor names the repair for each problem; ``--build`` also builds DeepSpeed's aio op, once, with every core. It
 measures no drive: DeepSpeed's ``ds_nvme_tune`` and fio do.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,35 +20,26 @@ from packaging.specifiers import SpecifierSet
 
 from ds_tba.cli.format import Commands, Result, add_json, show, size
 
-_BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)"
-_LOCKED = "another build is running, or was killed. If none is running, remove the lock, or a build waits for ever"
+_BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
 _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
-PACKAGES = ("ds_tba", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "pydantic", "kvikio-cu12",
-            "kvikio-cu13")  # fmt: skip
-# Of the environment: what changes which code runs. Values of others may be secrets.
-VARIABLES = ("CUDA_", "CUFILE_", "DS_ACCELERATOR", "DS_TBA_", "KVIKIO_", "OMP_NUM_THREADS", "PYTORCH_", "TORCH_")
 # A verdict, None where something is missing that a run can do without, and what to say.
 Check: TypeAlias = tuple[bool | None, str]
 
 
-def add_parsers(commands: Commands) -> None:
-    """Add both subcommands."""
+def add_parser(commands: Commands) -> None:
+    """Add the subcommand."""
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
     parser.add_argument("--staging-bytes", type=size, default=256 << 20, help="io.staging_bytes of the config")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
     add_json(parser)
     parser.set_defaults(run=partial(show, "doctor", _examine))
-    parser = commands.add_parser("env", help="print versions and devices, to paste into an issue")
-    add_json(parser)
-    parser.set_defaults(run=partial(show, "env", _environment))
 
 
 def _examine(options: argparse.Namespace) -> Result:
     """Return one line per check, and status 1 if any failed."""
-    if options.build and (status := build_aio()):
-        return Result(status, [], {"ok": False, "checks": [{"ok": False, "what": "DeepSpeed's aio op did not build"}]})
-    found = list(checks(options.nvme_path, options.staging_bytes))
+    built = [build_aio()] if options.build else []
+    found = [*built, *checks(options.nvme_path, options.staging_bytes)]
     is_good = all(good is not False for good, _ in found)
     told = [{"ok": good, "what": what} for good, what in found]
     verdict = "ready" if is_good else "not ready: repair what is marked FAIL"
@@ -59,14 +49,23 @@ def _examine(options: argparse.Namespace) -> Result:
 
 def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     """Check versions, the entry point, backends and directories."""
+    import torch
+
     from ds_tba.config import SUPPORTED_DEEPSPEED
+    from ds_tba.device.memory import allocator_advice
     from ds_tba.errors import PathError
     from ds_tba.storage.backends import kvikio
     from ds_tba.storage.swap_file import SwapFile, check_directories
 
-    yield _version("deepspeed", SUPPORTED_DEEPSPEED)
-    yield _version("torch", SpecifierSet(">=2.5", prereleases=True))  # as in NVIDIA's containers: 2.9.0a0+145a3a7
+    torch_wanted = SpecifierSet(">=2.5", prereleases=True)  # as in NVIDIA's containers: 2.9.0a0+145a3a7
+    for package, wanted in (("deepspeed", SUPPORTED_DEEPSPEED), ("torch", torch_wanted)):
+        found = _installed(package).partition("+")[0]
+        is_right = bool(found) and found in wanted
+        state = found if is_right else f'{found or "missing"} is outside {wanted}: pip install "{package}{wanted}"'
+        yield is_right, f"{package} {state}"
     yield _entry_point()
+    if not torch.cuda.is_available() and (advice := allocator_advice()):
+        yield None, advice
     yield from _aio(paths)
     problem = kvikio.obstacle()
     yield None if problem else True, f"io.backend kvikio and gds: {problem or 'can be tried by a run'}"
@@ -90,17 +89,17 @@ def _aio(paths: Sequence[str]) -> Iterator[Check]:
     from ds_tba.stats import expanded
     from ds_tba.storage.backends import aio
 
-    built, abandoned = aio.is_built(), aio.abandoned_build()
+    built = aio.is_built()
     unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
     yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
-    yield from ((None, f"{lock} exists: {_LOCKED}") for lock in aio.build_locks())
-    obstacle = abandoned or aio.kernel_obstacle(AioConfig(), 5)
+    for lock in aio.build_locks():
+        yield None, f"{lock} exists: another build is running, or was killed; if none is running, remove the lock"
+    obstacle = aio.abandoned_build() or aio.kernel_obstacle(AioConfig(), 5)
     if obstacle is not None:
         yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
         return
     present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
-    of_paths = aio.kernel_obstacle(AioConfig(), 5, present)
-    if of_paths:
+    if of_paths := aio.kernel_obstacle(AioConfig(), 5, present):
         yield None, f"io.backend aio cannot run there; null means posix: {of_paths}"
 
 
@@ -120,64 +119,24 @@ def _entry_point() -> Check:
     return False, f"torch does not load ds_tba by its entry point in {sys.prefix} ({problem}): {repair}"
 
 
-def _version(package: str, wanted: SpecifierSet) -> Check:
-    try:
-        found = version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return False, f'{package} is not installed: pip install "{package}{wanted}"'
-    is_right = found in wanted
-    return is_right, f"{package} {found}" + (
-        "" if is_right else f' is outside {wanted}: pip install "{package}{wanted}"'
-    )
-
-
-def build_aio() -> int:
-    """Build the op in a child process; return the child's exit status."""
+def build_aio() -> Check:
+    """Build the op in a child process, whose words go to the standard error."""
     from ds_tba.storage.backends import aio
 
-    for lock in aio.build_locks():
-        sys.stdout.write(f"{lock} exists: {_LOCKED}\n")
     if (abandoned := aio.abandoned_build()) is not None:
-        sys.stdout.write(f"{abandoned}\n")
-        return 1
-    verb, cost = ("checking", "") if aio.is_built() else ("building", " (once; minutes on few cores)")
-    sys.stdout.write(f"{verb} DeepSpeed's aio op{cost}\n")
-    sys.stdout.flush()  # a compiler says nothing for minutes
+        return False, abandoned
+    sys.stderr.write("building DeepSpeed's aio op, unless it is built (once; minutes on few cores)\n")
     env = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    build = subprocess.run([sys.executable, "-c", _BUILD], **pipes, env=env, check=False)  # type: ignore[call-overload]
-    if build.returncode:
-        sys.stdout.writelines(f"{line}\n" for line in build.stdout.decode(errors="replace").splitlines()[-40:])
-        sys.stdout.write(
-            "DeepSpeed's aio op did not build. It needs g++, ninja, python3-dev and libaio-dev (Debian, Ubuntu) or "
-            'libaio-devel (Fedora); without them, train with "io": {"backend": "posix"}.\n'
-        )
-    return build.returncode
+    if subprocess.run([sys.executable, "-c", _BUILD], stdout=2, env=env, check=False).returncode:
+        needed = "g++, ninja, python3-dev and libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"
+        without = 'without them, train with "io": {"backend": "posix"}'
+        return False, f"DeepSpeed's aio op did not build, as said above. It needs {needed}; {without}"
+    return True, "DeepSpeed's aio op was built"
 
 
-def _environment(_: argparse.Namespace) -> Result:
-    """Return the table in Markdown."""
-    found = environment()
-    rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in found.items()]
-    return Result(0, ["| | |", "|---|---|", *rows], found)
-
-
-def environment() -> dict[str, str]:
-    """Return name and value of each line."""
-    import torch
-
-    from ds_tba.storage.backends import aio
-
-    found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    found["CUDA of torch"] = torch.version.cuda or "none"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found["devices"] = ", ".join(names) or "none"
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    found["processors"], found["memory"] = str(os.cpu_count()), f"{pages * page_bytes / 2**30:.0f} GiB"
-    found["DeepSpeed's aio op"] = "built" if aio.is_built() else "not built"
-    return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+def _installed(package: str) -> str:
+    """Return the version of a package, empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ds_tba.errors import DsTbaError
 
@@ -56,10 +55,7 @@ class Result(NamedTuple):
     found: object
 
 
-class Command(Protocol):
-    """A subcommand: makes its result of the options."""
-
-    def __call__(self, options: argparse.Namespace, /) -> Result: ...
+Command: TypeAlias = Callable[[argparse.Namespace], Result]
 
 
 def add_json(parser: HasOptions) -> None:
@@ -77,13 +73,5 @@ def show(name: str, command: Command, options: argparse.Namespace) -> int:
         sys.stderr.write(f"ds_tba {name}: {error}\n")
         return 2
     lines = [json.dumps(result.found, indent=2)] if options.json else result.lines
-    try:
-        sys.stdout.writelines(f"{line}\n" for line in lines)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the command ends quietly
-        raise
-    except OSError as error:
-        sys.stderr.write(f"ds_tba {name}: the standard output cannot be written: {error.strerror}\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python tells of it at exit, too
-        return 2
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     return result.status

@@ -1,52 +1,36 @@
-"""What does a training hold beside activations, and which one key helps where memory runs out?
+"""What fills the device of this run? The peaks, who holds saved bytes, and the one change that helps most.
 
-Knows torch's modules and optimizers, and that DeepSpeed puts its optimizer around the user's; not DeepSpeed's engine.
+Loaded where somebody asks, and where memory ran out: then the error says where an allocation failed. Knows torch's
+modules and optimizers, and that DeepSpeed puts its optimizer around the user's; not DeepSpeed's engine.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import re
+from traceback import walk_tb
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.config import BLOCK, OffloadConfig
+from ds_tba.core.cache import TensorCache
+from ds_tba.device.accelerator import Accelerator
+from ds_tba.explain.account import GRADIENTS, PARAMETERS, SAVED, STATES, TEMPORARY, ModelMemory, Way, as_keys, remedy
+from ds_tba.explain.sample import StepSamples
+from ds_tba.holders import table
+from ds_tba.stats import readable
 
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class ModelMemory:
-    """The bytes that a training holds on its device beside activations, and the part of its config that bears on them.
-
-    Attributes:
-        parameters, gradients, states: bytes now; states are the optimizer's, with its master weights and buffers.
-        micro_batch, accumulation: sequences of a micro-batch (0 where that is not known), and micro-batches of a step.
-        zero: the config's ``"zero_optimization"``.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    states: int = 0
-    micro_batch: int = 0
-    accumulation: int = 1
-    zero: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of them."""
-        return self.parameters + self.gradients + self.states
+_ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class ModelMeter(Protocol):
     """Counts what a training holds beside activations."""
 
-    def memory(self) -> ModelMemory:
-        """Return that as it is now."""
+    def memory(self) -> tuple[ModelMemory, Way]:
+        """Return that as it is now, and how the training is configured."""
 
 
 def memory_of(model: nn.Module, optimizer: object, device: torch.device) -> ModelMemory:
@@ -76,37 +60,71 @@ def memory_of(model: nn.Module, optimizer: object, device: torch.device) -> Mode
         gradients += sum(taken(value) for key, value in vars(optimizer).items() if "grad" in key)
         states += sum(taken(value) for value in vars(optimizer).values())
         optimizer = vars(optimizer).get("optimizer")
-    return ModelMemory(parameters=held, gradients=gradients, states=states)
+    return ModelMemory({PARAMETERS: held, GRADIENTS: gradients, STATES: states})
 
 
-def remedy(config: OffloadConfig, model: ModelMemory, peak_bytes: int, asked_bytes: int, *, in_step: bool) -> str:
-    """Return the one change that helps most.
+class Failure(NamedTuple):
+    """An allocation that failed: in which phase of a step, and how large it was, as far as that is known."""
 
-    Args:
-        peak_bytes: of saved tensors in device memory.
-        asked_bytes: of the allocation that failed; 0 where that is not known.
-        in_step: True if the optimizer's step asked for them.
-    """
-    if in_step or model.nbytes > max(peak_bytes, asked_bytes):
-        if not model.zero.get("offload_optimizer"):
-            stage = max(2, int(model.zero.get("stage", 0)))
-            return _keys({"zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu"}}})
-        return _keys({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}) + ", or more ranks"
-    if asked_bytes > peak_bytes:
-        return (
-            "give that line less at a time: a fused loss for logits, scaled_dot_product_attention for scores, a "
-            "shorter sequence"
-        )
-    if config.placement in ("adaptive", "keep"):
-        keys: dict[str, object] = {} if config.nvme_paths else {"nvme_path": "/local_nvme"}
-        budget_bytes = (config.activation_budget_bytes or peak_bytes) // 2 // MIB * MIB
-        keys |= {"placement": "adaptive", "activation_budget_bytes": max(MIB, budget_bytes)}
-        return _keys({BLOCK: keys})
-    if model.micro_batch > 1:
-        halved = {"train_micro_batch_size_per_gpu": model.micro_batch // 2}
-        return _keys({**halved, "gradient_accumulation_steps": 2 * model.accumulation})
-    return "gradient checkpointing, or a shorter sequence"
+    phase: str = ""
+    asked_bytes: int = 0
 
 
-def _keys(keys: Mapping[str, object]) -> str:
-    return f"{json.dumps(keys)} in ds_config.json"
+def one_change(config: OffloadConfig, memory: ModelMemory, way: Way, peak_bytes: int, failure: Failure) -> str:
+    """Return the one change that helps most where saved tensors hold ``peak_bytes`` of device memory."""
+    if failure.phase == "optimizer step" or memory.nbytes > max(peak_bytes, failure.asked_bytes):
+        return remedy(PARAMETERS if way.zero.get("offload_optimizer") else STATES, way)
+    if failure.asked_bytes > peak_bytes:
+        return f"give that line less at a time: scaled_dot_product_attention for scores, {remedy(TEMPORARY, way)}"
+    if config.placement not in ("adaptive", "keep"):
+        return remedy(SAVED, way)
+    keys: dict[str, object] = {} if config.nvme_paths else {"nvme_path": "/local_nvme"}
+    budget_mib = (config.activation_budget_bytes or peak_bytes) // 2 >> 20
+    return as_keys({BLOCK: {**keys, "placement": "adaptive", "activation_budget_bytes": max(1, budget_mib) << 20}})
+
+
+def explained(
+    where: str,
+    config: OffloadConfig,
+    cache: TensorCache,
+    accelerator: Accelerator,
+    samples: StepSamples,
+    meter: ModelMeter | None,
+    error: BaseException | None = None,
+) -> str:
+    """Return what fills the device at ``where``, a rank and a step, and what would help; ``error`` if it ran out."""
+    stats, failure = cache.stats, failure_of(error)
+    memory, way = (ModelMemory(), Way()) if meter is None else meter.memory()
+    now_bytes, peak_bytes = stats.resident.now, stats.resident.peak
+    helps = one_change(config, memory, way, peak_bytes, failure)
+    if min(samples.earlier_bytes, now_bytes) > now_bytes / 2:
+        helps = "most is of earlier steps, whose loss or output the program still holds: keep loss.item(), or detach()"
+    holders, is_running = samples.now()
+    ended = f"saved at the end of the last forward looked at, in step {samples.holders_step}:"
+    first = [where, *([f"in the {failure.phase}"] if error else [])]
+    first += [f"{readable(failure.asked_bytes)} more did not fit"] if failure.asked_bytes else []
+    held = {"saved tensors hold": now_bytes, "at their peak": peak_bytes, "without ds_tba": stats.saved.peak}
+    held |= memory.always
+    if not accelerator.is_synchronous:
+        held["in use in all"] = accelerator.memory.levels().in_use_bytes
+    lines = [
+        f"{', '.join(first)}.",
+        f"In memory: {', '.join(f'{name} {readable(nbytes)}' for name, nbytes in held.items())}.",
+        *(["saved so far in this forward:" if is_running else ended, *table(holders)] if holders else []),
+        f"What would help: {helps}.",
+    ]
+    return "\n".join(lines)
+
+
+def failure_of(error: BaseException | None) -> Failure:
+    """Read from an error where an allocation failed, and how large it was."""
+    if error is None:
+        return Failure()
+    frames = [(frame.f_code.co_name, str(frame.f_globals.get("__name__"))) for frame, _ in walk_tb(error.__traceback__)]
+    # The outermost call that says it: DeepSpeed's backward reduces gradients after autograd's.
+    calls = [name for name, room in frames if room.startswith(("torch.optim.", "deepspeed.runtime."))]
+    called = next((name for name in calls if name in ("forward", "backward", "step")), "")
+    in_autograd = any(name == "_engine_run_backward" for name, _ in frames)
+    phase = "optimizer step" if called == "step" else "backward" if in_autograd or called == "backward" else "forward"
+    asked = _ASKED.search(str(error))
+    return Failure(phase, int(float(asked[1]) * _UNITS.get(asked[2], 0)) if asked else 0)

@@ -52,48 +52,48 @@ class _Seen:
     shape: str
 
 
-@dataclass(frozen=True)
-class Counters:
-    """The counters that samples read.
-
-    Attributes:
-        cache: counts saved tensors.
-        store: counts the waits of the training thread.
-        paths: tell a timeline of I/O.
-    """
-
-    cache: CacheStats
-    store: StoreStats
-    paths: Sequence[PathMeter]
-
-
-class StepSample:
-    """One sampled step of a cache.
+class StepSamples:
+    """Samples the steps 1, 2, 4, 8, ...: seldom, and again while plans change and lengths grow.
 
     Args:
-        counters: those of the cache and of the store that the training thread may wait for.
+        cache: counts saved tensors.
+        store: counts the waits of the training thread.
+        paths: of the drives, which tell a timeline of I/O.
+        file: has the timeline of the last sampled step; None where nobody wants timelines.
+        step: number of the step that runs.
+
+    Attributes:
         running: names the module that runs.
-        timeline: takes spans and levels; None where nobody wants to know when.
+        holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
+        earlier_bytes: saved bytes in device memory as the last step ended.
     """
 
-    def __init__(self, counters: Counters, running: RunningModule, timeline: StepTimeline | None) -> None:
-        self.timeline = timeline
-        self._stats = counters.cache
-        self._store = counters.store
-        self._running = running
+    def __init__(
+        self, cache: CacheStats, store: StoreStats, paths: Sequence[PathMeter], running: RunningModule,
+        file: ReportFile | None, step: int,
+    ) -> None:  # fmt: skip
+        self._stats, self._store, self._paths, self._file, self._step = cache, store, paths, file, step
+        self.running = running
+        self.holders: list[Holder] = []
+        self.holders_step = self.earlier_bytes = 0
         # By the record of a storage, or by its stamp where it has none: views of one count once.
         self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
-        self._is_open = True
         self._is_after = False  # a forward
         self._phase_s = 0.0  # when the last part of the step ended
-        self.found: list[Holder] = []
+        self._timeline: StepTimeline | None = None
+        self._begin_step()
 
     def around(self, hooks: Hooks) -> Hooks:
-        """Return hooks that call these, for a forward that begins."""
-        pack, unpack = hooks
+        """Return the hooks of a forward that begins."""
+        hooks = self._looking(hooks) if self._is_sampled else hooks
+        return _ranged(hooks) if torch.autograd.profiler._is_profiler_enabled else hooks
+
+    def _looking(self, hooks: Hooks) -> Hooks:
+        """Return hooks that look at what these do, for as long as this step lasts: those of a graph may live on."""
+        (pack, unpack), step = hooks, self._step
 
         def look_at_pack(tensor: torch.Tensor) -> object:
-            if not self._is_open:
+            if self._step != step:
                 return pack(tensor)
             started_s, moving_s = time.perf_counter(), self._stats.moving_s
             held = pack(tensor)
@@ -107,26 +107,21 @@ class StepSample:
             return held
 
         def look_at_unpack(held: object) -> torch.Tensor:
-            if not self._is_open:
+            if self._step != step:
                 return unpack(held)
-            # What was saved between forward and backward, as by a loss outside, would be in no table.
-            if self._is_after and self._seen:  # backward begins
-                self._found_more()
-            started_s, stalled_s, made_bytes = (
-                time.perf_counter(),
-                self._store.stall_s,
-                self._stats.rematerialized_bytes,
-            )
-            moving_s = self._stats.moving_s
+            if self._is_after:
+                self._take()  # what was saved between forward and backward, as by a loss outside
+            stats, started_s = self._stats, time.perf_counter()
+            stalled_s, made_bytes, moving_s = self._store.stall_s, stats.rematerialized_bytes, stats.moving_s
             tensor = unpack(held)
             nbytes = held.record.nbytes if isinstance(held, SavedView) else 0
-            waited_s = self._store.stall_s - stalled_s
-            if self._stats.rematerialized_bytes > made_bytes:
-                self._span("again", "make again", started_s, self._stats.rematerialized_bytes - made_bytes)
-            elif self._stats.moving_s > moving_s:
-                if waited_s > 0 and self.timeline is not None:
-                    self.timeline.span("stall", "wait for a read", started_s, started_s + waited_s, nbytes)
-                self._span("copy", "copy back", started_s + waited_s, nbytes)
+            copying_s = started_s + self._store.stall_s - stalled_s
+            if stats.rematerialized_bytes > made_bytes:
+                self._span("again", "make again", started_s, stats.rematerialized_bytes - made_bytes)
+            elif stats.moving_s > moving_s:
+                if copying_s > started_s:
+                    self._span("stall", "wait for a read", started_s, nbytes, copying_s)
+                self._span("copy", "copy back", copying_s, nbytes)
             self._level()
             return tensor
 
@@ -137,120 +132,71 @@ class StepSample:
         if seen is None:
             frame = _caller()
             function = frame.f_locals["cls"].__name__ if frame is not None and frame.f_code is _APPLY else ""
-            module = merged(self._running.path()) or f"({line_of(frame)})"
+            module = merged(self.running.path()) or f"({line_of(frame)})"
             self._seen[key] = _Seen(module, function or _op(tensor), nbytes, form_of(tensor))
         elif not seen.op:  # saved by the op that made it, which had no node yet
             seen.op = _op(tensor)
 
-    def holders(self) -> list[Holder]:
-        """Return the holders of saved bytes, the largest first: as they are in forward, else as its end found them."""
-        if self._is_after:
-            return _holders(self._seen, self.found)
-        return _holders(self._seen) if self._seen else self.found
+    def _take(self) -> None:
+        """Put what was seen since the last call into the table. Seen no longer, a record gives its bytes up."""
+        if self._seen:
+            self.holders = _holders(self._seen, self.holders if self._is_after else ())
+            self.holders_step = self._step
+            self._seen.clear()
 
-    def _found_more(self) -> None:
-        self.found[:] = self.holders()
-        self._seen.clear()
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Look at a forward of the step: at its end as much is saved as will be."""
-        self._seen.clear()  # of one that raised
-        self._is_after = False
-        self._phase_s = time.perf_counter()
-        yield
-        self.end_phase("forward")
-        self.found = self.holders()
-        self._seen.clear()  # a record that is read back would keep its bytes
-        self._is_after = True
-
-    def end_phase(self, name: str) -> None:
-        """Note that the step's forward, backward or optimizer has run since the last call of this."""
-        if self._phase_s and self.timeline is not None:
-            self.timeline.span("compute", name, self._phase_s, time.perf_counter())
-        self._phase_s = time.perf_counter()
-
-    def end(self) -> None:
-        """Look no more: hooks of a graph may live on."""
-        # A record is a key here: its storage would live until the next sample.
-        self._is_open = False
-        self._seen.clear()
-
-    def _span(self, track: str, name: str, started_s: float, nbytes: int) -> None:
-        if self.timeline is not None:
-            self.timeline.span(track, name, started_s, time.perf_counter(), nbytes)
-
-    def _level(self) -> None:
-        if self.timeline is not None:
-            self.timeline.level(self._stats.resident.now, self._stats.saved.now)
-
-
-class StepSamples:
-    """Samples the steps 1, 2, 4, 8, ...: seldom, and again while plans change and lengths grow.
-
-    Args:
-        counters: those of the cache, the store and the paths of the drives.
-        running: names the module that runs.
-        file: has the timeline of the last sampled step; None where nobody wants timelines.
-        step: number of the step that runs.
-
-    Attributes:
-        running: as above.
-        holders, holders_step: who held saved bytes at the end of the last forward that was sampled, and in which step.
-        earlier_bytes: saved bytes in device memory as the last step ended.
-    """
-
-    def __init__(self, counters: Counters, running: RunningModule, file: ReportFile | None, step: int) -> None:
-        self.running = running
-        self.holders: list[Holder] = []
-        self.holders_step = 0
-        self.earlier_bytes = 0
-        self._counters = counters
-        self._file = file
-        self._step = step
-        self._sample: StepSample | None = None
-        self._begin_step()
-
-    def around(self, hooks: Hooks) -> Hooks:
-        """Return the hooks of a forward that begins."""
-        if self._sample is not None:
-            hooks = self._sample.around(hooks)
-        return _ranged(hooks) if torch.autograd.profiler._is_profiler_enabled else hooks
+    def now(self) -> tuple[list[Holder], bool]:
+        """Return the holders of saved bytes, and whether they are of a forward that runs, or has failed."""
+        is_running = bool(self._seen) and not self._is_after
+        return (_holders(self._seen) if is_running else self.holders), is_running
 
     def forward(self, saving: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """Return the context of a forward, from that in which tensors are saved."""
-        return saving if self._sample is None else self._forward(self._sample, saving)
+        return self._forward(saving) if self._is_sampled else saving
 
     @contextmanager
-    def _forward(self, sample: StepSample, saving: AbstractContextManager[None]) -> Iterator[None]:
-        with saving, sample.forward():
+    def _forward(self, saving: AbstractContextManager[None]) -> Iterator[None]:
+        with saving:
+            self._seen.clear()  # of one that raised
+            self._is_after = False
+            self._phase_s = time.perf_counter()
             yield
-        self.holders, self.holders_step = sample.found, self._step
+            self._end_phase("forward")
+            self._take()
+            self._is_after = True
 
     def end_backward(self) -> None:
         """Note that a micro-step is over."""
-        if self._sample is not None:
-            self._sample.end_phase("backward")
+        self._end_phase("backward")
 
     def end_step(self) -> None:
         """End the sample of an optimizer step, and begin the next one where its turn is."""
-        sample, self._sample = self._sample, None
-        if sample is not None:
-            sample.end_phase("optimizer")
-            sample.end()
-            if sample.timeline is not None and self._file is not None:
-                self._file.write_text(sample.timeline.to_json(self._step, self._file.writer.rank))
-        self.earlier_bytes = self._counters.cache.resident.now
+        self._end_phase("optimizer")
+        self._seen.clear()
+        if self._timeline is not None and self._file is not None:
+            self._file.write_text(self._timeline.to_json(self._step, self._file.writer.rank))
+        self.earlier_bytes = self._stats.resident.now
         self._step += 1
         self._begin_step()
 
     def _begin_step(self) -> None:
-        timeline = None
-        if self._step & (self._step - 1) == 0:
-            timeline = None if self._file is None else StepTimeline()
-            self._sample = StepSample(self._counters, self.running, timeline)
-        for meter in self._counters.paths:
-            meter.tell(timeline)
+        self._is_sampled = self._step & (self._step - 1) == 0
+        self._phase_s = 0.0
+        self._timeline = StepTimeline() if self._is_sampled and self._file is not None else None
+        for meter in self._paths:
+            meter.tell(self._timeline)
+
+    def _end_phase(self, name: str) -> None:
+        if self._phase_s:
+            self._span("compute", name, self._phase_s)
+            self._phase_s = time.perf_counter()
+
+    def _span(self, track: str, name: str, started_s: float, nbytes: int = 0, ended_s: float | None = None) -> None:
+        if self._timeline is not None:
+            self._timeline.span(track, name, started_s, ended_s or time.perf_counter(), nbytes)
+
+    def _level(self) -> None:
+        if self._timeline is not None:
+            self._timeline.level(self._stats.resident.now, self._stats.saved.now)
 
     def summary(self) -> dict[str, object]:
         """Return the fields of the report about who holds saved bytes, and when."""
@@ -260,10 +206,6 @@ class StepSamples:
             # May be another than the config's, where an engine beside this one has that.
             "timeline_path": None if self._file is None else str(self._file.path),
         }
-
-    def now(self) -> list[Holder]:
-        """Return the holders of saved bytes: in a sampled forward as they are now, else as its end found them."""
-        return self.holders if self._sample is None else self._sample.holders() or self.holders
 
 
 def _ranged(hooks: Hooks) -> Hooks:
@@ -307,11 +249,6 @@ def _op(tensor: torch.Tensor) -> str:
 # ---- where in the program -------------------------------------------------------------------------------------------
 
 
-def is_library(frame: FrameType) -> bool:
-    """Return whether a frame is of a library, whose lines tell a user nothing of the program."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
-
-
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield a frame and those that have called it."""
     while frame is not None:
@@ -326,6 +263,8 @@ def _caller() -> FrameType | None:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """Return the innermost line of the program from a frame on outwards, as ``train.py:57``."""
-    found = next((one for one in frames_from(frame) if not is_library(one)), None)
-    return "outside of modules" if found is None else f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
+    """Return the innermost line of the program, not of a library, from a frame on outwards, as ``train.py:57``."""
+    for one in frames_from(frame):
+        if str(one.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            return f"{Path(one.f_code.co_filename).name}:{one.f_lineno}"
+    return "outside of modules"

@@ -19,33 +19,22 @@ def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     processes = sys.modules.get("multiprocessing.process")
     is_worker = processes is not None and processes.parent_process() is not None  # of a data loader
     is_hooked = hasattr(getattr(engine, "forward", None), "_ds_tba_hooked")  # by ds_tba/engine.py
-    script, is_first = argv[0] if argv else "", environ.get("RANK", "0") in ("", "0")
-    # A launcher trains nothing itself, and a script that failed has an error to read.
-    is_training = script.endswith(".py") and not any(one in script for one in ("/deepspeed/launcher/", "/torch/"))
-    if (
-        is_hooked
-        or is_worker
-        or not is_training
-        or not is_first
-        or hasattr(sys, "last_value")
-        or {"-h", "--help"} & set(argv)
-    ):
+    # A launcher and a command of ours train nothing, and a script that failed has an error to read.
+    script = argv[0] if argv else ""
+    others = ("/deepspeed/launcher/", "/torch/", "/ds_tba/__main__.py")
+    is_training = script.endswith(".py") and not any(one in script for one in others)
+    is_silent = is_hooked or is_worker or hasattr(sys, "last_value") or environ.get("RANK", "0") not in ("", "0")
+    if is_silent or not is_training or {"-h", "--help"} & set(argv):
         return ""
-    paths = [Path(one.rpartition("=")[2]) for one in argv[1:]]
-    texts = {VARIABLE: environ.get(VARIABLE, "")} | {str(one): _text(one) for one in paths}
-    for where, text in texts.items():
-        found = _BLOCK.search(text) or (re.search("(.+)", text, re.DOTALL) if where == VARIABLE else None)
-        if found is not None and _OFF.search(found[1]) is None:
+    files = [Path(one.rpartition("=")[2]) for one in argv[1:] if one.endswith(".json")]
+    small = [one for one in files if one.is_file() and one.stat().st_size <= MOST_BYTES]
+    texts = {str(one): one.read_text(errors="replace") for one in small}
+    blocks = {where: found[1] for where, text in texts.items() if (found := _BLOCK.search(text))}
+    blocks |= {VARIABLE: environ[VARIABLE]} if environ.get(VARIABLE) else {}
+    for where, block in blocks.items():
+        if not _OFF.search(block):
             return (
                 f"ds_tba: the block in {where} was read by no DeepSpeed engine that trains, so no activation was "
                 "offloaded: give it to DeepSpeed (--deepspeed of the Trainer, or deepspeed.initialize).\n"
             )
     return ""
-
-
-def _text(path: Path) -> str:
-    try:
-        is_config = path.suffix == ".json" and path.stat().st_size <= MOST_BYTES
-        return path.read_text(errors="replace") if is_config else ""
-    except OSError:
-        return ""

@@ -46,10 +46,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **GROUPED, "sliding_window": 64,
     },
     "BERT": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **TEXT},
-    "ViT": {
-        "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 96, "patch_size": 8,
-        **WIDTHS,
-    },
 }  # fmt: skip
 
 
@@ -78,7 +74,6 @@ TABLE = [
     ("Mixtral", "plain"), ("Mixtral", "checkpointing"),
     ("Gemma 2", "plain"),
     ("BERT", "plain"),
-    ("ViT", "plain"),
 ]  # fmt: skip
 
 

@@ -11,15 +11,13 @@ import pytest
 import torch
 from support.estimate_models import ALL
 
-from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
+from ds_tba.cli.plan.dry_run import dry_run
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_owned
-from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ConfigError, ModelError
-from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources, Trace
 from ds_tba.recompute.blocks import find_blocks
@@ -123,21 +121,6 @@ def test_bytes_are_those_of_a_run_on_the_cpu(name: str, dtype: torch.dtype) -> N
     assert_alike(found, real)
 
 
-@pytest.mark.parametrize("name", list(ALL))
-def test_totals_are_those_of_the_offloader_s_report(name: str) -> None:
-    found = estimated(ALL[name], "cpu", torch.bfloat16)
-    _, forward = ready(ALL[name], "cpu", torch.bfloat16)
-    config = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": MIN_BYTES})
-    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
-    with offloader.saving():
-        output = forward()
-    loss_of(output).backward()
-    report = offloader.report()
-    offloader.close()
-    assert found.packed_tensors == report.packed_tensors
-    assert found.peak_saved_bytes == pytest.approx(report.peak_saved_bytes_without, rel=TOLERANCE)
-
-
 def attention_s_bytes(run: DryRun) -> int:
     """Storages of one number for each pair of tokens."""
     pairs = BATCH * 4 * SEQUENCE * SEQUENCE
@@ -199,19 +182,6 @@ def test_buffers_are_the_model_s_and_not_saved_bytes() -> None:
     assert found.saved_bytes == BATCH * SEQUENCE * 64 * 4  # the input of the product; the buffer is larger
 
 
-def test_checkpointed_blocks_save_their_inputs_only() -> None:
-    from train_gpt import GPT
-
-    def make(batch: int, sequence: int) -> Any:
-        _, inputs = ALL["gpt"](batch, sequence)
-        again = GPT(64, 3, sequence, recompute=True)
-        return again, inputs
-
-    found, real = estimated(make, "cpu", torch.float32), trained(make, "cpu", torch.float32)
-    assert_alike(found, real)
-    assert found.saved_bytes < 0.3 * estimated(ALL["gpt"], "cpu", torch.float32).saved_bytes
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -232,16 +202,3 @@ def test_temporaries_are_logits_and_gradients_and_nothing_that_is_saved_or_was_t
     assert run.temporary_bytes >= logits_bytes
     # The gradient of a sum is one number, expanded: backward has it whole for the product, and the weight's beside it.
     assert run.temporary_bytes <= logits_bytes + 2 * weight_bytes + 4096
-
-
-@pytest.mark.parametrize("name", list(ALL))
-def test_the_peak_of_all_tensors_is_that_of_a_run(name: str) -> None:
-    """As an allocator would count them, without parameters and gradients."""
-    run = estimated(ALL[name], "cpu", torch.float32)
-    model, forward = ready(ALL[name], "cpu", torch.float32)
-    for one in model.parameters():
-        one.grad = torch.zeros_like(one)
-    held = [one.untyped_storage() for each in model.parameters() for one in (each, each.grad) if one is not None]
-    with PeakMeter(held) as meter:
-        loss_of(forward()).backward()
-    assert run.kept_bytes == pytest.approx(meter.peak_bytes, rel=0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentTypeError, Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +17,6 @@ def test_sizes_are_as_people_write_them() -> None:
     ]  # fmt: skip
     with pytest.raises(ArgumentTypeError, match="must be a whole number"):
         size("9" * 400)
-
-
-def test_an_output_that_takes_nothing_is_told(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr("sys.stdout", full)
-        assert show("env", lambda _: (0, ["a line"], {}), Namespace(json=False)) == 2
-    assert "ds_tba env: the standard output cannot be written: No space left on device" in capfd.readouterr().err
 
 
 def test_json_is_alone_on_the_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,28 +12,25 @@ import pytest
 import torch
 from support import runs
 from support.placed import fixed
-from support.traces import SIZE, one_block, resources, storage
-from torch import nn
+from support.traces import SIZE, resources
 from torch.nn import functional
 
 from ds_tba.cli.plan import _endurance, _instructions
 from ds_tba.cli.plan.dry_run import OpClock, attention_of, device_kernels
-from ds_tba.cli.plan.model import Subject, add_lora, loss_of, recipe_of
+from ds_tba.cli.plan.model import change, loss_of, recipe_of
 from ds_tba.cli.plan.rows import (
     ADAPTIVE,
-    LOGITS,
     Row,
     Setup,
     holders,
     recommended,
-    remedy,
     rows_of,
 )
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, gpu_of, held_of, read_training
 from ds_tba.config import AioConfig, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
+from ds_tba.explain.account import SAVED, TEMPORARY, remedy
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
-from ds_tba.recompute.blocks import find_blocks
 
 # ---- where the model comes from -------------------------------------------------------------------------------------
 
@@ -45,7 +42,7 @@ from ds_tba.recompute.blocks import find_blocks
         ({"architectures": []}, r"architectures.* are \[\]"),
         ({"architectures": "LlamaForCausalLM"}, r"are 'LlamaForCausalLM'"),
         ({"architectures": [3]}, r"are \[3\]"),
-        ({"architectures": ["Nonsense"]}, "has no 'Nonsense'"),
+        ({"architectures": ["Nonsense"]}, r"are \['Nonsense'\].* transformers \d.* must have the first"),
         ({"hidden_size": 63, "num_attention_heads": 4}, "cannot be read.*not a multiple"),
         ({"hidden_size": "big"}, "cannot be read.*hidden_size"),
         ({"model_type": "nonsense"}, "cannot be read.*nonsense"),
@@ -58,18 +55,6 @@ def test_an_hf_config_that_is_wrong_is_refused(tmp_path: Path, config: Any, says
     path.write_text(json.dumps({"model_type": "llama", **config}))
     with pytest.raises(ModelError, match=says):
         recipe_of(str(path))
-
-
-def test_an_hf_config_makes_model_and_labels(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    path = tmp_path / "config.json"
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    path.write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}))
-    with torch.device("meta"):
-        subject = recipe_of(str(path))(2, 16)
-    assert isinstance(subject.inputs, dict) and subject.inputs["labels"].shape == (2, 16)
-    assert type(subject.model).__name__ == "LlamaForCausalLM"
 
 
 def test_the_loss_is_found() -> None:
@@ -101,14 +86,16 @@ def test_the_config_tells_how_it_is_trained(tmp_path: Path) -> None:
             "activation_nvme_offload": {"placement": "keep", "min_tensor_bytes": 5},
         },
     )
-    assert (found.micro_batch, found.micro_steps, found.dtype, found.stage) == (4, 2, torch.bfloat16, 3)
+    assert (found.micro_steps, found.dtype, found.stage) == (2, torch.bfloat16, 3)
+    assert found.number("train_micro_batch_size_per_gpu") == 4
     assert found.offloads("param") and not found.offloads("optimizer")
     assert found.offload.min_tensor_bytes == 5 and not found.notes and found.state_bytes == 12
 
 
 def test_without_the_block_its_defaults_are_taken_and_that_is_said(tmp_path: Path) -> None:
     found = training_of(tmp_path / "ds.json", {"train_micro_batch_size_per_gpu": "auto"})
-    assert found.offload.min_tensor_bytes == 1 << 20 and found.micro_batch is None and found.dtype is None
+    assert found.offload.min_tensor_bytes == 1 << 20 and found.dtype is None
+    assert found.number("train_micro_batch_size_per_gpu") is None
     assert any("its defaults are used" in note for note in found.notes)
     assert any(
         "the states of Adam and the temporary tensors of PyTorch's AdamW are counted" in note for note in found.notes
@@ -131,8 +118,6 @@ def test_auto_is_taken_as_on_and_said(tmp_path: Path, config: Any, dtype: torch.
 
 
 def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_training(tmp_path / "absent.json")
     with pytest.raises(ConfigError, match="holds list"):
         training_of(tmp_path / "ds.json", [])
 
@@ -142,18 +127,6 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     path.write_text('{ // of one GPU\n "bf16": {"enabled": true}, /* more */ "gradient_accumulation_steps": 4 }')
     found = read_training(path)
     assert found.dtype is torch.bfloat16 and found.micro_steps == 4
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({"activation_nvme_ofload": {"nvme_path": "/x"}}, 'did you mean "activation_nvme_offload"'),
-        ({"zero_optimization": {"activation_nvme_offload": {"nvme_path": "/x"}}}, "move the block to the top level"),
-    ],
-)
-def test_misspelt_and_misplaced_blocks_are_refused(tmp_path: Path, config: Any, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        training_of(tmp_path / "ds.json", config)
 
 
 # ---- what the device holds, by hand ---------------------------------------------------------------------------------
@@ -212,17 +185,12 @@ def test_the_temporary_tensors_of_pytorch_s_adamw_count_where_the_config_names_n
     assert needs["{}"] * 2**30 > 0.98 * (gpu_of("24GB", torch.bfloat16).memory_bytes or 0)  # not by NCCL's
 
 
-def test_masters_and_states_in_16_bit_count_as_such() -> None:
-    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
-    assert training_with({}, bf16=bf16).state_bytes == 8 + 2
-    assert held({"stage": 2}, bf16={**bf16, "bf16_optimizer_states": True})[2:] == [6 * ALL, 0, BUCKET_BYTES, 2 * ALL]
-
-
 @pytest.mark.parametrize(
     "config",
     [
         {"tensor_parallel": {"autotp_size": 4}},
         {"sequence_parallel_size": 2},
+        {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
     ],
@@ -260,57 +228,31 @@ def test_lora_trains_what_peft_trains_of_a_model_of_8b(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         model = recipe_of(str(tmp_path))(1, 8).model  # a folder
-        add_lora(model, [one.module for one in find_blocks(model, None)], 16)
+        change(model, 16, ())
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert trained == TRAINED and sum(one.numel() for one in model.parameters()) == ALL + TRAINED
-
-
-def test_an_image_model_gets_images(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 64, **sizes}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with torch.device("meta"):
-        subject = recipe_of(str(tmp_path / "config.json"))(3, 1)
-    assert isinstance(subject.inputs, dict) and subject.inputs["pixel_values"].shape == (3, 3, 64, 64)
-    assert loss_of(subject.to("meta", None).forward()).requires_grad and "images of 64 x 64" in subject.notes[0]
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
 
 
-def test_products_take_their_flops_and_the_rest_its_bytes() -> None:
-    a, b = torch.empty(64, 128, device="meta"), torch.empty(128, 256, device="meta")
+def test_products_take_their_flops_and_the_rest_its_bytes_or_its_launch() -> None:
+    a = torch.empty(64, 128, device="meta", requires_grad=True)
+    b = torch.empty(128, 256, device="meta", requires_grad=True)
     with OpClock(1e9, 1e30) as clock:
-        a @ b
-    assert clock.now_s == pytest.approx(2 * 64 * 128 * 256 / 1e9)
+        product = a @ b
+        assert clock.now_s == pytest.approx(2 * 64 * 128 * 256 / 1e9)
+        product.backward(torch.empty_like(product))
+    assert clock.now_s == pytest.approx(3 * 2 * 64 * 128 * 256 / 1e9)
     with OpClock(1e30, 1e9) as clock:
         a.exp()
     assert clock.now_s == pytest.approx(2 * a.numel() * 4 / 1e9)
     with OpClock(1.0, 1.0) as clock:
         torch.empty(1000, device="meta").view(10, 100).t()
     assert clock.now_s == 0.0
-
-
-def test_backward_takes_twice_the_time_of_a_product() -> None:
-    a = torch.empty(64, 128, device="meta", requires_grad=True)
-    b = torch.empty(128, 256, device="meta", requires_grad=True)
-    with OpClock(1e9, 1e30) as clock:
-        product = a @ b
-        forward_s = clock.now_s
-        product.backward(torch.empty_like(product))
-    assert clock.now_s == pytest.approx(3 * forward_s)
-
-
-def test_attention_of_the_cpu_counts_as_flash_does() -> None:
-    taken = []
-    for device in ("cpu", "cuda"):
-        q, k, v = (torch.empty(2, 4, 64, 32, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-        with device_kernels(device) as attention, OpClock(1e9, 1e30) as clock:
-            functional.scaled_dot_product_attention(q, k, v).sum().backward()
-        assert attention == {"flash"}
-        taken.append(clock.now_s)
-    assert taken[0] == pytest.approx(taken[1]) and taken[0] > 2 * 2 * 2 * 4 * 64 * 64 * 32 / 1e9
+    with OpClock(1e30, 1e30, launch_s=1e-5) as clock:
+        (a * a).view(128, 64)
+    assert clock.now_s == pytest.approx(1e-5)
 
 
 def test_causal_attention_is_half_of_it() -> None:
@@ -321,13 +263,6 @@ def test_causal_attention_is_half_of_it() -> None:
             functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal).sum().backward()
         taken.append(clock.now_s)
     assert taken[1] == pytest.approx(taken[0] / 2)
-
-
-def test_no_operation_is_faster_than_its_launch() -> None:
-    with OpClock(1e30, 1e30, launch_s=1e-5) as clock:
-        x = torch.empty(4, device="meta")
-        (x * x).view(2, 2)
-    assert clock.now_s == pytest.approx(1e-5)
 
 
 # ---- the kernels ----------------------------------------------------------------------------------------------------
@@ -348,15 +283,11 @@ def saved_bytes(run: Any) -> list[int]:
 
 def test_kernels_of_cuda_on_meta_and_nothing_is_left_behind() -> None:
     x = torch.empty(4, 64, device="meta", requires_grad=True)
-    norm = nn.RMSNorm(64, device="meta")
-    plain = [saved_bytes(lambda: functional.dropout(x, 0.1)), saved_bytes(lambda: norm(x))]
+    plain = saved_bytes(lambda: functional.dropout(x, 0.1))
     with device_kernels("cuda"):
-        fused = [saved_bytes(lambda: functional.dropout(x, 0.1)), saved_bytes(lambda: norm(x))]
-    assert plain[0] == [4 * 64 * 4] and fused[0] == [4 * 64]
-    assert sorted(fused[1]) == [4 * 4, 64 * 4, 4 * 64 * 4] and sum(plain[1]) > sum(fused[1])
-    assert [saved_bytes(lambda: functional.dropout(x, 0.1)), saved_bytes(lambda: norm(x))] == plain
-    with device_kernels("cuda"):
+        assert saved_bytes(lambda: functional.dropout(x, 0.1)) == [4 * 64]
         assert functional.dropout(x, 0.1, training=False) is x
+    assert plain == [4 * 64 * 4] == saved_bytes(lambda: functional.dropout(x, 0.1))
 
 
 @pytest.mark.parametrize("heads", [2, 4])
@@ -398,13 +329,12 @@ def test_attention_of_a_cuda_device_that_is_not_here() -> None:
 
 def test_questions_about_masks_are_answered_and_no_others() -> None:
     mask = torch.empty(4, 4, dtype=torch.bool, device="meta")
-    with OpClock(1.0, 1.0) as clock:
+    with OpClock(1.0, 1.0):
         assert mask.all() and (mask == 0).all() and not mask.any()
         assert mask.sum() == 16 and not mask.sum().eq(3)  # as transformers asks
         for question in (mask.sum(), mask.float().sum() == 16, mask.sum(0)[0] == 4):
             with pytest.raises(RuntimeError, match="meta"):
                 question.item()
-    assert clock.answers == 5
 
 
 # ---- what it comes to -----------------------------------------------------------------------------------------------
@@ -524,7 +454,7 @@ def test_the_first_of_the_fastest_that_fit_is_recommended() -> None:
     assert recommended([worn, replace(sparing, verdict="tight")]).name == "slow"  # it can be tried, a drive cannot
     nothing = rows_of(setup_of(trace, SIZE))
     assert recommended(nothing) is None
-    assert holders(nothing[0], run_of(trace))[0][0] == "saved tensors"
+    assert holders(nothing[0], run_of(trace))[0][0] == SAVED
 
 
 def test_the_budget_is_the_room_that_is_left() -> None:
@@ -604,11 +534,11 @@ def test_all_parameters_of_a_module_are_gathered_at_once(model: str, largest: in
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_smaller_batch_is_a_remedy_only_where_there_is_one(batch: int) -> None:
     setup = replace(setup_of(stack(1)), batch=batch)
-    told = [remedy(name, setup) for name, _ in holders(rows_of(setup)[0], setup.run)]
+    told = [remedy(name, setup.way) for name, _ in holders(rows_of(setup)[0], setup.run)]
     assert any("a smaller batch" in one for one in told) is (batch > 1)
-    assert any("--fused-loss" in one for one in told) and any("--tiled-mlp" in one for one in told)
+    assert any("a fused loss" in one for one in told) and any("an MLP in tiles" in one for one in told)
     aided = replace(setup, aids=frozenset(("--fused-loss", "--tiled-mlp")))
-    assert not [one for name in ("saved tensors", LOGITS) if "--" in (one := remedy(name, aided))]
+    assert "fused" not in remedy(TEMPORARY, aided.way) and "tiles" not in remedy(TEMPORARY, aided.way)
 
 
 def test_the_block_of_checkpointing_is_the_one_of_the_guide() -> None:
@@ -617,16 +547,12 @@ def test_the_block_of_checkpointing_is_the_one_of_the_guide() -> None:
     assert block["placement"] == "nvme" and f'"activation_nvme_offload": {json.dumps(block)}' in guide
 
 
-def test_wear_is_told_by_day() -> None:
+def test_wear_is_told_by_day_and_compression_counts_in_it_and_in_its_limit() -> None:
     trace = stack(8, staging_bytes=2 * SIZE)
     row = setup_of(trace).row("", fixed(trace, Placement.NVME), {})
     assert row.written_bytes_per_day == pytest.approx(row.cost.written_bytes * 86400 / row.cost.step_s)
     assert row.life_days == pytest.approx(600e12 / row.written_bytes_per_day)
     assert setup_of(trace).row("", fixed(trace), {}).life_days is None
-
-
-def test_compression_counts_in_wear_and_in_its_limit() -> None:
-    trace = stack(8, staging_bytes=2 * SIZE)
     plain, packed = setup_of(trace), replace(setup_of(trace), stored_share=0.5)
     rows = [one.row("", fixed(trace, Placement.NVME), {}) for one in (plain, packed)]
     assert rows[1].written_bytes_per_day == rows[0].written_bytes_per_day / 2
@@ -635,12 +561,6 @@ def test_compression_counts_in_wear_and_in_its_limit() -> None:
     training = replace(training_with({}), offload=OffloadConfig.model_validate({"nvme_path": "/x", "ssd": ssd}))
     limits = [replace(one, training=training).limits.write_limit_bytes_per_step for one in (plain, packed)]
     assert limits[1] == pytest.approx(2 * limits[0])
-
-
-def test_nothing_saved_is_no_error() -> None:
-    rows = rows_of(setup_of(one_block(machine=resources()), 10**9))
-    assert {row.cost.peak_saved_bytes for row in rows} == {0}
-    assert fixed(one_block(storage(0.5, 2.0), machine=resources())).peak_saved_bytes == SIZE
 
 
 def test_a_node_s_rating_is_as_given_or_that_of_each_of_its_drives() -> None:
@@ -669,13 +589,3 @@ def test_a_node_s_rating_is_as_given_or_that_of_each_of_its_drives() -> None:
 )
 def test_a_gpu_is_a_size_or_a_name_and_pytorch_has_less(text: str, name: str, gib: float) -> None:
     assert gpu_of(text, torch.bfloat16)[1:3] == (name, pytest.approx(gib * 2**30, abs=1))
-
-
-def test_a_gpu_that_is_neither_is_refused() -> None:
-    with pytest.raises(ConfigError, match="RTX 4090"):
-        gpu_of("riva", torch.bfloat16)
-
-
-def test_a_subject_is_put_into_training_mode() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
-    assert Subject(model, {"x": torch.ones(2)}).to("meta", None).model.training

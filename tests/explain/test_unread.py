@@ -74,6 +74,7 @@ def test_a_block_in_a_file_that_nobody_reads_is_said(
         ("train.py", ("--help",), {"DS_TBA_BLOCK": json.dumps(BLOCK)}),
         ("train.py", (), {"DS_TBA_BLOCK": json.dumps(BLOCK), "RANK": "1"}),
         ("deepspeed", ("train.py", "--deepspeed_config", "ds_config.json"), {}),
+        ("/site-packages/ds_tba/__main__.py", ("plan", "m.json", "--config", "ds_config.json"), {}),
         ("accelerate", ("launch", "--deepspeed_config_file", "ds_config.json", "x.py"), {}),
     ],
 )

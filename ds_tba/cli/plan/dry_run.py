@@ -8,10 +8,11 @@ and outputs at the rate of device memory, or as its launch, whichever is longest
 and communication between ranks.
 
 [Note: Which kernels] What is saved depends on the kernel. A CUDA device has fused kernels for attention (which save the
-inputs, the output and a log-sum-exp per row, not the probabilities), dropout (a mask of one byte per element)
-and RMS norm (a factor per row); the CPU has one for attention without dropout. PyTorch's rules are applied. CUDA: flash
-for 16-bit dtypes without a mask, memory-efficient for others, plain products for shapes that neither supports. CPU:
-flash without dropout, plain products else. Blind spot: cuDNN's attention, which saves as much as flash does.
+inputs, the output and a log-sum-exp per row, not the probabilities) and dropout (a mask of one byte per element); the
+CPU has one for attention without dropout. PyTorch's rules are applied. CUDA: flash for 16-bit dtypes without a mask,
+memory-efficient for others, plain products for shapes that neither supports. CPU: flash without dropout, plain products
+else. Blind spots: cuDNN's attention, which saves as much as flash does, and the fused kernel of ``torch.nn.RMSNorm``,
+which models of transformers do not use.
 """
 
 from __future__ import annotations
@@ -30,15 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.cli.plan.model import (
-    Recipe,
-    Subject,
-    add_lora,
-    fuse_loss,
-    loss_of,
-    quantized_linears,
-    tile_mlps,
-)
+from ds_tba.cli.plan.model import Recipe, Subject, change, hidden_size_of, loss_of, quantized_linears
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
@@ -75,49 +68,36 @@ def dry_run(
         ModelError: the model does not run, or needs values, which the meta device does not have.
     """
     offload = training.offload
-    clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s)
     # No stores: everything is kept and recorded, and the settings are replayed from that.
     cache = TensorCache([], "meta", offload.min_tensor_bytes)
+    clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s, cache.stats.saved)
     doing = "making the model"
     try:
         with torch.device("meta"):
             subject = recipe(batch, sequence)
-            layers = [one.module for one in find_blocks(subject.model, None)]
             owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
-            if lora_rank is not None:
-                add_lora(subject.model, layers, lora_rank)
-            if "--fused-loss" in aids:
-                fuse_loss(subject.model)
-            if "--tiled-mlp" in aids:
-                tile_mlps(layers)
+            change(subject.model, lora_rank, aids)
             subject = subject.to("meta", training.dtype)
             quantized = quantized_linears(subject)
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind) as attention:
-            recorder, meter = _micro_step(subject, blocks, training, cache, clock)
+            recorder = _micro_step(subject, blocks, training, cache, clock)
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # the model may raise anything
         where = f" in {clock.last_operation}" if clock.last_operation else ""
         (first_line, *_) = str(error).splitlines() or [""]
-        what = f"{doing} failed{where}: {type(error).__name__}: {first_line}"
-        if "meta" in first_line:
-            what += ". The model runs on shapes alone here: its forward may not read the values of tensors"
+        values = ". The model runs on shapes alone here: its forward may not read the values of tensors"
+        what = f"{doing} failed{where}: {type(error).__name__}: {first_line}{values if 'meta' in first_line else ''}"
         raise ModelError(what) from error
-    notes = [*subject.notes]
-    if clock.answers:
-        notes.append("where the model asks whether all or any elements of a mask are true: all() is true, any() false")
-    if not blocks:
-        notes.append('no repeated layers were found, so nothing is recomputed: name the layers in "blocks"')
+    no_blocks = 'no repeated layers were found, so nothing is recomputed: name the layers in "blocks"'
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     trained = [one for one in parameters if one.requires_grad]
     resources = Resources(paths, copy, copy, offload.slots_bytes, is_synchronous=device.kind == "cpu")
     whole_bytes = [one.nbytes for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     passing_bytes = max(whole_bytes, default=0)
-    config: Any = getattr(subject.model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return DryRun(
         recorder.record.trace(resources, micro_steps=training.micro_steps),
         peak_saved_bytes=cache.stats.saved.peak,
@@ -127,18 +107,18 @@ def dry_run(
         trained=sum(one.numel() for one in trained),
         trained_bytes=sum(one.nbytes for one in trained),
         largest_module=max(sum(one.numel() for one in each) for each in owned),
-        hidden_size=getattr(config, "hidden_size", 0) or 0,
-        temporary_bytes=meter.peak_bytes + passing_bytes,
-        kept_bytes=meter.whole_peak_bytes + passing_bytes,
-        temporary=spans_of(meter.samples, passing_bytes),
+        hidden_size=hidden_size_of(subject.model),
+        temporary_bytes=max(nbytes for _, nbytes in clock.samples) + passing_bytes,
+        kept_bytes=clock.peak_bytes + passing_bytes,
+        temporary=spans_of(clock.samples, passing_bytes),
         attention=sorted(attention),
-        notes=tuple(notes),
+        notes=subject.notes if blocks else (*subject.notes, no_blocks),
     )
 
 
 def _micro_step(
     subject: Subject, blocks: Sequence[Block], training: Training, cache: TensorCache, clock: OpClock
-) -> tuple[Recorder, PeakMeter]:
+) -> Recorder:
     """Run one forward and one backward."""
     model = subject.model
     running = RunningModule()
@@ -156,8 +136,8 @@ def _micro_step(
     for one in model.parameters():  # gradients exist, as in all micro-steps but the first
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
-    meter = PeakMeter([one.untyped_storage() for one in held], cache.stats.saved, clock)
-    with clock, meter:
+    clock.ignore(one.untyped_storage() for one in held)
+    with clock:
         with (
             cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
             Blocks(blocks, cache).forward(recorder),
@@ -168,7 +148,7 @@ def _micro_step(
         loss.backward()  # type: ignore[no-untyped-call]
         recorder.end()
     cache.settle()
-    return recorder, meter
+    return recorder
 
 
 def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans:
@@ -186,29 +166,80 @@ def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans
 # ---- time and memory of the device ----------------------------------------------------------------------------------
 
 
-class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The time that the operations run inside would take on the device; see [Note: The roofline].
+class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Peak bytes of the storages that the operations inside read or make, as an allocator counts them.
 
-    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model; a
-    mask's ``sum()`` is compared with a number as if all were true.
+    Takes time at every operation, so a step under this meter must not be timed. On a CPU a tensor that was read back
+    lies in a slot of staging; its storage counts, as it would in device memory.
+
+    Args:
+        ignored: storages that existed before.
 
     Attributes:
-        now_s: seconds of all operations so far.
-        last_operation: name of the last one, which may have failed.
-        answers: that were given so far.
-        observes_only: to the cache: what is saved is as in a run without it.
+        now_bytes, peak_bytes: now, and the peak so far.
+        observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
     """
 
     observes_only = True
 
-    def __init__(self, flops_per_s: float, memory_bytes_per_s: float, launch_s: float = 0.0) -> None:
+    def __init__(self, ignored: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now_s = 0.0
-        self.last_operation = ""
-        self.answers = 0
-        self._flops_per_s = flops_per_s
-        self._memory_bytes_per_s = memory_bytes_per_s
-        self._launch_s = launch_s
+        self.now_bytes = self.peak_bytes = 0
+        self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
+        self._seen: dict[int, object] = {}
+        self.ignore(ignored)
+
+    def ignore(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count these storages not; they are held, or another storage would get their place and not count either."""
+        self._seen |= {id(one): one for one in storages}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        while self._freed:
+            key, nbytes = self._freed.popleft()
+            del self._seen[key]
+            self.now_bytes -= nbytes
+        for one in tree_leaves((args, kwargs, result)):
+            if isinstance(one, torch.Tensor):
+                self._see(one.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        if key not in self._seen:
+            self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
+            self.now_bytes += nbytes
+
+    def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        self._freed.append((key, nbytes))
+
+
+class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
+    """The time, too, that the operations run inside would take on the device; see [Note: The roofline].
+
+    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model; a
+    mask's ``sum()`` is compared with a number as if all were true.
+
+    Args:
+        saved: level of the saved tensors, which samples leave out: inputs, buffers, logits and gradients are left.
+
+    Attributes:
+        now_s: seconds of all operations so far.
+        samples: at the end of each operation its time, and the bytes without saved tensors.
+        last_operation: name of the last one, which may have failed.
+    """
+
+    def __init__(
+        self, flops_per_s: float, memory_bytes_per_s: float, launch_s: float = 0.0, saved: Gauge | None = None
+    ) -> None:
+        super().__init__()
+        self.now_s, self.last_operation = 0.0, ""
+        self.samples: list[tuple[float, int]] = []
+        self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
+        self._saved = Gauge() if saved is None else saved
 
     def mark(self) -> float:
         return self.now_s
@@ -221,22 +252,21 @@ class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         self.last_operation, name, kwargs = str(func), func._schema.name, kwargs or {}
         if name == "aten::_local_scalar_dense" and hasattr(args[0], _ANSWER):
-            self.answers += 1
             return getattr(args[0], _ANSWER)
-        result = func(*args, **kwargs)
-        if isinstance(result, torch.Tensor) and result.is_meta:
-            if name in _OF_ALL:
-                setattr(result, _ANSWER, _OF_ALL[name])
-            elif name == "aten::sum" and args[0].dtype is torch.bool and not result.dim():
-                setattr(result, _COUNT, args[0].numel())
-            elif name == "aten::eq" and hasattr(args[0], _COUNT):
-                setattr(result, _ANSWER, getattr(args[0], _COUNT) == args[1])
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if name in _OF_ALL and result.is_meta:
+            setattr(result, _ANSWER, _OF_ALL[name])
+        elif name == "aten::sum" and args[0].dtype is torch.bool and not result.dim():
+            setattr(result, _COUNT, args[0].numel())
+        elif name == "aten::eq" and hasattr(args[0], _COUNT):
+            setattr(result, _ANSWER, getattr(args[0], _COUNT) == args[1])
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
             tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
             moved_s = sum(one.numel() * one.element_size() for one in tensors.values()) / self._memory_bytes_per_s
             self.now_s += max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
+        self.samples.append((self.now_s, self.now_bytes - self._saved.now))
         return result
 
 
@@ -245,84 +275,15 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
     name, arguments = func._schema.name, [one.name for one in func._schema.arguments]
     if name == "aten::_grouped_mm":  # each row of the first tensor is multiplied with one matrix of the second
         return 2.0 * float(args[0].numel()) * float(args[1].shape[-1])
-    if name in _OF_CPU:
-        flops = flop_registry[_OF_CPU[name]](*args[: 4 if "backward" in name else 3], out_val=result)
-    elif func.overloadpacket in flop_registry:
-        flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
-    else:
+    if func.overloadpacket not in flop_registry:
         return 0.0
+    flops = float(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result))
     at = arguments.index("is_causal") if "is_causal" in arguments else len(args)
-    is_causal = args[at] if at < len(args) else kwargs.get("is_causal", False)
-    return float(flops) / 2 if is_causal else float(flops)
+    return flops / 2 if (args[at] if at < len(args) else kwargs.get("is_causal", False)) else flops
 
 
 _ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
 _OF_ALL = {"aten::all": True, "aten::any": False}
-_FLASH = "_scaled_dot_product_flash_attention"
-# Torch's registry has no FLOPs of these; they are those of CUDA's.
-_OF_CPU = {f"aten::{_FLASH}_for_cpu{end}": getattr(torch.ops.aten, f"{_FLASH}{end}") for end in ("", "_backward")}
-
-
-class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Peak bytes of the storages that the operations inside read or make, as an allocator counts them.
-
-    Takes time at every operation, so a step under this meter must not be timed. On a CPU a tensor that was read back
-    lies in a slot of staging; its storage counts, as it would in device memory.
-
-    Args:
-        ignored: storages that existed before.
-        saved: level of the saved tensors, which are not counted: inputs, buffers, logits and gradients are left.
-        clock: the time, for samples.
-
-    Attributes:
-        peak_bytes, whole_peak_bytes: the peak so far, without saved tensors and with them.
-        samples: at the end of each operation its time, and the bytes without saved tensors.
-        observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
-    """
-
-    observes_only = True
-
-    def __init__(
-        self,
-        ignored: Iterable[torch.UntypedStorage],
-        saved: Gauge | None = None,
-        clock: OpClock | None = None,
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak_bytes = self.whole_peak_bytes = 0
-        self.samples: list[tuple[float, int]] = []
-        self._clock, self._saved = clock, saved
-        self._now_bytes = 0
-        self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
-        self._ignored = list(ignored)
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage] | None] = {id(one): None for one in self._ignored}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        while self._freed:
-            key, nbytes = self._freed.popleft()
-            del self._seen[key]
-            self._now_bytes -= nbytes
-        for one in tree_leaves((args, kwargs, result)):
-            if isinstance(one, torch.Tensor):
-                self._see(one.untyped_storage())
-        now_bytes = self._now_bytes - (0 if self._saved is None else self._saved.now)
-        self.peak_bytes = max(self.peak_bytes, now_bytes)
-        if self._clock is not None:
-            self.samples.append((self._clock.now_s, now_bytes))
-        self.whole_peak_bytes = max(self.whole_peak_bytes, self._now_bytes)
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = id(storage), storage.nbytes()
-        if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
-            self._now_bytes += nbytes
-
-    def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
-        self._freed.append((key, nbytes))
 
 
 # ---- the kernels of the device --------------------------------------------------------------------------------------
@@ -346,11 +307,6 @@ def device_kernels(target: str) -> Iterator[set[str]]:
         library.impl("scaled_dot_product_attention", partial(_attend, target, taken), "AutogradMeta")
         if target == "cuda":
             library.impl("dropout", _dropout, "AutogradMeta")
-        if target == "cuda" and hasattr(_aten, "_fused_rms_norm_backward"):
-            # Autograd's own node saves the tensors, if there is a kernel below it. ``library.impl`` refuses one for the
-            # meta device where an operation has a composite kernel, too, which CUDA does not run.
-            library.m.impl("_fused_rms_norm", "Meta", _rms_norm, False)
-            library.impl("_fused_rms_norm_backward", _rms_norm_backward, "Meta")
         yield taken
     finally:
         # The table is the process's: every later tensor on this device would run these kernels.
@@ -370,26 +326,23 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Run the ``scaled_dot_product_attention`` of a device."""
-    chosen = attention_of(target, query, key, value, attn_mask, dropout_p)
-    taken.add(chosen)
+    """Run the ``scaled_dot_product_attention`` of a device; see [Note: Which kernels]."""
     given, mask = (query, key, value), attn_mask
+    chosen = attention_of(target, *given, mask, dropout_p)
+    taken.add(chosen)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
     if chosen == "math":
-        attend = _aten._scaled_dot_product_attention_math
-        found = attend(*given, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        attend = partial(_aten._scaled_dot_product_attention_math, *given, mask, enable_gqa=enable_gqa)
     elif target == "cpu":
-        attend = _aten._scaled_dot_product_flash_attention_for_cpu
-        found = attend(*given, dropout_p, is_causal, attn_mask=mask, scale=scale)
+        attend = partial(_aten._scaled_dot_product_flash_attention_for_cpu, *given, attn_mask=mask)
     elif chosen == "flash":
-        found = _aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, scale=scale)
+        attend = partial(_aten._scaled_dot_product_flash_attention, *given)
     else:
-        if mask is not None:
-            mask = mask.expand(*query.shape[:3], key.shape[-2])
-        attend = _aten._scaled_dot_product_efficient_attention
-        found = attend(*given, mask, True, dropout_p, is_causal, scale=scale)
-    return found[0]
+        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[-2])
+        attend = partial(_aten._scaled_dot_product_efficient_attention, *given, mask, True)
+    found: torch.Tensor = attend(dropout_p, is_causal, scale=scale)[0]
+    return found
 
 
 def attention_of(
@@ -400,7 +353,7 @@ def attention_of(
     mask: torch.Tensor | None,
     dropout_p: float,
 ) -> str:
-    """Return the kernel that a device runs: ``flash``, ``efficient`` or ``math``; see [Note: Which kernels]."""
+    """Return the kernel that a device runs: ``flash``, ``efficient`` or ``math``."""
     if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
         return "math"
     is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
@@ -418,17 +371,3 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if not train or p == 0.0 or not tensor.numel():
         return tensor
     return torch.native_dropout(tensor, p, True)[0]
-
-
-def _rms_norm(
-    tensor: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None, eps: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = [*tensor.shape[: tensor.dim() - len(normalized_shape)], *[1] * len(normalized_shape)]
-    return torch.empty_like(tensor), torch.empty(rows, dtype=torch.float32, device=tensor.device)
-
-
-def _rms_norm_backward(
-    grad: torch.Tensor, tensor: torch.Tensor, shape: Any, factors: torch.Tensor, weight: Any, wanted: list[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    of_weight = torch.empty_like(weight) if weight is not None and wanted[1] else None
-    return torch.empty_like(tensor) if wanted[0] else None, of_weight

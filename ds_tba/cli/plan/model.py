@@ -1,29 +1,30 @@
 """Which model is asked about: the config.json of a Hugging Face model, with inputs, and what changes it.
 
-LoRA, weights in 4 or 8 bits, a fused loss and tiled MLPs save and hold here what the libraries' own do; none is run.
-Models are made on the meta device, where tensors have shapes and no values. Blind spot: the images of a model that
-takes text as well, whose number the text decides.
+LoRA, weights in 4 or 8 bits and a fused loss save and hold here what the libraries' own do. Models are made on the meta
+device, where tensors have shapes and no values. Blind spot: the images of a model that takes text as well, whose number
+the text decides.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ds_tba.errors import ModelError
+from ds_tba.recompute.blocks import find_blocks
 
-# Architectures whose labels are tokens, and those whose labels are one class for each sequence or image.
+# Architectures whose labels are tokens, and those whose labels are one class for each sequence.
 _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
-_CLASS_LABELS = ("ForSequenceClassification", "ForImageClassification")
+_CLASS_LABELS = ("ForSequenceClassification",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,7 @@ class Subject:
         return replace(self, model=self.model.to(device=device, dtype=dtype).train(), inputs=inputs)
 
 
-class Recipe(Protocol):
-    """Makes the subject for a batch and a sequence length."""
-
-    def __call__(self, batch: int, sequence: int, /) -> Subject: ...
+Recipe: TypeAlias = Callable[[int, int], Subject]  # of a batch and a length of the sequence
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -98,21 +96,14 @@ def recipe_of(text: str) -> Recipe:
             f"MODEL {text!r} cannot be read: it must be the config.json, folder or name of a Hugging Face model "
             f"that is on this machine: {why if len(why) <= 200 else f'{why[:200]}...'}"
         ) from error
-    match config.architectures:
-        case [str(architecture), *_]:
-            pass
-        case found:
-            raise ModelError(
-                f'MODEL {text!r}: its "architectures", which say what to build, are {found!r}: they must be a list '
-                'such as ["LlamaForCausalLM"].'
-            )
-    made = getattr(transformers, architecture, None)
+    named = config.architectures[:1] if isinstance(config.architectures, list) else []
+    made = getattr(transformers, str(named[0]), None) if named else None
     if made is None:
         raise ModelError(
-            f"MODEL {text!r}: transformers {transformers.__version__} has no {architecture!r}: install a version that "
-            "has it."
+            f'MODEL {text!r}: its "architectures", which say what to build, are {config.architectures!r}: they must be '
+            f'a list such as ["LlamaForCausalLM"], and transformers {transformers.__version__} must have the first.'
         )
-    quantization = getattr(config, "quantization_config", None)
+    element_bytes, notes = _quantized(getattr(config, "quantization_config", None))
     wanted = getattr(made, "config_class", None) or type(config)
     if not isinstance(config, wanted):  # the text model of one for images and text
         parts = (getattr(config, name, None) for name in config.sub_configs)
@@ -120,9 +111,8 @@ def recipe_of(text: str) -> Recipe:
     config.use_cache = False  # as in Trainer
 
     def make(batch: int, sequence: int) -> Subject:
-        found = _with_inputs(architecture, made(config), config, batch, sequence)
-        element_bytes, note = _quantized(quantization)
-        return replace(found, notes=found.notes + note, element_bytes=element_bytes)
+        found = _with_inputs(named[0], made(config), config, batch, sequence)
+        return replace(found, notes=found.notes + notes, element_bytes=element_bytes)
 
     return make
 
@@ -140,78 +130,72 @@ def _quantized(found: Any) -> tuple[float | None, tuple[str, ...]]:
         )
     # bitsandbytes has a scale for 64 elements, in FP32, or in 8 bits with one in FP32 for 256 scales.
     scale_bytes = 0.0 if bits == 8 else (1 + 4 / 256) / 64 if get("bnb_4bit_use_double_quant", None) else 4 / 64
-    note = (
-        f"linear layers but the head are of {bits} bits, with their scales; each is of the dtype above while it is used"
+    return bits / 8 + scale_bytes, (
+        f"linear layers but the head are of {bits} bits, with their scales; each is of the dtype above in use",
     )
-    return bits / 8 + scale_bytes, (note,)
 
 
 def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, sequence: int) -> Subject:
-    """Add tokens or images, and labels, all zero: no size depends on their values."""
+    """Add tokens and labels, all zero: no size depends on their values."""
     taken = inspect.signature(model.forward).parameters
-    notes: tuple[str, ...] = ()
-    if "input_ids" in taken:
-        inputs = {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64)}
-        longest = getattr(config, "max_position_embeddings", None) or math.inf
-        if sequence > longest:
-            notes = (f"the config ends at max_position_embeddings {longest}: training of {sequence} tokens may fail",)
-        if {"pixel_values", "input_features"} & set(taken):
-            notes += ("images and sound are left out: their number is that of the text",)
-    elif "pixel_values" in taken and hasattr(config, "image_size"):
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        inputs = {"pixel_values": torch.zeros(batch, getattr(config, "num_channels", 3), height, width)}
-        notes = (f"images of {height} x {width}; the sequence length is not used",)
-    else:
-        raise ModelError(
-            f"{architecture} takes neither input_ids nor images of a size in its config: inputs cannot be made up."
-        )
-    if "labels" in taken and architecture.endswith(_TOKEN_LABELS):
-        inputs["labels"] = torch.zeros(batch, sequence, dtype=torch.int64)
-    elif "labels" in taken and architecture.endswith(_CLASS_LABELS):
-        inputs["labels"] = torch.zeros(batch, dtype=torch.int64)
-    return Subject(model, inputs, notes)
+    if "input_ids" not in taken:
+        raise ModelError(f"{architecture} takes no input_ids: inputs of other models than of text cannot be made up.")
+    inputs = {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64)}
+    for ends, shape in ((_TOKEN_LABELS, (batch, sequence)), (_CLASS_LABELS, (batch,))):
+        if "labels" in taken and architecture.endswith(ends):
+            inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
+    notes, longest = [], getattr(config, "max_position_embeddings", None) or math.inf
+    if sequence > longest:
+        notes.append(f"the config ends at max_position_embeddings {longest}: training of {sequence} tokens may fail")
+    if {"pixel_values", "input_features"} & set(taken):
+        notes.append("images and sound are left out: their number is that of the text")
+    return Subject(model, inputs, tuple(notes))
 
 
-# ---- LoRA -----------------------------------------------------------------------------------------------------------
+def hidden_size_of(model: Any) -> int:
+    """Return the hidden size of a model's config; 0 where there is none."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(config, "hidden_size", 0) or 0
 
 
-class _Adapted(nn.Module):
-    """A frozen linear layer with an adapter, which saves what peft's saves without dropout."""
+# ---- what changes a model -------------------------------------------------------------------------------------------
 
-    def __init__(self, base: nn.Module, inputs: int, outputs: int, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.down, self.up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
 
-    @property
-    def weight(self) -> Any:
-        """The frozen weight: a model may ask for its dtype."""
-        return self.base.weight
+def change(model: nn.Module, lora_rank: int | None, aids: Collection[str]) -> None:
+    """Put adapters into a model where a rank is given, and what ``--fused-loss`` and ``--tiled-mlp`` name.
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.base(x) + self.up(self.down(x)) * 2.0
+    Raises:
+        ModelError: the model has no place for one of them.
+    """
+    layers = [one.module for one in find_blocks(model, None)]
+    if lora_rank is not None:
+        add_lora(model, layers, lora_rank)
+    if "--fused-loss" in aids:
+        fuse_loss(model)
+    if "--tiled-mlp" in aids:
+        tile_mlps(layers)
 
 
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
     """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does.
 
-    Experts whose weights are one tensor have none: peft leaves them out, too.
+    They save what peft's save without dropout. Experts whose weights are one tensor have none: as in peft.
     """
     model.requires_grad_(False)
-    for layer in layers:
-        for parent in list(layer.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"):
-                    weight: Any = child.weight
-                    rows, columns = weight.shape  # Conv1D, GPT-2's linear layer, has its weight the other way
-                    sizes = (rows, columns) if type(child).__name__ == "Conv1D" else (columns, rows)
-                    setattr(parent, name, _Adapted(child, *sizes, rank))
+
+    def adapted(base: Any, whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
+        return whole(x) + base.lora_up(base.lora_down(x)) * 2.0
+
+    for one in [one for layer in layers for one in layer.modules()]:
+        if type(one).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"):
+            weight: Any = one.weight
+            # Conv1D, GPT-2's linear layer, has its weight the other way.
+            inputs, outputs = weight.shape if type(one).__name__ == "Conv1D" else reversed(weight.shape)
+            one.forward = partial(adapted, one, one.forward)
+            one.lora_down, one.lora_up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
     if not any(one.requires_grad for one in model.parameters()):
         raise ModelError("--lora: no linear layer was found in repeated layers of the model; leave --lora out")
-
-
-# ---- weights in fewer bits ------------------------------------------------------------------------------------------
 
 
 def quantized_linears(subject: Subject) -> list[torch.Tensor]:
@@ -224,22 +208,14 @@ def quantized_linears(subject: Subject) -> list[torch.Tensor]:
         return []
     model: Any = subject.model
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    of_head = set() if head is None else set(head.modules())  # a fused loss has put another module around it
-    linears = [one for one in model.modules() if type(one) is nn.Linear and one not in of_head]
-    found = [one.weight for one in linears if _is_frozen(one)]
+    linears = [one for one in model.modules() if type(one) is nn.Linear and one is not head]
+    found = [one.weight for one in linears if not one.weight.requires_grad]
     if not found:
         raise ModelError(
             'the model\'s "quantization_config" has weights of a few bits, which cannot be trained: train adapters '
             '(--lora 16), or take "quantization_config" out of config.json'
         )
     return found
-
-
-def _is_frozen(layer: nn.Module) -> bool:
-    return not any(one.requires_grad for one in layer.parameters())
-
-
-# ---- a fused loss, and tiled MLPs -----------------------------------------------------------------------------------
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -270,22 +246,6 @@ class _FusedLoss(torch.autograd.Function):
         return tuple(None if one is None else one.mul_(grad) for one in ctx.saved_tensors)
 
 
-class _Head(nn.Module):
-    """A projection to logits that its loss computes: hidden states pass."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-
-    @property
-    def weight(self) -> Any:
-        """The weight of the projection: a model may ask for it."""
-        return self.base.weight
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
 def fuse_loss(model: Any) -> None:
     """Have the loss of a Hugging Face model made from hidden states and the head's weight, some tokens at a time.
 
@@ -298,7 +258,8 @@ def fuse_loss(model: Any) -> None:
             f"--fused-loss: {type(model).__name__} has no lm_head whose loss could be fused: leave --fused-loss out, "
             "and fuse the loss in the model itself"
         )
-    head = owners[0].lm_head = _Head(owners[0].lm_head)
+    head = owners[0].lm_head
+    head.forward = lambda hidden: hidden  # its loss computes the logits
 
     def loss(logits: torch.Tensor, *_: Any, **__: Any) -> Any:
         return _FusedLoss.apply(logits, head.weight)  # type: ignore[no-untyped-call]
@@ -306,41 +267,19 @@ def fuse_loss(model: Any) -> None:
     model.loss_function = loss
 
 
-class _Tiled(torch.autograd.Function):
-    """A module run on pieces of a sequence, again in backward, as by DeepSpeed's TiledMLP."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        return torch.cat([run(part) for part in x.chunk(_tiles(x), -2)], -2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        (x,) = ctx.saved_tensors
-        tiles, found = _tiles(x), torch.zeros_like(x)
-        for part, of_part, of_output in zip(*(one.chunk(tiles, -2) for one in (x, found, grad)), strict=True):
-            leaf = part.detach().requires_grad_()
-            with torch.enable_grad():
-                output = ctx.run(leaf)
-            torch.autograd.backward(output, of_output)
-            of_part.copy_(leaf.grad)
-        return None, found
-
-
-def _tiles(x: torch.Tensor) -> int:
-    """Return as many as the guide of TiledMLP has: a tile is as long as the hidden states are wide."""
-    return -(-x.shape[-2] // x.shape[-1])
-
-
 def tile_mlps(layers: Sequence[nn.Module]) -> None:
-    """Have the MLPs in some layers run in tiles.
+    """Have the MLPs in some layers run in DeepSpeed's tiles, each as long as the hidden states are wide.
 
     Raises:
         ModelError: there is none.
     """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    def in_tiles(whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
+        return TiledMLP.apply(lambda _, part: whole(part), None, x, -(-x.shape[-2] // x.shape[-1]), [])
+
     found = [one for layer in layers for one in layer.modules() if type(one).__name__.endswith("MLP")]
     for one in found:
-        one.forward = partial(_Tiled.apply, one.forward)
+        one.forward = partial(in_tiles, one.forward)
     if not found:
         raise ModelError("--tiled-mlp: no module whose class ends with MLP was found in repeated layers; leave it out")

@@ -9,24 +9,20 @@ of the training device.
 [Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
 backward take as long as all of it takes in one direction at least, and the optimizer's step as long as its states take
 to be read and written, where they are on a drive.
-
-[Note: Longest] Memory grows with the sequence in a straight line, or faster where attention makes scores. So the line
-through two lengths says where the limit is crossed, and one more micro-step there says whether it is. Nothing is
-extrapolated: each answer is a length that was run on shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import itemgetter
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_tba.cli.plan.training import Beside, Device, DryRun, Held, Training, beside, held_of
-from ds_tba.config import BLOCK, DsConfig, Placement
+from ds_tba.cli.plan.training import Beside, Device, DryRun, Training, beside, held_of
+from ds_tba.config import BLOCK, DsConfig, Placement, zero_block
+from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory, Way
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import peak_beside, replay
 from ds_tba.plan.search import adaptive
@@ -42,8 +38,6 @@ SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
 UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
-_TRIES = 16
-LOGITS = "logits and other temporary tensors"
 ADAPTIVE = "+ adaptive in a budget"
 
 
@@ -65,7 +59,7 @@ class Row:
 
     name: str
     cost: Prediction
-    held: Held
+    held: ModelMemory
     need_bytes: int
     verdict: str
     written_bytes_per_day: float
@@ -108,7 +102,7 @@ class Setup:
     stored_share: float = 1.0
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> ModelMemory:
         """The bytes that the device holds all the time, and in forward and backward."""
         return held_of(self.training, self.run, self.ranks, self.device.kind)
 
@@ -145,6 +139,11 @@ class Setup:
         budget_bytes = max(0, int(room / (1 + FRAGMENTATION) - self.run.temporary_bytes))
         return replace(limits, activation_budget_bytes=budget_bytes)
 
+    @property
+    def way(self) -> Way:
+        """What is done about memory already."""
+        return Way(zero_block(self.training.config), self.batch, self.aids)
+
     def block(self, placement: str, **more: object) -> DsConfig:
         """Return a block with the drive to merge into ``ds_config.json``."""
         return {BLOCK: {"enabled": True, "nvme_path": self.nvme_path, "placement": placement, **more}}
@@ -153,7 +152,7 @@ class Setup:
         """Return the cost with a step that is no shorter than what is moved; see [Note: Traffic]."""
         zero, resources = self.zero, self.trace.resources
         back_bytes = cost.read_bytes + cost.forwarded_bytes
-        moving_s = (max(zero.in_bytes, zero.out_bytes) + back_bytes) / self.device.copy_bytes_per_s
+        moving_s = (zero.link_bytes + back_bytes) / self.device.copy_bytes_per_s
         if zero.parameter_read_bytes and resources.paths:
             read_bytes = zero.parameter_read_bytes + cost.read_bytes
             moving_s = max(moving_s, read_bytes / resources.drives.read_bytes_per_s)
@@ -195,11 +194,6 @@ class Setup:
         return self.row(name, replay(*assigned).cost, merged, advice, moving_bytes)
 
 
-def rows_of(setup: Setup) -> list[Row]:
-    """Return the rows."""
-    return [*fixed_rows(setup), _adaptive(setup)]
-
-
 def fixed_rows(setup: Setup) -> Iterator[Row]:
     """Yield settings that make no plan."""
     yield setup.fixed_row("as it is", Placement.KEEP, {})
@@ -209,8 +203,8 @@ def fixed_rows(setup: Setup) -> Iterator[Row]:
     yield setup.fixed_row("offload all", Placement.NVME, setup.block("nvme"))
 
 
-def _adaptive(setup: Setup) -> Row:
-    """Plan the default block in the budget; with recomputation where only that fits, or is faster."""
+def rows_of(setup: Setup) -> list[Row]:
+    """Return the rows; the last is a plan in the budget, with recompute where that holds less or is faster."""
     limits = setup.limits
     cost, budget = adaptive(setup.trace, limits).prediction, limits.activation_budget_bytes
     if budget is not None and not limits.recompute:
@@ -220,7 +214,7 @@ def _adaptive(setup: Setup) -> Row:
             cost, limits = again, replace(limits, recompute=True)
     budgeted = {} if budget is None else {"activation_budget_bytes": budget}
     block = setup.block("adaptive", recompute=limits.recompute, **budgeted)
-    return setup.row(ADAPTIVE, cost, block, NO_CHECKPOINTING)
+    return [*fixed_rows(setup), setup.row(ADAPTIVE, cost, block, NO_CHECKPOINTING)]
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
@@ -239,8 +233,7 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
     owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
     places = [Placement.KEEP] * len(trace.storages)
     for index, one in enumerate(trace.storages):
-        can = one.is_movable if placement is not Placement.REMATERIALIZE else one.rematerialize_s is not None
-        if can and (not recompute or one.blocks[:1] not in ((), (OUTSIDE,)) or index in inputs):
+        if one.is_movable and (not recompute or one.blocks[:1] not in ((), (OUTSIDE,)) or index in inputs):
             places[index] = placement
     again = [recompute and at in owners for at in range(len(trace.blocks))]
     return timeline, Assignment(np.array(places, np.int8), np.array(again, bool))
@@ -259,51 +252,17 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 
 def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
     """Return the holders of the device's memory with their bytes, the largest first."""
-    moving = {"saved tensors": row.cost.peak_saved_bytes, LOGITS: run.temporary_bytes}
+    moving = {SAVED: row.cost.peak_saved_bytes, TEMPORARY: run.temporary_bytes}
     return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
-
-
-def remedy(holder: str, setup: Setup) -> str:
-    """Say what makes a holder smaller, of what is not done yet, with the option that counts it."""
-    shorter = ["a smaller batch"] * (setup.batch > 1) + ["a shorter sequence"]
-    aids = {"--fused-loss": "a fused loss, which never makes all logits", "--tiled-mlp": "an MLP in tiles"}
-    offloads = {"stage": max(2, setup.training.stage), "offload_optimizer": {"device": "cpu"}}
-    found = {
-        "parameters": ["ZeRO stage 3 over more ranks", "offload_param"],
-        "gradients": ["ZeRO stage 2 with offload_optimizer", "LoRA (--lora 16)"],
-        "optimizer states": [f'"zero_optimization": {offloads}'.replace("'", '"'), "more ranks", "LoRA (--lora 16)"],
-        "gathered parameters": ["a lower stage3_max_live_parameters, which a module's own parameters may exceed"],
-        "ZeRO's buckets": ["a lower reduce_bucket_size"],
-        "saved tensors": [*shorter, "sequence parallelism over more ranks"],
-        LOGITS: [*(f"{what} ({name} counts it)" for name, what in aids.items() if name not in setup.aids), *shorter],
-        "CUDA context": ["a larger GPU"],
-    }[holder]
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 # ---- the longest sequence -------------------------------------------------------------------------------------------
 
 
-class Longest(NamedTuple):
-    """The longest sequence of a setting and its row; where not even ``UNIT`` tokens fit, 0 and the row of those."""
+def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, Row]]:
+    """Find the longest sequence of each setting that makes no plan, and its row; each was run on shapes.
 
-    sequence: int
-    row: Row
-
-    @property
-    def is_most(self) -> bool:
-        """True where longer ones were not tried."""
-        return self.sequence == MOST
-
-
-class Setups(Protocol):
-    """The setup for a length of the sequence, from a micro-step on shapes."""
-
-    def __call__(self, sequence: int, /) -> Setup: ...
-
-
-def longest_of(setup_of: Setups, first: int) -> list[Longest]:
-    """Find the longest sequence of each setting that makes no plan.
+    Where not even ``UNIT`` tokens fit it is 0, with the row of those; longer ones than ``MOST`` are not tried.
 
     Args:
         setup_of: what a micro-step of a length takes; called once for each length.
@@ -314,33 +273,24 @@ def longest_of(setup_of: Setups, first: int) -> list[Longest]:
     def rows(sequence: int) -> dict[str, Row]:
         return {row.name: row for row in fixed_rows(setup_of(sequence))}
 
-    def longest(name: str) -> Longest:
-        """See [Note: Longest]."""
+    def longest(name: str) -> tuple[int, Row]:
+        """Double or halve until one length fits and another does not, then try on the line through the two."""
         needs: dict[int, int] = {}
         fits, fails, guess = 0, MOST + UNIT, first
-        for _ in range(_TRIES):
+        while fails - fits > max(UNIT, NEAR * fits):
             needs[guess] = rows(guess)[name].need_bytes
-            fits, fails = (max(fits, guess), fails) if needs[guess] <= limit_bytes else (fits, min(fails, guess))
-            crossing = min(fails - UNIT, max(fits + UNIT, _crossing(needs, limit_bytes)))
-            if fails - fits <= UNIT or (fits and crossing - fits <= NEAR * fits):
-                break
-            guess = crossing
-        return Longest(fits, rows(fits or UNIT)[name])
+            fits, fails = (guess, fails) if needs[guess] <= limit_bytes else (fits, guess)
+            if fails > MOST:
+                guess = min(MOST, 2 * fits)
+            elif not fits:
+                guess = max(UNIT, fails // 2)
+            else:
+                least = max(UNIT, NEAR / 2 * fits)  # away from both, or the line would come ever nearer to one
+                part = (limit_bytes - needs[fits]) / (needs[fails] - needs[fits])
+                guess = int(min(fails - least, max(fits + least, fits + part * (fails - fits))))
+            guess = guess // UNIT * UNIT
+        return fits, rows(fits or UNIT)[name]
 
     first = min(MOST, max(UNIT, first // UNIT * UNIT))
     limit_bytes = int(TIGHT * (setup_of(first).device.memory_bytes or 0))
     return [longest(name) for name in rows(first)]
-
-
-def _crossing(needs: dict[int, int], limit_bytes: int) -> int:
-    """Return a length a little below where the line through the two nearest lengths crosses the limit."""
-    fitting = sorted(sequence for sequence, need_bytes in needs.items() if need_bytes <= limit_bytes)
-    others = sorted(needs.keys() - set(fitting))
-    if len(needs) == 1:
-        return 2 * fitting[0] if fitting else others[0] // (2 * UNIT) * UNIT
-    low, high = (*fitting[-1:], *others[:1]) if fitting and others else tuple(fitting[-2:] or others[:2])
-    slope, most = (needs[high] - needs[low]) / (high - low), 16 * high
-    if slope <= 0:  # something else needs more than a micro-step, as the optimizer's step may
-        return most if fitting else UNIT
-    found = low + (limit_bytes - needs[low]) / slope
-    return int(min(most, found * (1 - NEAR / 4))) // UNIT * UNIT

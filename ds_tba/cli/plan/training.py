@@ -18,8 +18,9 @@ import hjson  # of DeepSpeed
 import torch
 
 from ds_tba.cli.format import size
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed, zero_block
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed
 from ds_tba.errors import ConfigError
+from ds_tba.explain.account import GRADIENTS, PARAMETERS, STATES, ModelMemory
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import Trace
 from ds_tba.update.config import parse_update_block
@@ -30,14 +31,14 @@ ASSUMED = {
     "zero_optimization": {"stage": 2},
 }  # fmt: skip
 CONTEXT_BYTES = 1 << 30  # of CUDA, its libraries and NCCL
-MASTER_BYTES = 4  # of the fp32 copy of a 16-bit parameter, and of its gradient in the optimizer's step
+MASTER_BYTES = 4  # of an fp32 copy of a 16-bit parameter, of its gradient in the optimizer's step, and of a moment
 # Keys that change memory in ways that are not counted here, if they are not at one of these values.
 _NOT_COUNTED = (
     "tensor_parallel.autotp_size", "sequence_parallel_size", "activation_checkpointing.cpu_checkpointing",
     "activation_checkpointing.partition_activations", "zero_optimization.offload_optimizer.ratio",
-    "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled",
+    "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
 )  # fmt: skip
-_OF_NO_EFFECT = (None, False, 0, 1)
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
 HOST_UPDATE_BYTES, HOST_BYTES_PER_S = 30, 60e9
@@ -84,36 +85,23 @@ class DryRun:
 # ---- the device -----------------------------------------------------------------------------------------------------
 
 
-class Gpu(NamedTuple):
-    """A GPU as it is sold, and what PyTorch has of it.
-
-    GiB of memory that its name says, and that PyTorch reports, with ECC where that is on by default; TFLOP/s of 16-bit
-    and of 32-bit products; GB/s of its memory, and of each way to the host.
-    """
-
-    named_gib: float
-    memory_gib: float
-    tflops: float
-    tflops_32_bit: float
-    memory_gbps: float
-    copy_gbps: float
-
-
+# GiB by name, and as PyTorch has it with ECC; TFLOP/s of products in 16 and in 32 bits; GB/s of its memory, and of
+# each way to the host.
 # Of several with the memory that is asked for, the first is taken.
 GPUS = {
-    "H100": Gpu(80, 79.1, 400, 50, 3350, 50),
-    "H200": Gpu(141, 139.8, 400, 50, 4800, 50),
-    "B200": Gpu(180, 178.3, 800, 70, 8000, 50),
-    "A100": Gpu(80, 79.1, 190, 60, 2000, 25),
-    "A100-40": Gpu(40, 39.4, 190, 60, 1555, 25),
-    "L40S": Gpu(48, 44.4, 150, 40, 864, 25),
-    "A6000": Gpu(48, 47.5, 80, 30, 768, 25),
-    "RTX 5090": Gpu(32, 31.3, 120, 50, 1790, 50),
-    "RTX 4090": Gpu(24, 23.6, 100, 45, 1008, 25),
-    "RTX 3090": Gpu(24, 23.6, 45, 20, 936, 25),
-    "A10": Gpu(24, 22.0, 60, 15, 600, 25),
-    "V100": Gpu(32, 31.7, 60, 12, 900, 12),
-    "T4": Gpu(16, 14.6, 25, 6, 320, 12),
+    "H100": (80, 79.1, 400, 50, 3350, 50),
+    "H200": (141, 139.8, 400, 50, 4800, 50),
+    "B200": (180, 178.3, 800, 70, 8000, 50),
+    "A100": (80, 79.1, 190, 60, 2000, 25),
+    "A100-40": (40, 39.4, 190, 60, 1555, 25),
+    "L40S": (48, 44.4, 150, 40, 864, 25),
+    "A6000": (48, 47.5, 80, 30, 768, 25),
+    "RTX 5090": (32, 31.3, 120, 50, 1790, 50),
+    "RTX 4090": (24, 23.6, 100, 45, 1008, 25),
+    "RTX 3090": (24, 23.6, 45, 20, 936, 25),
+    "A10": (24, 22.0, 60, 15, 600, 25),
+    "V100": (32, 31.7, 60, 12, 900, 12),
+    "T4": (16, 14.6, 25, 6, 320, 12),
 }
 LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
 
@@ -143,27 +131,21 @@ def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
     Raises:
         ConfigError: it is neither.
     """
-    name, memory_bytes = ("H100", None) if text is None else _gpu_of(text)
-    found = GPUS[name]
-    tflops = found.tflops if dtype.itemsize == 2 else found.tflops_32_bit
-    rates = 1e12 * tflops, 1e9 * found.memory_gbps, 1e9 * found.copy_gbps
-    return Device("cuda", name, memory_bytes, *rates, LAUNCH_S)
 
-
-def _gpu_of(text: str) -> tuple[str, int]:
     def plain(name: str) -> str:
         return re.sub(r"nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
 
-    for name, gpu in GPUS.items():
-        if plain(name) == plain(text):
-            return name, int(gpu.memory_gib * 2**30)
-    try:
-        memory_bytes = size(f"{text}GiB" if text.replace(".", "").isdigit() else text)
-    except ArgumentTypeError:
-        raise ConfigError(f"--gpu {text!r} must be a size such as 24GB, or one of {', '.join(GPUS)}") from None
-    distances = {name: abs(gpu.named_gib - memory_bytes / 2**30) for name, gpu in GPUS.items()}
-    nearest = min(distances, key=distances.__getitem__)
-    return nearest, int(memory_bytes * GPUS[nearest].memory_gib / GPUS[nearest].named_gib)
+    name, asked_gib = "H100" if text is None else next((one for one in GPUS if plain(one) == plain(text)), ""), 0.0
+    if text is not None and not name:
+        try:
+            asked_gib = size(f"{text}GiB" if text.replace(".", "").isdigit() else text) / 2**30
+        except ArgumentTypeError:
+            raise ConfigError(f"--gpu {text!r} must be a size such as 24GB, or one of {', '.join(GPUS)}") from None
+        name = min(GPUS, key=lambda one: abs(GPUS[one][0] - asked_gib))
+    named_gib, gib, tflops, tflops_32_bit, memory_gbps, copy_gbps = GPUS[name]
+    memory_bytes = None if text is None else int((asked_gib or named_gib) * 2**30 * gib / named_gib)
+    flops = 1e12 * (tflops if dtype.itemsize == 2 else tflops_32_bit)
+    return Device("cuda", name, memory_bytes, flops, 1e9 * memory_gbps, 1e9 * copy_gbps, LAUNCH_S)
 
 
 # ---- the config -----------------------------------------------------------------------------------------------------
@@ -186,47 +168,37 @@ class Training:
     dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def micro_batch(self) -> int | None:
-        return _number(self.config, "train_micro_batch_size_per_gpu")
+    def at(self, path: str) -> Any:
+        """Return the value at keys with dots between them; None where there is none."""
+        return _at(self.config, path)
+
+    def number(self, path: str) -> int | None:
+        """Return the number above 0 that is there; None for anything else, such as "auto"."""
+        value = self.at(path)
+        return int(value) if isinstance(value, (int, float)) and value > 0 and value is not True else None
 
     @property
     def micro_steps(self) -> int:
-        return _number(self.config, "gradient_accumulation_steps") or 1
+        return self.number("gradient_accumulation_steps") or 1
 
     @property
     def stage(self) -> int:
-        return _number(zero_block(self.config), "stage") or 0
+        return self.number("zero_optimization.stage") or 0
 
     def offloads(self, what: str) -> str:
         """Return where ZeRO keeps the ``optimizer`` or the parameters (``param``): ``cpu``, ``nvme``, or empty."""
-        device = str(_section(zero_block(self.config), f"offload_{what}").get("device", "none"))
-        return "" if device == "none" else device
+        device = self.at(f"zero_optimization.offload_{what}.device")
+        return "" if device in (None, "none") else str(device)
 
     def part(self, elements: float, ranks: int, divided_from: int = 1) -> int:
         """Return the elements or bytes that one of ``ranks`` ranks has of what ZeRO divides from a stage on."""
         return -(-int(elements) // ranks) if self.stage >= divided_from else int(elements)
 
     @property
-    def optimizer(self) -> str:
-        """The optimizer's name in small letters, empty where the program brings its own."""
-        return str(_section(self.config, "optimizer").get("type", "")).lower()
-
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of a parameter's master copy, and of its gradient in the optimizer's step."""
-        in_16_bit = _section(self.config, "bf16").get("bf16_master_weights_and_grads") is True
-        return 2 if in_16_bit else MASTER_BYTES
-
-    @property
-    def moment_bytes(self) -> int:
-        return 2 if _section(self.config, "bf16").get("bf16_optimizer_states") is True else 4
-
-    @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's states, for each trained parameter."""
-        moments = 1 if any(name in self.optimizer for name in ONE_MOMENT) else 2
-        return moments * self.moment_bytes + (self.master_bytes if self.dtype is not None else 0)
+        """Bytes of the optimizer's states, for each trained parameter: moments in FP32, and the master copy."""
+        moments = 1 if any(name in str(self.at("optimizer.type")).lower() for name in ONE_MOMENT) else 2
+        return MASTER_BYTES * (moments + (self.dtype is not None))
 
     @property
     def stepping_bytes(self) -> int:
@@ -235,16 +207,15 @@ class Training:
         PyTorch's AdamW updates many tensors at once, with the roots of all second moments beside them. DeepSpeed's own
         FusedAdam, which it takes for the config's name, has none.
         """
-        of_torch = not self.optimizer or _value_at(self.config, "optimizer.params.torch_adam") is True
-        gradient_bytes = self.master_bytes if self.dtype is not None else 0
-        return gradient_bytes + (self.moment_bytes if of_torch else 0)
+        of_torch = not self.at("optimizer.type") or self.at("optimizer.params.torch_adam") is True
+        return MASTER_BYTES * ((self.dtype is not None) + of_torch)
 
     def update_s(self, trained: int, ranks: int, device: Device) -> float:
         """Return the seconds of the optimizer's update of so many parameters, where its states are."""
         trained = self.part(trained, ranks)
         if self.offloads("optimizer"):
             return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
-        return trained * 2 * (self.state_bytes + self.master_bytes) / device.memory_bytes_per_s
+        return trained * 2 * (self.state_bytes + MASTER_BYTES) / device.memory_bytes_per_s
 
 
 def read_training(path: Path | None) -> Training:
@@ -253,123 +224,82 @@ def read_training(path: Path | None) -> Training:
     Raises:
         ConfigError: the file cannot be read, or a block of ours in it is wrong or misplaced.
     """
-    found, notes = ASSUMED, ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
+    found: dict[str, Any] = ASSUMED
+    notes = ["no --config was given: bf16, AdamW and ZeRO stage 2 are assumed"]
     if path is not None:
-        notes = []
-        found = _read_config(path)
+        try:
+            found, notes = hjson.loads(path.read_text()), []  # as DeepSpeed does: comments are allowed
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"--config {path} cannot be read as ds_config.json: {getattr(error, 'strerror', error)}"
+            ) from error
+        if not isinstance(found, dict):
+            raise ConfigError(f"--config {path} holds {type(found).__name__}: ds_config.json is an object.")
     refuse_misnamed(found)
     parse_update_block(found)  # refuses here what training would refuse
     parsed = parse_block(found)
     if parsed is None:
         notes += [] if path is None else [f'{path} has no enabled "{BLOCK}" block: its defaults are used']
         parsed = OffloadConfig(enabled=False), AioConfig()
-    if "type" not in _section(found, "optimizer"):
+    if not _at(found, "optimizer.type"):
         notes.append(
             'no "optimizer" is named: the states of Adam and the temporary tensors of PyTorch\'s AdamW are counted; an '
             "optimizer of 8 bits takes less"
         )
-    values = {key: _value_at(found, key) for key in _NOT_COUNTED}
-    set_keys = [key for key, value in values.items() if value is True or value not in _OF_NO_EFFECT]
-    if set_keys:
+    if set_keys := [
+        key for key in _NOT_COUNTED if _at(found, key) not in (None, False, 0, 1) or _at(found, key) is True
+    ]:
         notes.append(f"NOT COUNTED, though they change memory: {', '.join(set_keys)}")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if found.get(key) == "auto":
             notes.append(f'"{key}" is "auto", which the trainer decides: 1 is assumed')
-    dtype = None
-    for wanted, name in ((True, "bf16"), (True, "fp16"), ("auto", "bf16"), ("auto", "fp16")):
-        if dtype is None and _section(found, name).get("enabled") == wanted:
-            dtype = _DTYPES[name]
-            if wanted == "auto":
-                notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
-    return Training(found, *parsed, dtype, tuple(notes))
+    wanted = ((name, value) for value in (True, "auto") for name in _DTYPES)
+    name, value = next((one for one in wanted if _at(found, f"{one[0]}.enabled") == one[1]), ("", None))
+    if value == "auto":
+        notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
+    return Training(found, *parsed, _DTYPES.get(name), tuple(notes))
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Read a config as DeepSpeed does: comments are allowed.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        found = hjson.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--config {path} cannot be read as ds_config.json: {why}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"--config {path} holds {type(found).__name__}: ds_config.json is an object.")
-    return found
-
-
-def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def _value_at(config: Mapping[str, Any], path: str) -> Any:
-    *outer, key = path.split(".")
-    for one in outer:
-        config = _section(config, one)
-    return config.get(key)
-
-
-def _number(config: Mapping[str, Any], key: str) -> int | None:
-    value = config.get(key)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        return int(value)
-    return None
+def _at(config: Any, path: str) -> Any:
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
 
 
 # ---- what is held ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Device bytes of one rank, by holder, beside what comes and goes in a micro-step.
-
-    ``passing`` is there in forward and backward only, ``stepping_bytes`` in the optimizer's step only.
-    """
-
-    always: dict[str, int]
-    passing: dict[str, int]
-    stepping_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in forward and backward."""
-        return sum(self.always.values()) + sum(self.passing.values())
-
-
-def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> Held:
+def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> ModelMemory:
     """Return the bytes that one of ``ranks`` ranks holds."""
-    zero, stage, is_on_host = zero_block(training.config), training.stage, training.offloads("optimizer")
+    stage, is_on_host = training.stage, training.offloads("optimizer")
     element_bytes = run.parameter_bytes / max(1, run.parameters)
-    named = str(_section(training.config, "data_types").get("grad_accum_dtype"))
+    named = str(training.at("data_types.grad_accum_dtype"))
     gradient_bytes = {"fp32": 4, "bf16": 2, "fp16": 2}.get(named, run.trained_bytes / max(1, run.trained))
 
     def part(divided_from: int, nbytes: float) -> int:
         return training.part(nbytes, ranks, divided_from)
 
     def elements(key: str, usual: float) -> float:
-        if zero.get(key) == "auto" and run.hidden_size:  # as the Trainer of transformers sets it
+        if training.at(f"zero_optimization.{key}") == "auto" and run.hidden_size:  # as the Trainer of transformers
             return run.hidden_size**2
-        return _number(zero, key) or usual
+        return training.number(f"zero_optimization.{key}") or usual
 
     gathered_bytes = bucket_bytes = 0.0
     if stage == 3 and (ranks > 1 or training.offloads("param")):
         live = min(run.parameters, elements("stage3_max_live_parameters", 1e9))
         gathered_bytes = max(live, run.largest_module) * element_bytes  # a module's are there together, however many
-    if stage and zero.get("contiguous_gradients", True):
-        buffers = 2 if stage < 3 and zero.get("overlap_comm") is True else 1
+    if stage and training.at("zero_optimization.contiguous_gradients") in (None, True):
+        buffers = 2 if stage < 3 and training.at("zero_optimization.overlap_comm") is True else 1
         bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
     stepping = 0 if is_on_host else part(1, run.trained)
     # ZeRO-3 steps through one sub-group at a time: the whole would be counted many times too large.
     if stage == 3:
         stepping = min(stepping, int(elements("sub_group_size", 1e9)))
-    return Held(
+    return ModelMemory(
         {
-            "parameters": 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
-            "gradients": 0 if is_on_host and stage >= 2 else part(2, run.trained * gradient_bytes),
-            "optimizer states": 0 if is_on_host and stage else part(1, run.trained * training.state_bytes),
+            PARAMETERS: 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
+            GRADIENTS: 0 if is_on_host and stage >= 2 else part(2, run.trained * gradient_bytes),
+            STATES: 0 if is_on_host and stage else part(1, run.trained * training.state_bytes),
             "CUDA context": CONTEXT_BYTES if device == "cuda" else 0,
         },
         {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
@@ -380,15 +310,14 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
 class Beside(NamedTuple):
     """Bytes that ZeRO keeps off the device of one rank, and moves in a step.
 
-    ``host_bytes`` and ``swap_bytes`` are held; ``in_bytes`` go to the device and ``out_bytes`` from it. Of the drive
-    ``parameter_read_bytes`` are read in forward and backward, ``state_read_bytes`` in the optimizer's step, in which
-    ``written_bytes`` are written.
+    ``host_bytes`` and ``swap_bytes`` are held; ``link_bytes`` cross the link to the host in the busier direction. Of
+    the drive ``parameter_read_bytes`` are read in forward and backward; in the optimizer's step ``state_read_bytes``
+    are read and ``written_bytes`` written.
     """
 
     host_bytes: int
     swap_bytes: int
-    in_bytes: int
-    out_bytes: int
+    link_bytes: int
     parameter_read_bytes: int
     state_read_bytes: int
     written_bytes: int
@@ -403,16 +332,14 @@ def beside(training: Training, run: DryRun, ranks: int) -> Beside:
     param = training.offloads("param") if training.stage == 3 else ""
     optimizer, times = training.offloads("optimizer"), training.micro_steps
     parameters = training.part(run.parameter_bytes, ranks) if param else 0
-    trained = training.part(run.trained, ranks) if optimizer else 0
-    states = trained * (training.state_bytes + MASTER_BYTES)
-    updated = training.part(run.trained_bytes, ranks) if param == "nvme" else 0
-    swapped = states if optimizer == "nvme" else 0
+    states = training.part(run.trained, ranks) * (training.state_bytes + MASTER_BYTES) if optimizer else 0
+    gradients = training.part(run.trained_bytes, ranks, 2) if optimizer else 0
+    parameters_there, states_there = parameters * (param == "nvme"), states * (optimizer == "nvme")
     return Beside(
-        host_bytes=(parameters if param == "cpu" else 0) + (states if optimizer == "cpu" else 0),
-        swap_bytes=(parameters if param == "nvme" else 0) + swapped,
-        in_bytes=2 * times * parameters,
-        out_bytes=times * training.part(run.trained_bytes, ranks, 2) if optimizer else 0,
-        parameter_read_bytes=2 * times * parameters if param == "nvme" else 0,
-        state_read_bytes=swapped,
-        written_bytes=swapped + updated,
+        host_bytes=parameters + states - parameters_there - states_there,
+        swap_bytes=parameters_there + states_there,
+        link_bytes=times * max(2 * parameters, gradients),
+        parameter_read_bytes=2 * times * parameters_there,
+        state_read_bytes=states_there,
+        written_bytes=states_there + (training.part(run.trained_bytes, ranks) if param == "nvme" else 0),
     )
