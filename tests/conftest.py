@@ -25,7 +25,6 @@ from support.victims import NoVictims, Victims, serving
 
 from ds_tba.cli import main
 from ds_tba.config import AioConfig
-from ds_tba.core.hooks import SHOWS_HOOKS
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
@@ -237,12 +236,6 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def needs_aio() -> None:
     make_backend("aio")
-
-
-@pytest.fixture
-def needs_recompute() -> None:
-    if not SHOWS_HOOKS:
-        pytest.skip("recomputing needs PyTorch 2.8")
 
 
 def left_as_found(disk: Disk) -> Iterator[Disk]:

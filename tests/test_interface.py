@@ -21,7 +21,7 @@ def test_keys_options_fields_and_names_are_frozen() -> None:
 def test_what_is_frozen_has_every_kind() -> None:
     found = interface.interface()
     assert f"{BLOCK}.io.backend" in found["keys"] and f"{BLOCK}.rematerialize.exclude" in found["keys"]
-    assert {"plan", "doctor", "report"} <= set(found["commands"])
+    assert {"plan", "doctor", "env", "report"} <= set(found["commands"])
     assert "schema" in found["report"] and "attach" in found["python"]
 
 

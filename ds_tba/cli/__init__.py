@@ -1,4 +1,4 @@
-"""The command ``ds_tba``: the options of ``plan`` and ``report``; those of ``doctor`` are its own.
+"""The command ``ds_tba``: the options of ``plan`` and ``report``; the others each have ``add_parser``.
 
 Imports no torch: what needs it is imported where its command runs, or help would wait for it.
 """
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(needs_deepspeed=True)
     parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    doctor.add_parser(commands)
+    doctor.add_parsers(commands)
     _add_plan(commands)
     report = commands.add_parser("report", help="show the JSON at report.path as a table, or as a page")
     report.add_argument(

@@ -1,4 +1,4 @@
-"""``ds_tba doctor``: can this machine run?
+"""``ds_tba doctor`` and ``ds_tba env``: can this machine run, and what should an issue say of it?
 
 The doctor names the repair for each problem; ``--build`` also builds DeepSpeed's aio op, once, with every core. It
 measures no drive: DeepSpeed's ``ds_nvme_tune`` and fio do.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,18 +23,35 @@ from ds_tba.cli.format import Commands, Result, add_json, show, size
 
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
 _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
+PACKAGES = ("ds_tba", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "pydantic", "kvikio-cu12",
+            "kvikio-cu13")  # fmt: skip
+# Of the environment: what changes which code runs. Values of others may be secrets.
+VARIABLES = (
+    "CUDA_",
+    "CUFILE_",
+    "DS_ACCELERATOR",
+    "DS_TBA_",
+    "KVIKIO_",
+    "MALLOC_",
+    "OMP_NUM_THREADS",
+    "PYTORCH_",
+    "TORCH_",
+)
 # A verdict, None where something is missing that a run can do without, and what to say.
 Check: TypeAlias = tuple[bool | None, str]
 
 
-def add_parser(commands: Commands) -> None:
-    """Add the subcommand."""
+def add_parsers(commands: Commands) -> None:
+    """Add both subcommands."""
     parser = commands.add_parser("doctor", help="check this machine, and build DeepSpeed's aio op")
     parser.add_argument("--nvme-path", action="append", default=[], help="a directory to check (may be repeated)")
     parser.add_argument("--staging-bytes", type=size, default=256 << 20, help="io.staging_bytes of the config")
     parser.add_argument("--build", action="store_true", help="build DeepSpeed's aio op if it is not built yet")
     add_json(parser)
     parser.set_defaults(run=partial(show, "doctor", _examine))
+    parser = commands.add_parser("env", help="print versions and devices, to paste into an issue")
+    add_json(parser)
+    parser.set_defaults(run=partial(show, "env", _environment))
 
 
 def _examine(options: argparse.Namespace) -> Result:
@@ -57,7 +75,7 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     from ds_tba.storage.backends import kvikio
     from ds_tba.storage.swap_file import SwapFile, check_directories
 
-    torch_wanted = SpecifierSet(">=2.5", prereleases=True)  # as in NVIDIA's containers: 2.9.0a0+145a3a7
+    torch_wanted = SpecifierSet(">=2.8", prereleases=True)  # as in NVIDIA's containers: 2.9.0a0+145a3a7
     for package, wanted in (("deepspeed", SUPPORTED_DEEPSPEED), ("torch", torch_wanted)):
         found = _installed(package).partition("+")[0]
         is_right = bool(found) and found in wanted
@@ -132,6 +150,30 @@ def build_aio() -> Check:
         without = 'without them, train with "io": {"backend": "posix"}'
         return False, f"DeepSpeed's aio op did not build, as said above. It needs {needed}; {without}"
     return True, "DeepSpeed's aio op was built"
+
+
+def _environment(_: argparse.Namespace) -> Result:
+    """Return the table in Markdown."""
+    found = environment()
+    rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in found.items()]
+    return Result(0, ["| | |", "|---|---|", *rows], found)
+
+
+def environment() -> dict[str, str]:
+    """Return name and value of each line."""
+    import torch
+
+    from ds_tba.storage.backends import aio
+
+    found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    found |= {package: _installed(package) or "not installed" for package in PACKAGES}
+    found["CUDA of torch"] = torch.version.cuda or "none"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    found["devices"] = ", ".join(names) or "none"
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    found["processors"], found["memory"] = str(os.cpu_count()), f"{pages * page_bytes / 2**30:.0f} GiB"
+    found["DeepSpeed's aio op"] = "built" if aio.is_built() else "not built"
+    return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
 
 
 def _installed(package: str) -> str:

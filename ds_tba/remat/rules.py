@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import Node
@@ -328,9 +328,3 @@ def _signed(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool) and value >= _SIGNED:
         return value - 2 * _SIGNED
     return value
-
-
-def is_supported() -> bool:
-    """Return whether this PyTorch shows what a node holds without unpacking it, and when a node was made."""
-    saved: Any = getattr(torch._C._autograd, "SavedTensor", None)
-    return hasattr(saved, "data") and hasattr(saved, "unpack_hook") and hasattr(torch.autograd, "_get_sequence_nr")

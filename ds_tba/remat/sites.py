@@ -36,7 +36,7 @@ from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 from ds_tba.remat.recipe import Comparison, Kernels, Makeable, Recipe, Site, as_in_forward, is_of_a_module
-from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved, is_supported
+from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved
 from ds_tba.remat.search import UNSAVED, Search, Searched, made_by
 from ds_tba.remat.where import RunningModule, position_in_code
 
@@ -317,7 +317,7 @@ def _remedy(recipe: Recipe) -> str:
 def open_sites(
     config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule | None = None
 ) -> Sites | None:
-    """Return the sites of a run; None if the config or PyTorch leaves nothing to rematerialize.
+    """Return the sites of a run; None if the config leaves nothing to rematerialize.
 
     Raises:
         ConfigError: as :func:`excluded_ops`.
@@ -325,10 +325,6 @@ def open_sites(
     if not config.rematerialize_enabled:
         return None
     exclude = excluded_ops(config)
-    if not is_supported():
-        told = "nothing is rematerialized: PyTorch %s does not show what its graph holds, as 2.7 and newer do"
-        logger.info(told, torch.__version__)
-        return None
     return Sites(cache, accelerator, exclude, running)
 
 

@@ -1,4 +1,4 @@
-"""``ds_tba doctor``: what is said of the machine, and where it ends; what all commands have."""
+"""``ds_tba doctor`` and ``ds_tba env``: what is said of the machine, and where it ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_doctor_makes_the_file_that_a_run_would_make(
     [
         ("2.9.0a0+145a3a7bda", "ok    torch 2.9.0a0"),  # as NVIDIA's containers name theirs
         ("2.14.1+cu130", "ok    torch 2.14.1"),
-        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.5"),
+        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.8"),
     ],
 )
 def test_the_doctor_takes_each_build_of_a_supported_torch(
@@ -151,7 +151,7 @@ def test_a_pipe_that_closes_ends_a_command_quietly(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(report))
     reader, writer = os.pipe()
     os.close(reader)
-    commands = ["doctor"], ["report", "run.json"], ["plan", "config.json", "--seq", "8"]
+    commands = ["env"], ["doctor"], ["report", "run.json"], ["plan", "config.json", "--seq", "8"]
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "ds_tba", *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
@@ -167,16 +167,24 @@ def test_a_pipe_that_closes_ends_a_command_quietly(tmp_path: Path) -> None:
 def test_what_deepspeed_logs_is_not_in_the_output_of_a_command() -> None:
     told = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # else it has less to say
     done = subprocess.run(
-        [sys.executable, "-m", "ds_tba", "doctor", "--json"], env=told, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "ds_tba", "env", "--json"], env=told, capture_output=True, text=True, check=True
     )
-    assert json.loads(done.stdout)["checks"]
+    assert json.loads(done.stdout)["Python"] == platform.python_version()
+
+
+def test_env_tells_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "a|b")
+    out = cli("env").out
+    assert "| deepspeed | 0." in out and "| PYTORCH_CUDA_ALLOC_CONF | a\\|b |" in out and "secret" not in out
+    assert json.loads(cli("env", "--json").out)["torch"].startswith("2.")
 
 
 def test_the_version_is_told(cli: Cli) -> None:
     assert cli("--version", status=0, exits=True).out.startswith("ds_tba 0.")
 
 
-@pytest.mark.parametrize("arguments", [("doctor",), ("plan", "config.json")])
+@pytest.mark.parametrize("arguments", [("doctor",), ("env",), ("plan", "config.json")])
 def test_without_deepspeed_a_line_has_the_repair(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:

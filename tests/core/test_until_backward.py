@@ -24,7 +24,6 @@ from ds_tba.core.hooks import innermost_hooks
 from ds_tba.errors import ActivationModifiedError
 from ds_tba.offloader import ActivationOffloader
 
-pytestmark = pytest.mark.usefixtures("needs_recompute")
 Make = Callable[..., ActivationOffloader]
 WORDS = 512
 PLACEMENTS: list[dict[str, Any]] = [

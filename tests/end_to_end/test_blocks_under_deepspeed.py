@@ -18,7 +18,7 @@ from support import runs
 from torch import Tensor, nn
 from torch.nn import functional
 
-pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("needs_recompute")]
+pytestmark = pytest.mark.engine
 
 # Parameters leave as soon as they may, so that a use before they are gathered, or after, is an error and not luck.
 EAGER = {

@@ -128,7 +128,7 @@ def test_no_step_of_random_lengths_is_above_the_budget(make: Make, part: float, 
     assert offloader.report().plans >= 1
 
 
-@pytest.mark.usefixtures("one_thread", "needs_recompute")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("part", [0.5, 0.15])
 def test_a_loss_that_is_kept_without_backward_fits_the_plan_and_later_plans_go_without_it(
     make: Make, caplog: pytest.LogCaptureFixture, part: float
@@ -408,7 +408,7 @@ class Held:
         return tensor
 
 
-@pytest.mark.usefixtures("one_thread", "needs_recompute")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("part", [0.12, 0.25], ids=["no room", "plan"])
 def test_what_blocks_hold_that_run_again_is_in_the_report_and_within_the_budget(
     make: Make, monkeypatch: pytest.MonkeyPatch, part: float

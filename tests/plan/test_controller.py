@@ -184,7 +184,6 @@ def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
     assert any("would not fit the device" in record.message for record in caplog.records)
 
 
-@pytest.mark.usefixtures("needs_recompute")
 def test_recomputed_blocks_save_their_inputs_only_and_are_counted(make: Make) -> None:
     offloader = check(make, planner=PLANNERS["recompute"])
     report = offloader.report()
@@ -427,7 +426,6 @@ def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
     assert offloader.cache.live_records == 0 and offloader.report().plans == 0
 
 
-@pytest.mark.usefixtures("needs_recompute")  # whose hooks are on is told since that version, too
 def test_a_forked_child_saves_as_without_us(make: Make) -> None:
     offloader = make(model(), placement="nvme")
     child = os.fork()
@@ -504,7 +502,7 @@ def test_without_recompute_no_block_has_anything_of_ours(make: Make) -> None:
     assert report.plan is not None and report.plan["blocks"] == 0
 
 
-@pytest.mark.usefixtures("needs_recompute", "steady_drives")
+@pytest.mark.usefixtures("steady_drives")
 def test_forwards_are_replaced_while_a_step_is_recorded_and_where_a_plan_recomputes_them(make: Make) -> None:
     def every_second(trace: Any, limits: Any) -> Any:
         again = tuple(number % 2 == 0 for number in range(DEPTH))

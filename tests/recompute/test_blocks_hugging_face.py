@@ -14,7 +14,7 @@ from ds_tba.recompute.blocks import find_blocks
 from ds_tba.recompute.checkpoint import Blocks
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAYERS, WORDS = 3, 64
 WIDTHS: dict[str, Any] = {

@@ -26,7 +26,7 @@ from ds_tba.recompute import checkpoint as checkpointing
 from ds_tba.recompute.blocks import find_blocks
 from ds_tba.recompute.checkpoint import Blocks
 
-pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
+pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, LENGTH, BATCH = 16, 8, 4
 
 

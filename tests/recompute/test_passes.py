@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from ds_tba.errors import RecomputationError
 from ds_tba.offloader import ActivationOffloader
 
-pytestmark = pytest.mark.usefixtures("one_thread", "needs_recompute")
+pytestmark = pytest.mark.usefixtures("one_thread")
 make = recomputed_training.make
 
 
