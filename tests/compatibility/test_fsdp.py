@@ -31,7 +31,7 @@ def train(way: str, checkpoints: str, placement: str, directory: Path) -> list[d
         ("fsdp", "none", "nvme"),
         ("fsdp", "function", "adaptive"),
         ("fsdp-kept", "none", "adaptive"),
-        ("fsdp-bf16", "none", "adaptive"),
+        pytest.param("fsdp-bf16", "none", "adaptive", marks=pytest.mark.thorough),  # the next has it, too
         ("fsdp-bf16-kept", "wrapper", "adaptive"),
     ],
 )

@@ -242,13 +242,16 @@ EXPANDABLE = "expandable_segments:True"
 @pytest.mark.parametrize(
     ("rig", "setting"),
     [
-        pytest.param("late", EXPANDABLE, marks=pytest.mark.long),
+        pytest.param("late", EXPANDABLE, marks=pytest.mark.thorough),
         *(pytest.param("cuda", one, marks=gpu) for one in (EXPANDABLE, "backend:cudaMallocAsync")),
     ],
     indirect=["rig"],
 )
 def test_gradients_are_exact_in_a_process_with_another_allocator(rig: Rig, setting: str) -> None:
-    """The setting counts before CUDA starts; the double has no such allocator, but the same program."""
+    """The setting counts before CUDA starts; the double has no such allocator, but the same program.
+
+    What the program runs over the double ``test_gradients_are_exact`` runs in this process.
+    """
     here = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
     paths = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
