@@ -62,9 +62,12 @@ def test_the_others(part: int, sweep: operators.Sweep, record_property: Callable
     check(sweep, operators.part_of_names(part, PARTS, in_ci=False), record_property)
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_what_writes_after_it_was_packed_is_known(record_property: Callable[[str, Any], None]) -> None:
-    """Whoever joins this list on a newer PyTorch packs memory before its bytes are there, and no version tells."""
+    """Whoever joins this list on a newer PyTorch packs memory before its bytes are there, and no version tells.
+
+    A matter of PyTorch alone: ``make canary`` runs it on the newest.
+    """
     with operators.unfilled_memory_is_nan():
         found = {name for name, subject in operators.subjects().items() if operators.writes_after_packing(subject)}
     record_property("packed", sorted(found))
