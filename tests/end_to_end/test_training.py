@@ -31,16 +31,19 @@ def report_of(directory: Path, rank: int = 0) -> dict[str, Any]:
 
 @needs_aio
 def test_two_ranks_with_parameters_and_activations_on_nvme(tmp_path: Path) -> None:
-    """The acceptance run: ZeRO-3, parameters on NVMe, one script, both backends, one under the stock launcher."""
+    """The acceptance run: ZeRO-3, parameters on NVMe, one script, both backends.
+
+    The runs that are killed, below, and those of ``test_example.py`` are under the stock launcher.
+    """
     aio_built()
     config = runs.nvme_parameters(tmp_path)
     without = runs.run(config, tmp_path, ranks=2)
     assert without.returncode == 0, without.output
     assert len(without.outcome[0]) == 6 and len(without.outcome[1]) == 2
-    for backend, run in (("aio", runs.launch), ("posix", runs.run)):
+    for backend in ("aio", "posix"):
         # An overhead at which the plan moves what it can: at the usual one a loaded machine may keep everything.
         block = runs.with_block(config, tmp_path, io={"backend": backend}, max_step_overhead=1000.0)
-        result = run(block, tmp_path, ranks=2)
+        result = runs.run(block, tmp_path, ranks=2)
         assert result.returncode == 0, result.output
         assert result.outcome == without.outcome
         for rank in range(2):
@@ -72,7 +75,7 @@ def test_the_start_line_and_the_end_line_say_what_ran(tmp_path: Path) -> None:
 
 def test_a_bad_config_ends_every_rank_before_training(tmp_path: Path) -> None:
     config = runs.with_block(runs.plain_config(), tmp_path, placment="nvme")
-    result = runs.run(config, tmp_path, ranks=2, timeout_s=120)
+    result = runs.run(config, tmp_path, ranks=2)
     assert result.returncode != 0 and "did you mean `placement`?" in result.output
     assert not result.lines("LOSS")
 
