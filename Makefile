@@ -146,7 +146,7 @@ canary:
 	$(CANARY)/bin/pip install -q --pre torch --index-url https://download.pytorch.org/whl/nightly/cpu
 	$(CANARY)/bin/pip install -q --pre deepspeed pydantic numpy packaging xxhash jinja2 pytest hypothesis ninja expecttest
 	$(CANARY)/bin/pip install -q --no-deps -e .
-	$(CANARY)/bin/python -m pytest --basetemp=.cache/pytest_canary -m "not aio and not slow and not thorough" $(CANARY_TESTS)
+	$(CANARY)/bin/python -m pytest --basetemp=.cache/pytest_canary -m "not aio and not slow" $(CANARY_TESTS)
 
 venv: $(BIN)/.installed
 

@@ -63,7 +63,13 @@ print("good")
     assert done.stdout.endswith("good\n"), done.stderr
 
 
-@pytest.mark.parametrize("module", ["engine", "config", "errors", "core/cache", "offloader"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "engine",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in ("config", "errors", "core/cache", "offloader")),
+    ],
+)
 def test_a_broken_ds_tba_stops_neither_torch_nor_deepspeed(tmp_path: Path, module: str) -> None:
     shutil.copytree(runs.ROOT / "ds_tba", tmp_path / "ds_tba", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ds_tba" / f"{module}.py").write_text("raise ZeroDivisionError('broken')\n")

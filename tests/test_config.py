@@ -311,11 +311,12 @@ def test_no_key_of_deepspeed_is_taken_for_ours() -> None:
     )
 
 
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("outer", ["zero_optimization", "activation_checkpointing", "aio"])
-def test_the_block_in_a_wrong_place_is_refused_with_the_right_one(outer: str) -> None:
+def test_a_block_in_a_wrong_place_is_refused_with_the_right_one(block: str, outer: str) -> None:
     with pytest.raises(ConfigError, match=f'inside "{outer}".*move the block to the top level.*beside "{outer}"'):
-        refuse_misnamed({"bf16": {"enabled": True}, outer: {"stage": 3, BLOCK: GOOD}})
-    refuse_misnamed({outer: {"stage": 3}, BLOCK: GOOD})
+        refuse_misnamed({"bf16": {"enabled": True}, outer: {"stage": 3, block: GOOD}})
+    refuse_misnamed({outer: {"stage": 3}, block: GOOD})
 
 
 @pytest.mark.parametrize(

@@ -72,18 +72,6 @@ def memory(offloader: ActivationOffloader) -> int:
     return staging + (0 if host is None else sum(one.memory.numel() for one in host._segments))
 
 
-def test_engines_that_nobody_destroys_hold_what_one_does(make: Factory, tmp_path: Path) -> None:
-    """Five cells of a notebook, say: DeepSpeed keeps all five alive."""
-    for number in range(5):
-        engines = [*make._made, make()]
-        engines[-1].step()
-        if number == 0:
-            of_one = held(tmp_path)
-            assert of_one[0] == 4 and of_one[1] > 0
-        assert held(tmp_path) == of_one
-        assert [memory(one.offloader) for one in engines] == [0] * number + [STAGING_BYTES]
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_an_engine_that_gave_back_trains_on_with_the_same_gradients(make: Factory, tmp_path: Path, tier: str) -> None:
     one = make(**TIERS[tier], rematerialize=False)

@@ -21,7 +21,7 @@ from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.report import SCHEMA, OffloadReport, rank_path, write_file
+from ds_tba.report import SCHEMA, OffloadReport, write_file
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Refusal
@@ -170,11 +170,6 @@ def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["2 steps", "4 steps"]
     assert "kept" not in caplog.text  # a sum over steps
     offloader.close()
-
-
-def test_one_file_per_rank() -> None:
-    assert rank_path("/a/report.json", 0) == Path("/a/report.json")
-    assert rank_path("/a/report.json", 3) == Path("/a/report.json.rank3")
 
 
 def test_a_report_is_not_written_through_symlinks_that_others_have_put_there(tmp_path: Path) -> None:

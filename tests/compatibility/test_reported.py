@@ -41,10 +41,10 @@ def test_an_engine_that_is_destroyed_sees_no_other_model_and_has_no_threads(tmp_
     [
         {},
         PLANNED,
-        {"placement": "adaptive", "activation_budget_bytes": 100_000},
-        {"placement": "keep"},
+        pytest.param({"placement": "adaptive", "activation_budget_bytes": 100_000}, marks=pytest.mark.thorough),
+        pytest.param({"placement": "keep"}, marks=pytest.mark.thorough),
         {"placement": "host", "host_budget_bytes": 8 << 20},
-        UNTIL_BACKWARD,
+        pytest.param(UNTIL_BACKWARD, marks=pytest.mark.thorough),  # in test_until_backward.py
     ],
     ids=lambda block: "-".join(f"{value}" for value in block.values()) or "nvme",
 )

@@ -1,26 +1,22 @@
-"""The cache: what it stores and how often, what it counts, and bytes that are gone."""
+"""The cache: how often it reads, what it counts, and interrupts."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 import pytest
 import torch
 from conftest import AlarmError, StoreFactory
-from support import hazards
-from support.doubles import Gate, ScriptedBackend, fails, wait_for_writes
+from support.doubles import Gate, ScriptedBackend, wait_for_writes
 from support.each_hazard import cache_over
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import RecordState
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
+from ds_tba.errors import StateError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
 from ds_tba.storage.host import HostStore
@@ -39,18 +35,6 @@ def written(store: NvmeStore) -> tuple[TensorCache, Tensor, Tensor]:
 
 
 # ---- what is stored, and how often ----------------------------------------------------------------------------------
-
-
-def test_parameters_and_buffers_are_never_written(make_store: StoreFactory) -> None:
-    store = make_store()
-    cache = cache_over(store)
-    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256, affine=False), nn.Linear(256, 256))
-    with cache.saving():
-        loss = model(torch.zeros(1, 256).expand(512, 256)).sum()
-    stored = {record.nbytes for record in cache.forward.by_key.values() if record.state is not RecordState.KEPT}
-    assert 256 * 256 * 4 not in stored
-    assert cache.stats.passed_through_tensors > 0
-    loss.backward()
 
 
 def test_backward_prefetches_in_reverse_and_within_its_bound(make_store: StoreFactory) -> None:
@@ -109,40 +93,6 @@ def test_peaks_with_and_without_offload_are_counted(make_store: StoreFactory) ->
     del loss, y
     assert cache.stats.saved.peak == 10 * MIB and 2 * MIB <= cache.stats.resident.peak <= 3 * MIB
     assert cache.stats.saved.now == cache.stats.resident.now == 0
-
-
-# ---- bytes that are gone must raise, not become a gradient ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("script", "error"),
-    [
-        (fails("read"), ActivationLostError),
-        (lambda verb, n: "drop" if verb == "write" else None, ActivationCorruptionError),
-    ],
-)
-def test_lost_bytes_raise_out_of_backward(
-    make_store: StoreFactory, script: Callable[[str, int], str | None], error: type[Exception]
-) -> None:
-    store = make_store(ScriptedBackend(script))
-    cache, x, loss = written(store)
-    store.ring._memory.random_(0, 256)  # type: ignore[union-attr]
-    with pytest.raises(error):
-        loss.backward()
-    assert x.grad is None
-    del loss
-    hazards.check_nothing_is_left(cache, "lost bytes")
-
-
-def test_saved_tensors_can_still_be_written_and_loaded(make_store: StoreFactory, tmp_path: Path) -> None:
-    cache = cache_over(make_store())
-    batch = torch.randn(256, 256)
-    weight = torch.randn(256, 256, requires_grad=True)
-    with cache.saving():
-        loss = (batch @ weight).sum()
-    torch.save({"batch": batch, "view": batch[0]}, tmp_path / "batch.pt")
-    assert torch.equal(torch.load(tmp_path / "batch.pt", weights_only=True)["batch"], batch)
-    loss.backward()
 
 
 # ---- interrupts -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from types import FrameType
 from typing import Any
@@ -18,39 +17,6 @@ from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
 KEPT_CALLS = 49  # functions of ours that Python enters
-
-
-class CountedLock:
-    """A lock that counts how often it is taken."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self._lock = threading.Lock()
-
-    def acquire(self, blocking: bool = True) -> bool:
-        self.taken += 1
-        return self._lock.acquire(blocking)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def test_a_kept_tensor_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = CountedLock()
-    monkeypatch.setattr("ds_tba.core.residency.threading.Lock", lambda: lock)
-    cache = TensorCache([], "cpu", 1)
-    tensors = [torch.randn(8) for _ in range(10)]
-    with cache.saving():
-        before = lock.taken
-        held = [cache.pack(one) for one in tensors]
-        assert lock.taken - before == len(tensors)
-    del held
 
 
 def test_a_kept_tensor_takes_few_calls_from_its_save_to_its_end() -> None:

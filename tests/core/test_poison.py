@@ -47,8 +47,14 @@ def test_a_handler_that_saves_a_checkpoint_and_exits_ends_the_training(tmp_path:
     assert done.stdout.splitlines()[-1] == "LOST 0 OTHERS 0", done.stdout + done.stderr
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("placement", "every"), [("nvme", 37), ("host", 37), ("adaptive", 97)])
+# Each case has interrupts at other calls; the others are those of ``make test-all``.
+@pytest.mark.parametrize(
+    ("placement", "every"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("nvme", 149), ("host", 149), ("adaptive", 389))),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("nvme", 37), ("host", 37), ("adaptive", 97))),
+    ],
+)
 def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(
     tmp_path: Path, placement: str, every: int
 ) -> None:

@@ -136,7 +136,7 @@ def test_under_the_default_block_no_block_runs_twice(tmp_path: Path) -> None:
     [
         pytest.param(lambda _: runs.plain_config(2, bf16={"enabled": True}), 1, id="ZeRO-2, bf16"),
         pytest.param(lambda _: eager(runs.plain_config(3)), 2, id="ZeRO-3, released at once"),
-        pytest.param(lambda _: runs.plain_config(3), 2, id="ZeRO-3, defaults"),
+        pytest.param(lambda _: runs.plain_config(3), 2, id="ZeRO-3, defaults", marks=pytest.mark.thorough),
         pytest.param(on_nvme, 1, id="ZeRO-3, parameters on NVMe"),
     ],
 )

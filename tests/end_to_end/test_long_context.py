@@ -11,18 +11,19 @@ import torch
 from support import runs
 
 EXAMPLE = runs.ROOT / "examples" / "long_context.py"
-SMALL = ("--sequence", "4096", "--width", "128", "--layers", "2", "--steps", "7")
+SMALL = ("--sequence", "4096", "--width", "128", "--layers", "2")
+STEPS, STEPS_TO_A_PLAN = 2, 7
 pytestmark = pytest.mark.engine
 
 
-def long_context(directory: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def long_context(directory: Path, steps: int, *arguments: str) -> tuple[dict[str, Any], str]:
     config = runs.ROOT / "ds_configs" / "long_context.json"
     where = ("--nvme_path", str(directory), "--output_dir", str(directory), "--backend", "posix")
     result = runs.run(
         None,
         directory,
         *("--deepspeed_config", str(config), *where, "--staging_mib", "16", "--result", str(directory / "result.json")),
-        *(*SMALL, *arguments),
+        *(*SMALL, "--steps", str(steps), *arguments),
         script=EXAMPLE,
         timeout_s=600,
     )
@@ -31,26 +32,26 @@ def long_context(directory: Path, *arguments: str) -> tuple[dict[str, Any], str]
     return found, result.output
 
 
-def without_block(directory: Path) -> dict[str, Any]:
+def without_block(directory: Path, steps: int) -> dict[str, Any]:
     pytest.importorskip("transformers")
-    plain, output = long_context(directory, "--without_block", "--no-checkpointing")
-    assert plain["report"] is None and "no checkpointing" in output and len(plain["losses"]) == 7
+    plain, output = long_context(directory, steps, "--without_block", "--no-checkpointing")
+    assert plain["report"] is None and "no checkpointing" in output and len(plain["losses"]) == steps
     return plain
 
 
 def test_checkpoints_go_to_nvme(tmp_path: Path) -> None:
-    plain = without_block(tmp_path)
-    checkpointed, output = long_context(tmp_path)
+    plain = without_block(tmp_path, STEPS)
+    checkpointed, output = long_context(tmp_path, STEPS)
     assert is_equal(checkpointed, plain)
-    # the inputs of the second layer, at least, in bf16, seven times
-    assert checkpointed["report"]["offloaded_bytes"] >= 7 * 4096 * 128 * 2
+    # the inputs of the second layer, at least, in bf16, in each step
+    assert checkpointed["report"]["offloaded_bytes"] >= STEPS * 4096 * 128 * 2
     assert "activations: at most" in output
 
 
 @pytest.mark.thorough
 def test_blocks_may_be_recomputed(tmp_path: Path) -> None:
-    plain = without_block(tmp_path)
-    recomputed, _ = long_context(tmp_path, "--recompute", "--budget_mib", "64")
+    plain = without_block(tmp_path, STEPS_TO_A_PLAN)
+    recomputed, _ = long_context(tmp_path, STEPS_TO_A_PLAN, "--recompute", "--budget_mib", "64")
     assert is_equal(recomputed, plain)
     # both layers may be; what a plan does with that is a matter of the drive
     assert recomputed["report"]["plan"]["blocks"] == 2

@@ -79,11 +79,6 @@ def test_a_relative_path_is_shown_in_full(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"nvme_path {tmp_path}/there does not exist" in refusal("there")
 
 
-def test_without_room_says_the_numbers(tmp_path: Path) -> None:
-    message = refusal(tmp_path, needed_bytes=1 << 50, ranks=2)
-    assert "2 rank(s)" in message and str(1 << 50) in message and ", or name another directory" in message
-
-
 def test_one_directory_twice(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert "list it once" in refusal(tmp_path, tmp_path / "link")

@@ -232,7 +232,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
         tmp_path,
         [
             *case(tmp_path, "fp32", seen, {}, *moved),
-            *case(tmp_path, "bf16", {**seen, "tied": True}, {"stage": 1, **BF16}, nvme, ADAPTIVE),
+            *case(tmp_path, "bf16", {**seen, "tied": True}, {"stage": 1, **BF16}, ADAPTIVE),
             *case(tmp_path, "checkpointed", seen, {"pipeline": {"activation_checkpoint_interval": 1}}, ADAPTIVE),
             *case(
                 tmp_path,
@@ -241,7 +241,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
                 {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}},
                 nvme,
             ),
-            *case(tmp_path, "varies", {"varies": True, "steps": 9}, {}, nvme, ADAPTIVE),
+            *case(tmp_path, "varies", {"varies": True, "steps": 9}, {}, ADAPTIVE),
             *case(tmp_path, "named", {}, {}, {"placement": "nvme", "except": ["4"]}),  # of the second stage
             *case(
                 tmp_path, "masked", {"is_masked": True}, {"stage": 1}, {**ADAPTIVE, "activation_budget_bytes": 3 << 20}
@@ -256,7 +256,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
             assert report["offloaded_bytes"] > 0 and report["fallbacks"] == 0
             assert report["peak_saved_bytes_without"] == kept["peak_saved_bytes"]
             assert report["peak_saved_bytes"] < kept["peak_saved_bytes"] / 3
-        for name in ("fp32.3", "bf16.1", "varies.1", "masked.0"):
+        for name in ("fp32.3", "bf16.0", "varies.0", "masked.0"):
             report = found[name, rank]["report"]
             assert report["plans"] >= 1 and report["plan"]["bytes"]["nvme"] > 0
             assert report["steps"] == report["micro_steps"]

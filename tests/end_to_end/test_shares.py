@@ -16,7 +16,7 @@ from ds_tba import ranks
 from ds_tba.device.accelerator import available_bytes
 
 pytestmark = pytest.mark.engine
-RANKS = 4
+RANKS = 2
 
 
 def shares(config: dict[str, Any], where: str) -> dict[str, float]:
@@ -41,7 +41,7 @@ def shares(config: dict[str, Any], where: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "variables",
-    [{}, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, {"LOCAL_SIZE": "64"}],
+    [{}, {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {"LOCAL_SIZE": "64"}],
     ids=["by hand", "mpirun", "of an allocation"],
 )
 def test_ranks_started_without_a_launcher_divide_the_machine(tmp_path: Path, variables: dict[str, str]) -> None:

@@ -98,7 +98,7 @@ def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
 @scenarios
 @pytest.mark.parametrize(
     ("rig", "make"),
-    [("late", over_nvme)]
+    [pytest.param("late", over_nvme, marks=pytest.mark.thorough)]  # as test_ordering.py has it
     + [
         pytest.param("cuda", make, marks=gpu)
         for make in (
@@ -118,7 +118,10 @@ def test_gradients_are_exact(rig: Rig, make_store: StoreFactory, make: Make, sce
 @scenarios
 @pytest.mark.parametrize(
     ("rig", "make"),
-    [("late", in_host_memory), *(pytest.param("cuda", make, marks=gpu) for make in (over_nvme, in_host_memory))],
+    [
+        pytest.param("late", in_host_memory, marks=pytest.mark.thorough),  # as test_late_rematerialization.py has it
+        *(pytest.param("cuda", make, marks=gpu) for make in (over_nvme, in_host_memory)),
+    ],
     indirect=["rig"],
 )
 def test_gradients_are_exact_where_outputs_are_made_again(
@@ -242,13 +245,16 @@ EXPANDABLE = "expandable_segments:True"
 @pytest.mark.parametrize(
     ("rig", "setting"),
     [
-        pytest.param("late", EXPANDABLE, marks=pytest.mark.long),
+        pytest.param("late", EXPANDABLE, marks=pytest.mark.thorough),
         *(pytest.param("cuda", one, marks=gpu) for one in (EXPANDABLE, "backend:cudaMallocAsync")),
     ],
     indirect=["rig"],
 )
 def test_gradients_are_exact_in_a_process_with_another_allocator(rig: Rig, setting: str) -> None:
-    """The setting counts before CUDA starts; the double has no such allocator, but the same program."""
+    """The setting counts before CUDA starts; the double has no such allocator, but the same program.
+
+    What the program runs over the double ``test_gradients_are_exact`` runs in this process.
+    """
     here = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
     paths = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -16,32 +16,7 @@ from curves.models import Shape, Workload
 from curves.points import PEAK_ERROR, PEAK_NOISE, STEP_ERROR, Point, Spread, point, verdict
 from curves.turns import AGAIN, PLAIN, Contender, Runner, StepTaken, parameters_of, strict
 
-from ds_tba.cli.plan.dry_run import PeakMeter
-
 MIB = 1 << 20
-
-
-def test_the_meter_counts_what_is_alive_at_once_and_not_what_was_there() -> None:
-    old = torch.ones(1 << 20)
-    with PeakMeter([old.untyped_storage()]) as meter:
-        one = old + 1  # 4 MiB
-        two = one * 2  # 8 MiB
-        del one
-        three = two.t() if two.dim() == 2 else two.view(-1, 2)  # a view is no memory
-        four = three + 1  # 8 MiB
-        del two, three, four
-        torch.ones(1 << 19)
-    assert meter.peak_bytes == 8 * MIB
-
-
-def test_the_meter_sees_what_autograd_saves_and_backward_makes() -> None:
-    weight = torch.randn(64, 64, requires_grad=True)
-    weight.grad = torch.zeros_like(weight)
-    with PeakMeter([weight.untyped_storage(), weight.grad.untyped_storage()]) as meter:
-        x = torch.randn(1024, 64)
-        (x @ weight).relu().sum().backward()
-    block = 4 * 1024 * 64
-    assert 3 * block <= meter.peak_bytes <= 5 * block
 
 
 def made(name: str, planner: str, ratio: float, peak: int, noise: float = 0.0, **more: Any) -> Point:

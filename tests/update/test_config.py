@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ds_tba.config import UPDATE_BLOCK, refuse_misnamed
+from ds_tba.config import UPDATE_BLOCK
 from ds_tba.errors import ConfigError
 from ds_tba.update.config import UpdateConfig, parse_update_block
 
@@ -61,11 +61,3 @@ def test_another_stage_or_another_offload_is_refused(zero: Any, words: list[str]
     with pytest.raises(ConfigError) as found:
         parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": zero})
     assert all(word in str(found.value) for word in words), found.value
-
-
-def test_a_misplaced_or_misspelt_block_is_found() -> None:
-    with pytest.raises(ConfigError, match=f'"{UPDATE_BLOCK}" is inside "zero_optimization"'):
-        refuse_misnamed({"zero_optimization": {"stage": 3, UPDATE_BLOCK: {}}})
-    with pytest.raises(ConfigError, match=f'"interleaved_update".*did you mean "{UPDATE_BLOCK}"'):
-        refuse_misnamed({"interleaved_update": {}, "optimizer": {}})
-    refuse_misnamed({"optimizer": {}, "scheduler": {}, UPDATE_BLOCK: {}})

@@ -228,22 +228,6 @@ def test_awkward_numbers_anywhere(op: Any, number: float, adamw: bool) -> None:
             assert differing(expected, found) == 0, f"step {step}"
 
 
-def test_scalars_are_numbers_of_fp32() -> None:
-    scalars = Powers(0.9, 0.999).scalars(7, replace(HYPER, lr=0.3, eps=1e-7))
-    for name in Scalars.__slots__:
-        value = getattr(scalars, name)
-        assert type(value) is (bool if name == "adamw" else float)
-        assert torch.tensor(value, dtype=torch.float32).item() == value
-    assert scalars.beta1 != 0.9 and scalars.one_minus_beta1 != torch.tensor(0.1).item()
-
-
-def test_masters_may_require_a_gradient(op: Any) -> None:
-    master = torch.zeros(40_064, requires_grad=True)
-    update_(master, *(torch.zeros(40_064) for _ in range(2)), torch.ones(40_064), torch.empty(40_064),
-            Powers(0.9, 0.999).scalars(1, HYPER))  # fmt: skip
-    assert master.is_leaf and master.grad_fn is None and bool((master < 0).all())
-
-
 def test_against_the_optimizer_itself(op: Any) -> None:
     """A group of DeepSpeed's own optimizer, its defaults and its state."""
     generator = torch.Generator().manual_seed(0)

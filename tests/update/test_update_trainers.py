@@ -33,12 +33,15 @@ BLOCK = {"interleaved_optimizer_update": {"chunk_bytes": 1 << 16, "device_buffer
     ("program", "config", "ranks", "arguments"),
     [
         (programs_hf.trainer, OF_TRAINERS, 2, {"steps": 4}),
-        (programs_hf.trainer, OF_TRAINERS, 1, {"steps": 4, "prepare": "LoRA", "gradient_accumulation_steps": 2}),
+        pytest.param(
+            programs_hf.trainer, OF_TRAINERS, 1, {"steps": 4, "prepare": "LoRA", "gradient_accumulation_steps": 2},
+            marks=pytest.mark.thorough,
+        ),
         (programs_hf.resumed_trainer, OF_TRAINERS, 1, {"steps": 6}),
         (programs_deepspeed.trained_from_zero_init, OF_LOOPS, 1, {}),
     ],
     ids=["Trainer, 2 ranks", "Trainer, LoRA", "Trainer, resumed", "zero.Init"],
-)
+)  # fmt: skip
 def test_a_trainer_trains_alike(
     program: forked.Program, config: dict[str, Any], ranks: int, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
