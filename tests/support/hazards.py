@@ -760,6 +760,24 @@ def a_storage_that_is_freed_and_filled_again_before_backward(saving: Saving) -> 
 returns_its_constant = function(lambda a, constant: (a * constant, [constant]), lambda _, read: read()[0])
 
 
+def a_saved_tensor_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
+    out = []
+    for constant in (torch.randn(SIDE, SIDE), (leaf() * 2).detach(), torch.randn(8)):
+        x, losses = leaf(*constant.shape), []
+        for _ in range(3):
+            with saving():
+                losses.append(returns_its_constant(x, constant * 1).sum() + returns_its_constant(x, constant).sum())
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            x.grad.mul_(0.5)  # type: ignore[union-attr]
+        losses.pop().backward()
+        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        losses.pop().backward()
+        out += [*grads(x), constant]
+        x.grad = None
+    return out
+
+
 def a_conjugate_that_a_function_saves(saving: Saving) -> list[Tensor]:
     """It is an operand of what is rematerialized, and its mark is not in its bytes."""
     x, w = (torch.randn(SIDE, SIDE, dtype=torch.complex64, requires_grad=True) for _ in range(2))
