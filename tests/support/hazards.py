@@ -689,15 +689,58 @@ def overwritten_without_a_function_after_a_save(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-def slices_that_are_filled_before_their_first_use(saving: Saving) -> list[Tensor]:
-    """As ``dist.broadcast`` into the slots of a contrastive loss, or the buffers of ring attention: no version."""
-    x, buffer = leaf(), torch.zeros(4, SIDE, SIDE)
+def _filled(slices: int, fill: Callable[[Tensor, int], None], saving: Saving) -> list[Tensor]:
+    x, buffer = leaf(), torch.zeros(slices, SIDE, SIDE)
     with saving():
         loss = torch.zeros(())
-        for index in range(4):
-            buffer[index].data.copy_(torch.randn(SIDE, SIDE) / (index + 1))
+        for index in range(slices):
+            fill(buffer[index], index)
             loss = loss + (x * buffer[index]).exp().mean() + (x @ buffer[index]).mean()
         loss = loss + (x * buffer.sum(0)).mean()
+    return grads_after(loss, x)
+
+
+def slices_that_are_filled_before_their_first_use(saving: Saving) -> list[Tensor]:
+    """As ``dist.broadcast`` into the slots of a contrastive loss, or the buffers of ring attention: no version."""
+    return _filled(4, lambda part, index: part.data.copy_(torch.randn(SIDE, SIDE) / (index + 1)), saving)
+
+
+def slices_that_get_few_elements(saving: Saving) -> list[Tensor]:
+    def fill(part: Tensor, index: int) -> None:
+        part.data[index, index + 7] = 1.0 + index
+
+    return _filled(4, fill, saving)
+
+
+def few_elements_of_a_buffer_that_was_filled_in_place(saving: Saving) -> list[Tensor]:
+    """Its graph names one operation, which has made a part of it."""
+    x, index = leaf(), torch.tensor([3, 9, 30])
+
+    def changed_in_place() -> Iterator[Tensor]:
+        yield torch.zeros(SIDE, SIDE).index_put_((index,), (x * 2)[:3])
+        yield torch.zeros(SIDE, SIDE).index_copy_(0, index, (x * 2)[:3])
+        yield torch.zeros(SIDE, SIDE).scatter_(0, index[:, None].expand(3, SIDE), (x * 2)[:3])
+        yield (x * 2).masked_fill_(torch.eye(SIDE, dtype=torch.bool), 3.0)
+
+    with saving():
+        loss = torch.zeros(())
+        for buffer in changed_in_place():
+            metric = buffer.sin().sum()
+            buffer.data[40, 5] = 100
+            loss = loss + (buffer * buffer).mean() + (buffer * x).sum()
+            del metric
+    return grads_after(loss, x)
+
+
+def a_part_of_a_buffer_that_gradients_flow_into(saving: Saving) -> list[Tensor]:
+    """The rank's own keys have a gradient, the others are received."""
+    x = leaf()
+    with saving():
+        keys = torch.zeros(2, SIDE, SIDE)
+        keys[0] = x * 2
+        loss = (keys[0] * x).sum() + keys[0].exp().mean()
+        keys.data[1].copy_(torch.randn(SIDE, SIDE))
+        loss = loss + (keys[1] * x).sum()
     return grads_after(loss, x)
 
 
@@ -730,13 +773,31 @@ def a_function_that_saves_sparse_and_jagged_tensors(saving: Saving) -> list[Tens
     return grads_after(loss, x)
 
 
+def _saves_twice(*, writes: bool) -> Callable[..., Tensor]:
+    """A Function that saves a tensor and a view of it; backward writes into the one and reads the other."""
+
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        b, transposed = read()
+        if writes:
+            b.data.mul_(3)
+        return grad * transposed.t()
+
+    return function(lambda a, b: (a * b, [b, b.t()]), gradient)
+
+
+def two_views_that_one_function_saves(saving: Saving) -> list[Tensor]:
+    x, y, writes = leaf(), leaf(), _saves_twice(writes=True)
+    with saving():
+        loss = writes(x, (y * 2).detach()).sum() + writes(x, torch.randn(SIDE, SIDE)).sum()
+    return grads_after(loss, x)
+
+
 def data_that_is_exchanged_after_the_save(saving: Saving) -> list[Tensor]:
     out = []
-    saves_twice = function(lambda a, b: (a * b, [b, b.t()]), lambda grad, read: grad * read()[1].t())
     for size in (SIDE, 8):
         x, b = leaf(), torch.randn(SIDE, SIDE)
         with saving():
-            loss = saves_twice(x, b).sum()
+            loss = _saves_twice(writes=False)(x, b).sum()
             b.data = torch.zeros(size, size)
             loss = loss + x.sin().sum()
         out += grads_after(loss, x)
@@ -790,6 +851,30 @@ def a_conjugate_that_a_function_saves(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x, w)
 
 
+def a_mapped_function_whose_output_is_filled_afterwards(saving: Saving) -> list[Tensor]:
+    class SavesItsOutput(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(a: Tensor) -> Tensor:
+            return a * 0
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_backward(output)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    x = leaf()
+    with saving():
+        made = torch.vmap(SavesItsOutput.apply)(x * 2)
+        made.data.copy_(x.detach() * 3)
+        loss = (made * made).sum()
+    return grads_after(loss, x)
+
+
 def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
     """What others save can be rematerialized from what the Function has saved, large or small."""
     x, y = leaf(), leaf()
@@ -818,6 +903,22 @@ def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
     loss.backward(retain_graph=True)
     seen = [torch.autograd.grad(one, over)[0] for one, over in zip(later, (total, product, scaled), strict=True)]
     return [*seen, *grads(x, y)]
+
+
+def a_saved_tensor_that_becomes_a_gradient_after_another_read(saving: Saving) -> list[Tensor]:
+    """The gradient waits for one that does not come, and others want the bytes that it has."""
+    out = []
+    returns_nothing_for = function(lambda a, b: (b * 2, [b]), lambda grad, read: (None, grad * read()[0]))
+    for constant in (torch.randn(SIDE, SIDE), torch.randn(8)):
+        x, y, z = leaf(*constant.shape), leaf(*constant.shape), leaf(*constant.shape)
+        with saving():
+            loss = returns_nothing_for(x, y * 2).sum() + returns_its_constant(x, constant).sum()
+            later = (z * constant).sum()
+        loss.backward()
+        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
+        later.backward()
+        out += [*grads(x, y, z), constant]
+    return out
 
 
 def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
@@ -1043,8 +1144,12 @@ SCENARIOS: list[Callable[[Saving], list[Tensor]]] = [
 # All that they save has no graph, or no storage of its own.
 MOVE_NOTHING = (
     sparse_tensors, stride_0_broadcasts, empty_tensors, data_changed_between_two_saves, zero_tensors_of_forward_mode,
-    strided_nested_tensors, a_function_that_returns_a_saved_leaf, a_mode_around_a_part_of_forward,
+    strided_nested_tensors, a_function_that_returns_a_saved_leaf, two_views_that_one_function_saves,
+    a_mode_around_a_part_of_forward,
 )  # fmt: skip
+UNVERSIONED = SCENARIOS[SCENARIOS.index(the_noise_of_rrelu) :]
+
+
 # ---- mutation after the save must raise, as autograd's own check does ------------------------------------------------
 
 
