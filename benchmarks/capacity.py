@@ -1,6 +1,9 @@
 """The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, tiles, and ours.
 
     python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
+    python benchmarks/capacity.py --model smollm2_135m --headroom_mib 512 --timed_sequence 2048 --timed_steps 2 \\
+        --rounds 1 --longest_s 400 --longest_sequence 32768 --min_tensor_kib 1024 \\
+        --variants keep checkpoint checkpoint_nvme nvme
 
 A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Some variants have what people add for
 long sequences: DeepSpeed's ``TiledFusedLogitsLoss`` and its ``TiledMLP``. A loss in tiles rounds in another way, so
@@ -11,6 +14,9 @@ limit is what the process without anything of this holds between two steps, plus
 one does not fit; then the longest is sought in between. No sequence is tried that would take longer than
 ``--longest_s``. On a GPU ``make gpu`` measures the layers of Llama-3-8B instead.
 
+With ``--model`` the shape is that of a published model (``benchmarks/models``), with random weights, a frozen base,
+LoRA of ``--lora_rank`` on all linear layers, and the loss as DeepSpeed's tiled one in every variant.
+
 Time is taken at one length that all variants can train, in rounds; from the second on the variants take turns in
 random order. Seconds on the clock, and of the process's processor time, on which a busy machine has less influence.
 """
@@ -19,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import statistics
 import sys
@@ -27,13 +34,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from alternating import add_process_options, has_answered, in_a_process, rounds_of
 from benchmarking import JSON, MIB, Found, markdown_table, median, parser_of, ranged, ratios, write_json
 from step_time import EXAMPLES, resident_bytes
 
-TIMED_STEPS = 4
+VOCABULARY = 256
+MODELS = Path(__file__).parent / "models"
 MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to the system when they are freed
 INTERPOLATIONS = 3
 TILE_TOKENS = 256  # or a few more in each part of a tiled MLP
@@ -82,20 +91,28 @@ class Training:
         self.variant = VARIANTS[options.variant]
         self._peak_bytes, self._reset_peak = peak_memory_bytes, reset_peak_memory
         torch.manual_seed(1)
-        model = llama(options.width, options.layers, options.longest_sequence)
+        if options.model:
+            model = with_lora(options.model, options.lora_rank)
+        else:
+            model = llama(options.width, options.layers, options.longest_sequence)
+        self._vocabulary = model.config.vocab_size if options.model else VOCABULARY
         if self.variant.is_tiled:
             tile_mlps(model)
-            tile_loss(model)
+        if self.variant.is_tiled or options.model:
+            tile_loss(model.get_base_model() if options.model else model)
         if self.variant.checkpointing is not None:
             checkpoint_layers(model, **self.variant.checkpointing)
         config = ds_config(options)
-        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        trained = [one for one in model.parameters() if one.requires_grad]
+        self._engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
         self._random = torch.Generator().manual_seed(1)
         self._rows, self._torch = options.rows, torch
 
     def step(self, sequence: int) -> dict[str, float]:
         """Take one step, and return loss, peak memory and time; the peak is infinite where memory ran out."""
-        tokens = self._torch.randint(256, (self._rows, sequence), generator=self._random).to(self._engine.device)
+        tokens = self._torch.randint(self._vocabulary, (self._rows, sequence), generator=self._random).to(
+            self._engine.device
+        )
         self._reset_peak()
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         try:
@@ -136,6 +153,16 @@ def ds_config(options: argparse.Namespace) -> dict[str, Any]:
     return {**config, "activation_nvme_offload": {"enabled": True, **common, **block}}
 
 
+def with_lora(name: str, rank: int) -> Any:
+    """Return a published model with random weights, frozen, with LoRA on all linear layers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = json.loads((MODELS / f"{name}.json").read_text())
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    return get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=rank, target_modules="all-linear"))
+
+
 def checkpoint_layers(model: Any, **more: Any) -> None:
     """Turn on gradient checkpointing, whose arguments have moved in transformers 5."""
     kwargs = {"use_reentrant": False}
@@ -163,7 +190,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     training.step(4 * BLOCK_OF_TOKENS)
     if options.limit_mib is None:
         options.limit_mib = resident_bytes() // MIB + options.headroom_mib
-    timed = training.steps(options.timed_sequence, TIMED_STEPS)
+    timed = training.steps(options.timed_sequence, options.timed_steps)
     found: dict[str, Any] = {"timed": timed, "lengths": [], "limit_mib": options.limit_mib}
     if options.sweep:
         found["lengths"] = list(sweep(training, options))
@@ -248,7 +275,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         headroom_mib=(112, "beyond what a process holds anyway"),
         limit_mib=(int, "memory limit instead of that"),
         rounds=3, width=128, layers=16, rows=(1, "sequences in a micro-batch"),
-        timed_sequence=1024, shortest_sequence=512, longest_sequence=8192,
+        model=("", "a shape of benchmarks/models, with LoRA, instead of width and layers"),
+        lora_rank=16, timed_steps=4, timed_sequence=1024, shortest_sequence=512, longest_sequence=8192,
         longest_s=(60.0, "try no length that takes longer"),
         staging_mib=(32, "io.staging_bytes of ours"),
         # Per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096.

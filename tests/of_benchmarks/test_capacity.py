@@ -69,3 +69,25 @@ def test_capacity_tiny(tmp_path: Path) -> None:
     assert [one["sequence"] for one in only["keep"]["lengths"]] == [512, 1024]
     assert only["checkpoint_nvme_tiled"]["report"]["offloaded_bytes"] > 0
     assert only["checkpoint_nvme"]["report"]["offloaded_bytes"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.engine
+def test_a_published_shape_has_lora_and_the_loss_in_tiles(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    lengths = ("--timed_sequence", "256", "--shortest_sequence", "256", "--longest_sequence", "256")
+    model = ("--model", "smollm2_135m", "--timed_steps", "2", "--rounds", "1", "--headroom_mib", "4096")
+    output = runs.benchmark(
+        "capacity.py",
+        *lengths,
+        *model,
+        "--variants",
+        "checkpoint_nvme",
+        "--nvme_path",
+        tmp_path,
+        "--json",
+        tmp_path / "json",
+    )
+    assert "losses equal those of the same arithmetic without ours, in all rounds: yes" in output
+    (only,) = json.loads((tmp_path / "json").read_text())["rounds"]
+    assert only["checkpoint_nvme"]["report"]["offloaded_bytes"] > 0
