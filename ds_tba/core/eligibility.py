@@ -110,7 +110,7 @@ class Gate:
         if span_bytes(tensor) < MIN_SPAN_FRACTION * nbytes:
             return Eligibility.SPARSE_VIEW
         node = (tensor if base is None else base).grad_fn if casts_stay else None
-        if node is not None and node.name() == "ToCopyBackward0" and _is_of_parameter(node):
+        if node is not None and type(node).__name__ == "ToCopyBackward0" and _is_of_parameter(node):
             return Eligibility.CAST_OF_PARAMETER
         # Moving the memory of a graph frees nothing, and its next run writes there whoever has saved it.
         accelerator = self._accelerator

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.disks import until
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -148,6 +149,7 @@ def test_nothing_is_left_of_a_backward_that_raised(tmp_path: Path, block: dict[s
     fail(net, lambda x: forward(net, x, offloader))
     if block is RECOMPUTED:
         gc.collect()  # the frame of PyTorch's checkpoint and the exception refer to each other
-    left = offloader.cache.live_records, offloader.cache.stats.saved.now, offloader.cache.stats.resident.now
+    cache = offloader.cache
+    # A lane that still writes holds its tensor for a moment.
+    until(lambda: not any((cache.live_records, cache.stats.saved.now, cache.stats.resident.now)), "nothing left")
     offloader.close()
-    assert left == (0, 0, 0)
