@@ -278,19 +278,3 @@ def test_it_is_there(name: Name) -> None:
         resolved(name.where or name.spelling)
     except (AttributeError, ImportError) as error:
         pytest.fail(f"{error}; without it is lost: {name.lost}")
-
-
-def test_rematerialization_says_where_it_cannot(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An older PyTorch: nothing fails, and a line says what is lost."""
-    from support.doubles import CpuAccelerator
-
-    from ds_tba.config import OffloadConfig
-    from ds_tba.remat import sites
-
-    monkeypatch.delattr(torch.autograd, "_get_sequence_nr")
-    caplog.set_level("INFO", "ds_tba")
-    config = OffloadConfig(enabled=True, nvme_path=".")
-    assert sites.open_sites(config, None, CpuAccelerator()) is None  # type: ignore[arg-type]
-    assert f"PyTorch {torch.__version__} does not show what its graph holds" in caplog.text
