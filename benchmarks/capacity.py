@@ -1,9 +1,9 @@
 """The longest sequence within a memory limit, and memory and seconds per token: keep, checkpointing, tiles, and ours.
 
     python benchmarks/capacity.py [--nvme_path DIR] [--headroom_mib 112] [--rounds 3] [--json FILE]
-    python benchmarks/capacity.py --model smollm2_135m --headroom_mib 512 --timed_sequence 2048 --timed_steps 2 \\
-        --rounds 1 --longest_s 400 --longest_sequence 32768 --min_tensor_kib 1024 \\
-        --variants keep checkpoint checkpoint_nvme nvme
+    python benchmarks/capacity.py --model smollm2_135m --headroom_mib 512 --loss_tokens 128 --timed_sequence 2048 \\
+        --timed_steps 2 --rounds 1 --longest_s 300 --shortest_sequence 1024 --longest_sequence 32768 \\
+        --min_tensor_kib 1024 --variants checkpoint checkpoint_nvme nvme
 
 A Llama with random weights (16 layers) under DeepSpeed, one sequence per step. Some variants have what people add for
 long sequences: DeepSpeed's ``TiledFusedLogitsLoss`` and its ``TiledMLP``. A loss in tiles rounds in another way, so
@@ -99,7 +99,7 @@ class Training:
         if self.variant.is_tiled:
             tile_mlps(model)
         if self.variant.is_tiled or options.model:
-            tile_loss(model.get_base_model() if options.model else model)
+            tile_loss(model.get_base_model() if options.model else model, options.loss_tokens)
         if self.variant.checkpointing is not None:
             checkpoint_layers(model, **self.variant.checkpointing)
         config = ds_config(options)
@@ -276,7 +276,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         limit_mib=(int, "memory limit instead of that"),
         rounds=3, width=128, layers=16, rows=(1, "sequences in a micro-batch"),
         model=("", "a shape of benchmarks/models, with LoRA, instead of width and layers"),
-        lora_rank=16, timed_steps=4, timed_sequence=1024, shortest_sequence=512, longest_sequence=8192,
+        lora_rank=16, loss_tokens=(1024, "in each part of a tiled loss"), timed_steps=4, timed_sequence=1024,
+        shortest_sequence=512, longest_sequence=8192,
         longest_s=(60.0, "try no length that takes longer"),
         staging_mib=(32, "io.staging_bytes of ours"),
         # Per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096.

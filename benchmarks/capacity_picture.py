@@ -28,10 +28,11 @@ def draw(results: Path, picture: Path) -> None:
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()
     for name, label in LABELS.items():
-        points = sorted((one["sequence"], one["peak_bytes"] / MIB - rest_mib) for one in first[name]["lengths"])
+        measured = {one["sequence"]: one["peak_bytes"] for one in (first[name]["timed"], *first[name]["lengths"])}
+        points = sorted((tokens, nbytes / MIB - rest_mib) for tokens, nbytes in measured.items())
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, linewidth=2)
     axes.axhline(options["headroom_mib"], color="black", linestyle="--", linewidth=1, label="limit")
-    axes.set(xlabel="tokens in the sequence", ylabel="MiB that a step adds", ylim=(0, 1.5 * options["headroom_mib"]))
+    axes.set(xlabel="tokens in the sequence", ylabel="MiB that a step adds", ylim=(0, 2 * options["headroom_mib"]))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, metadata={"Date": None})

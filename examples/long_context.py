@@ -73,7 +73,7 @@ def llama(width: int, layers: int, longest: int, **more: Any) -> LlamaForCausalL
     return LlamaForCausalLM(LlamaConfig(**{**shape, **more}))
 
 
-def tile_loss(model: LlamaForCausalLM) -> None:
+def tile_loss(model: LlamaForCausalLM, part_tokens: int = LOSS_TOKENS) -> None:
     """Have DeepSpeed compute the loss in parts of the sequence: the logits of all tokens never exist at once."""
 
     def forward(input_ids: torch.Tensor, labels: torch.Tensor, **more: Any) -> CausalLMOutput:
@@ -86,7 +86,7 @@ def tile_loss(model: LlamaForCausalLM) -> None:
             # TiledFusedLogitsLoss adds up the head's gradient here: a division after it would miss that gradient.
             return functional.cross_entropy(head(hidden).float(), labels, reduction="sum") / tokens
 
-        shards, weights = max(1, labels.numel() // LOSS_TOKENS), list(model.lm_head.parameters())
+        shards, weights = max(1, labels.numel() // part_tokens), list(model.lm_head.parameters())
         loss = TiledFusedLogitsLoss.apply(part_of_loss, model.lm_head, hidden, labels, None, shards, weights, "sum")
         return CausalLMOutput(loss=loss)
 
