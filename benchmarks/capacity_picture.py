@@ -32,7 +32,7 @@ def draw(results: Path, picture: Path) -> None:
         points = sorted((tokens, nbytes / MIB - rest_mib) for tokens, nbytes in measured.items())
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label, linewidth=2)
     axes.axhline(options["headroom_mib"], color="black", linestyle="--", linewidth=1, label="limit")
-    axes.set(xlabel="tokens in the sequence", ylabel="MiB that a step adds", ylim=(0, 2 * options["headroom_mib"]))
+    axes.set(xlabel="tokens in the sequence", ylabel="MiB that a step adds", ylim=(0, 3 * options["headroom_mib"]))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture, metadata={"Date": None})
