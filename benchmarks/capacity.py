@@ -41,7 +41,6 @@ from alternating import add_process_options, has_answered, in_a_process, rounds_
 from benchmarking import JSON, MIB, Found, markdown_table, median, parser_of, ranged, ratios, write_json
 from step_time import EXAMPLES, resident_bytes
 
-VOCABULARY = 256
 MODELS = Path(__file__).parent / "models"
 MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to the system when they are freed
 INTERPOLATIONS = 3
@@ -92,21 +91,21 @@ class Training:
         self._peak_bytes, self._reset_peak = peak_memory_bytes, reset_peak_memory
         torch.manual_seed(1)
         if options.model:
-            model = with_lora(options.model, options.lora_rank)
+            base = published(options.model)
+            model = with_lora(base, options.lora_rank)
         else:
-            model = llama(options.width, options.layers, options.longest_sequence)
-        self._vocabulary = model.config.vocab_size if options.model else VOCABULARY
+            base = model = llama(options.width, options.layers, options.longest_sequence)
         if self.variant.is_tiled:
-            tile_mlps(model)
+            tile_mlps(base)
         if self.variant.is_tiled or options.model:
-            tile_loss(model.get_base_model() if options.model else model, options.loss_tokens)
+            tile_loss(base, options.loss_tokens)
         if self.variant.checkpointing is not None:
             checkpoint_layers(model, **self.variant.checkpointing)
         config = ds_config(options)
         trained = [one for one in model.parameters() if one.requires_grad]
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
         self._random = torch.Generator().manual_seed(1)
-        self._rows, self._torch = options.rows, torch
+        self._rows, self._vocabulary, self._torch = options.rows, base.config.vocab_size, torch
 
     def step(self, sequence: int) -> dict[str, float]:
         """Take one step, and return loss, peak memory and time; the peak is infinite where memory ran out."""
@@ -153,14 +152,20 @@ def ds_config(options: argparse.Namespace) -> dict[str, Any]:
     return {**config, "activation_nvme_offload": {"enabled": True, **common, **block}}
 
 
-def with_lora(name: str, rank: int) -> Any:
-    """Return a published model with random weights, frozen, with LoRA on all linear layers."""
-    from peft import LoraConfig, get_peft_model
+def published(name: str) -> Any:
+    """Return a model of a published shape, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = json.loads((MODELS / f"{name}.json").read_text())
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    return get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=rank, target_modules="all-linear"))
+    return AutoModelForCausalLM.from_config(config)
+
+
+def with_lora(model: Any, rank: int) -> Any:
+    """Freeze a model, put LoRA into all its linear layers, and return it wrapped."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
 
 
 def checkpoint_layers(model: Any, **more: Any) -> None:

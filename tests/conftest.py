@@ -105,7 +105,7 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def level_of_the_log() -> Iterator[None]:
-    """Who starts a training in the tests' own process raises it for the tests behind."""
+    """Restore the logger's level, which a training in the tests' own process sets for the tests that follow."""
     yield
     logging.getLogger("ds_tba").setLevel(logging.NOTSET)
 

@@ -1,4 +1,4 @@
-"""What fills the device of this run? The peaks, who holds saved bytes, and the one change that helps most.
+"""Tells what fills the device of a run: the peaks, who holds saved bytes, and the one change that helps most.
 
 Loaded where somebody asks, and where memory ran out: then the error says where an allocation failed. Knows torch's
 modules and optimizers, and that DeepSpeed puts its optimizer around the user's; not DeepSpeed's engine.

@@ -28,7 +28,7 @@ def train(way: str, checkpoints: str, placement: str, directory: Path) -> list[d
 
 
 def outcome(ranks_found: list[dict[str, Any]]) -> str:
-    """What the table says: on all ranks, before the training was resumed and after."""
+    """Return the words of the table, over all ranks, before the training was resumed and after."""
     reports = [report for found in ranks_found for report in found["reports"]]
     moved, again = (sum(one[key] for one in reports) / MIB for key in ("offloaded_bytes", "rematerialized_bytes"))
     return f"bit-equal, {moved:.1f} MiB moved, {again:.1f} MiB rematerialized; resumed: bit-equal"

@@ -1,4 +1,4 @@
-"""What is none of ours passes through our hooks. ``test_until_backward.py`` has hooks that stay open."""
+"""Our hooks pass through what is none of ours. ``test_until_backward.py`` has hooks that stay open."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_store_is_closed_only_when_no_copy_reads_its_memory() -> None:
 
 
 def fill(store: HostStore, nbytes: int = MIB, most: int = 1000) -> list[HostTicket]:
-    """As many storages as it takes."""
+    """Put as many storages as the store takes, and return their tickets."""
     found: list[HostTicket] = []
     while len(found) < most:
         taken = store.put(torch.full((nbytes,), len(found) % 251, dtype=torch.uint8), wait=False)

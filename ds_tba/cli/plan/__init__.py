@@ -42,7 +42,7 @@ WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one P
 CONCURRENT_FRACTION = 0.6
 FIRST_LENGTH = 4096  # of --longest without --seq
 _AIDS = ("--fused-loss", "--tiled-mlp")
-# Of a dry run, in JSON.
+# The fields of a dry run that the JSON has.
 _TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "temporary_bytes", "attention")
 
 

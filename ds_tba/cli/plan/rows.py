@@ -141,7 +141,7 @@ class Setup:
 
     @property
     def way(self) -> Way:
-        """What is done about memory already."""
+        """Return what is done about memory already."""
         return Way(zero_block(self.training.config), self.batch, self.aids)
 
     def block(self, placement: str, **more: object) -> DsConfig:
