@@ -51,15 +51,7 @@ _OUR_NAMES = ("ds_tba", "dstba", "tba")
 IO_ALIGNMENT_BYTES = 4096
 # The fraction of staging that reading ahead may use while there are writes, which need the rest.
 PREFETCH_FRACTION_OF_STAGING = 0.5
-# Bounds of staging for a GPU where the config has null, its fraction of the host memory that is available to the rank,
-# and its size on a CPU: there it is of the memory that offloading is to free.
-MIN_STAGING_BYTES, MAX_STAGING_BYTES = 256 << 20, 1 << 30
-CPU_STAGING_BYTES = 128 << 20
-STAGING_FRACTION = 1 / 16
-
-# Bounds of the buffer of a lane that compresses: a codec gains nothing by a longer one, and all take a part of staging.
-BUFFER_BYTES = 4 << 20
-BUFFERS_FRACTION = 0.25
+MIN_STAGING_BYTES = 256 << 20  # on a GPU, where the config has null
 
 _IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([kmgt]?i?b?)", re.ASCII | re.IGNORECASE)
@@ -164,7 +156,7 @@ class Block(BaseModel):
 class IoConfig(Block):
     """``io``: how bytes reach the swap file.
 
-    ``staging_bytes``: :func:`with_staging` derives it from null. ``integrity``: ``sampled`` finds I/O blocks that were
+    ``staging_bytes``: derived from null (``storage/staging.py``). ``integrity``: ``sampled`` finds I/O blocks that were
     lost, cut short at either end, or are stale throughout. Only ``full`` finds a hole inside of a block, which a kernel
     or a drive that splits requests may leave. ``compression``: without loss, in the lanes.
     """
@@ -262,14 +254,6 @@ class OffloadConfig(Block):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
-    def slots_bytes(self) -> int:
-        """Bytes of staging for tensors: all but the buffers of lanes that compress."""
-        if self.io.compression is None:
-            return self.io.ring_bytes
-        lanes = (self.io.write_lanes + self.io.read_lanes) * len(self.nvme_paths)
-        return self.io.ring_bytes - lanes * lane_buffer_bytes(self.io.ring_bytes, lanes, IO_ALIGNMENT_BYTES)
-
-    @property
     def rematerialize_enabled(self) -> bool:
         """True if storages may be rematerialized from others."""
         return self.rematerialize is not False
@@ -355,29 +339,6 @@ class OffloadConfig(Block):
                 f"min_tensor_bytes {least} is above the {io.ring_bytes} bytes of staging, so no tensor could ever be "
                 "staged; lower min_tensor_bytes, or set io.staging_bytes to more"
             )
-
-
-def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
-    """Return the length of the buffer of each lane that compresses."""
-    nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // max(lanes, 1))
-    return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
-
-
-def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
-    """Return the config with ``io.staging_bytes`` derived, where it is null, from the host memory that this rank has.
-
-    Forward saves in bursts, which staging buffers while the drives write; a tensor that finds no room in staging is
-    kept. Staging stays small on a CPU (``is_host``), whose own memory it takes, and with GPUDirect Storage, where it is
-    device memory; also without a plan, where its size bounds what is read ahead onto the device. The size is a power of
-    two, because PyTorch would round it up to one when it pins.
-    """
-    if config.io.staging_bytes is not None:
-        return config
-    is_small = config.io.backend in ("gds", "kvikio") or config.placement != "adaptive"
-    most_bytes = MIN_STAGING_BYTES if is_small else MAX_STAGING_BYTES
-    nbytes = 1 << (int(max(min(most_bytes, host_bytes * STAGING_FRACTION), MIN_STAGING_BYTES)).bit_length() - 1)
-    nbytes = CPU_STAGING_BYTES if is_host else nbytes
-    return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
 
 
 def parse_block(ds_config: DsConfig) -> tuple[OffloadConfig, AioConfig] | None:

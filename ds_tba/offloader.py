@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ds_tba.closer import Closer
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig, with_staging
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import FORKS, KEPT, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
@@ -29,6 +29,7 @@ from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.report import OffloadReport, Writer
 from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
 from ds_tba.stats import StoreStats, readable
+from ds_tba.storage.staging import COPY_BYTES, measure_copies, slots_bytes_of, with_staging
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -210,10 +211,9 @@ class Rooms:
         from ds_tba.device.copies import Copies
         from ds_tba.plan.machine import Machine
         from ds_tba.storage.host import host_memory
-        from ds_tba.storage.staging import COPY_BYTES, measure_copies
 
         config, tiers, accelerator = self._core.config, self._tiers, self._core.accelerator
-        staged = host_memory(min(COPY_BYTES, config.slots_bytes), accelerator)
+        staged = host_memory(min(COPY_BYTES, slots_bytes_of(config)), accelerator)
         copies = measure_copies(accelerator, Copies(accelerator), staged)
         cache = self._core.cache
 

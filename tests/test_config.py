@@ -16,10 +16,10 @@ from ds_tba.config import (
     parse_block,
     parse_keywords,
     refuse_misnamed,
-    with_staging,
     zero_paths,
 )
 from ds_tba.errors import ConfigError
+from ds_tba.storage.staging import with_staging
 from ds_tba.update.config import parse_update_block
 
 GOOD = {"enabled": True, "nvme_path": "/local_nvme"}

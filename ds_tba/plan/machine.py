@@ -19,7 +19,7 @@ from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.staging import CopyRates
+from ds_tba.storage.staging import CopyRates, slots_bytes_of
 from ds_tba.wear import write_limit_bytes_per_step
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
@@ -68,7 +68,7 @@ class Machine:
             tuple(PathRates(*path) for path in self.tiers.rates()),
             self.copies.out_bytes_per_s,
             self.copies.in_bytes_per_s,
-            self.config.slots_bytes,
+            slots_bytes_of(self.config),
             is_synchronous=self.is_synchronous,
             compute_s_per_byte=(
                 self.tiers.lane_s_per_byte() if self.is_synchronous else LINK_FRACTION / self.copies.out_bytes_per_s

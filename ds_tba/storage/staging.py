@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_tba.config import lane_buffer_bytes
+from ds_tba.config import IO_ALIGNMENT_BYTES, MIN_STAGING_BYTES, OffloadConfig
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import Copies
 from ds_tba.device.memory import PAGE_BYTES, aligned_memory, huge_page_memory
@@ -23,9 +23,48 @@ from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.spans import CopySafeAllocator, Span
 
+# Bounds of the buffer of a lane that compresses: a codec gains nothing by a longer one, and all take a part of staging.
+BUFFER_BYTES = 4 << 20
+BUFFERS_FRACTION = 0.25
+# Bounds of staging for a GPU where the config has null: MIN_STAGING_BYTES and this; and its fraction of the host memory
+# that is available to the rank, and its size on a CPU: there it is of the memory that offloading is to free.
+MAX_STAGING_BYTES = 1 << 30
+STAGING_FRACTION = 1 / 16
+CPU_STAGING_BYTES = 128 << 20
 CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
 COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
+
+
+def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
+    """Return the length of the buffer of each lane that compresses."""
+    nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // max(lanes, 1))
+    return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
+
+
+def slots_bytes_of(config: OffloadConfig) -> int:
+    """Return the bytes of staging for tensors: all but the buffers of lanes that compress."""
+    if config.io.compression is None:
+        return config.io.ring_bytes
+    lanes = (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
+    return config.io.ring_bytes - lanes * lane_buffer_bytes(config.io.ring_bytes, lanes, IO_ALIGNMENT_BYTES)
+
+
+def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
+    """Return the config with ``io.staging_bytes`` derived, where it is null, from the host memory that this rank has.
+
+    Forward saves in bursts, which staging buffers while the drives write; a tensor that finds no room in staging is
+    kept. Staging stays small on a CPU (``is_host``), whose own memory it takes, and with GPUDirect Storage, where it is
+    device memory; also without a plan, where its size bounds what is read ahead onto the device. The size is a power of
+    two, because PyTorch would round it up to one when it pins.
+    """
+    if config.io.staging_bytes is not None:
+        return config
+    is_small = config.io.backend in ("gds", "kvikio") or config.placement != "adaptive"
+    most_bytes = MIN_STAGING_BYTES if is_small else MAX_STAGING_BYTES
+    nbytes = 1 << (int(max(min(most_bytes, host_bytes * STAGING_FRACTION), MIN_STAGING_BYTES)).bit_length() - 1)
+    nbytes = CPU_STAGING_BYTES if is_host else nbytes
+    return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
 
 
 def wait_for_stream(accelerator: Accelerator) -> None:

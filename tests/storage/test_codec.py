@@ -16,7 +16,7 @@ from support.disks import until
 from support.doubles import DeviceBackend, ScriptedBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
-from ds_tba.config import BUFFER_BYTES, AioConfig, Compression, OffloadConfig, lane_buffer_bytes, validate
+from ds_tba.config import AioConfig, Compression, OffloadConfig, validate
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, ConfigError, TransferError
 from ds_tba.storage import tiers as tiers_module
@@ -26,7 +26,7 @@ from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
-from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.staging import BUFFER_BYTES, StagingRing, lane_buffer_bytes, slots_bytes_of
 from ds_tba.storage.tiers import Tiers
 
 NAMES = get_args(Compression)
@@ -311,7 +311,7 @@ def test_plans_count_with_the_staging_that_buffers_leave(tmp_path: Path, staging
     config = OffloadConfig.model_validate(block(tmp_path, backend="posix", staging_bytes=staging_bytes, write_lanes=3))
     tiers = opened(config)
     assert tiers.nvme is not None
-    assert config.slots_bytes == tiers.nvme.ring.slots.capacity_bytes < staging_bytes
+    assert slots_bytes_of(config) == tiers.nvme.ring.slots.capacity_bytes < staging_bytes
     tiers.close()
 
 

@@ -30,11 +30,12 @@ from ds_tba.cli.plan.rows import (
     rows_of,
 )
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
-from ds_tba.config import ASSUMED_RATIO, BLOCK, with_staging
+from ds_tba.config import ASSUMED_RATIO, BLOCK
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import remedy
 from ds_tba.plan.trace import PathRates
 from ds_tba.stats import aligned, expanded, readable
+from ds_tba.storage.staging import with_staging
 from ds_tba.wear import ASSUMED_TBW, drive_of, rated
 
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center

@@ -44,6 +44,7 @@ from ds_tba.recompute.checkpoint import Blocks
 from ds_tba.remat.where import ChosenModules, RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
+from ds_tba.storage.staging import slots_bytes_of
 
 
 def dry_run(
@@ -94,7 +95,7 @@ def dry_run(
     no_blocks = 'no repeated layers were found, so nothing is recomputed: name the layers in "blocks"'
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     trained = [one for one in parameters if one.requires_grad]
-    resources = Resources(paths, copy, copy, offload.slots_bytes, is_synchronous=device.kind == "cpu")
+    resources = Resources(paths, copy, copy, slots_bytes_of(offload), is_synchronous=device.kind == "cpu")
     whole_bytes = [one.nbytes for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     passing_bytes = max(whole_bytes, default=0)
