@@ -17,14 +17,16 @@ that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
 original where it was kept; and likewise what a checkpoint hands to the function that it runs again, which PyTorch 2.13
 no longer saves in a Function. A tensor with a graph comes back as a new object, with the attributes that it had when it
-was saved; the context refers to it, as autograd would, if its memory was kept.
+was with the attributes that it had when it was
+saved. Nobody else refers to that object, and its memory may be that of the tensor that was saved: a backward that
+returns it returns a copy.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -104,10 +106,9 @@ class SavedTensors:
         held = [saved.data for saved in ctx._raw_saved_tensors]
         with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
             originals = with_originals(found, held)
-            # A tensor that nobody else refers to would give its memory to .grad; of an output it would be a circle.
-            kept = [one for one, data in zip(originals, held, strict=True) if _is_kept_with_graph(one, data, ctx)]
-        if kept:
-            setattr(ctx, _READ, kept)
+            # A tensor that nobody else refers to would give its memory to .grad.
+            kept = [one for one, data in zip(originals, held, strict=True) if _is_kept_with_graph(one, data)]
+        vars(ctx).get(_READ, []).extend(kept)
         return originals
 
 
@@ -118,9 +119,34 @@ def keep_originals() -> FunctionSaves:
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
         setattr(BackwardCFunction, _SAVED_TENSORS, present)
         setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))  # or reads by it would go around ours
+        for name in ("apply", "apply_boxed"):
+            if hasattr(BackwardCFunction, name):
+                setattr(BackwardCFunction, name, _returning_copies(getattr(BackwardCFunction, name)))
         _hand_to_checkpoints()
         _note_saves(present.saves)
     return present.saves
+
+
+def _returning_copies(builtin: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Function's backward that returns copies of the tensors that :class:`SavedTensors` gave to it."""
+
+    @wraps(builtin)
+    def apply(self: Any, *gradients: Any) -> Any:
+        vars(self)[_READ] = read = []
+        try:
+            found = builtin(self, *gradients)
+        finally:
+            vars(self).pop(_READ, None)  # or it would live as long as the graph
+        if isinstance(found, tuple):
+            return tuple(_copy_if_in(read, one) for one in found)
+        return _copy_if_in(read, found)
+
+    return apply
+
+
+def _copy_if_in(read: Sequence[torch.Tensor], gradient: Any) -> Any:
+    with torch._C.DisableTorchFunction():
+        return gradient.clone() if any(gradient is one for one in read) else gradient
 
 
 def _by_old_name(ctx: Any) -> object:
@@ -185,10 +211,10 @@ def _held(data: object) -> Held | None:
     return inner if isinstance(inner, Held) else None
 
 
-def _is_kept_with_graph(one: Any, data: object, ctx: object) -> bool:
+def _is_kept_with_graph(one: Any, data: object) -> bool:
     held = _held(data)
     if held is None or isinstance(held, PassedThrough) or not isinstance(one, torch.Tensor):
         return False
     if isinstance(held, SavedView) and held.held is None and held.record.living_source() is None:
         return False  # it was loaded into memory of its own
-    return one.grad_fn is not None and one.grad_fn is not ctx
+    return one.grad_fn is not None

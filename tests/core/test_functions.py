@@ -4,9 +4,10 @@ alone: ZeRO-3 keeps in attributes where the values are, and libraries gather the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,6 +127,43 @@ def test_a_graph_that_stays_holds_nothing_that_functions_have_read() -> None:
         loss.backward(retain_graph=True)
         assert cache.stats.resident.now == 0
     assert cache.stats.resident.peak <= 4 * nbytes
+
+
+class Product(torch.autograd.Function):
+    """Saves its input, and notes how many inputs are alive when its backward begins."""
+
+    alive: ClassVar[list[int]] = []
+    inputs: ClassVar[list[weakref.ref[torch.UntypedStorage]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a)
+        Product.inputs.append(weakref.ref(a.untyped_storage()))
+        return a * a
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Product.alive.append(sum(one() is not None for one in Product.inputs))
+        (a,) = ctx.saved_tensors
+        return grad * 2 * a
+
+
+def test_what_a_function_has_read_is_freed_before_the_next_one_reads() -> None:
+    """As without hooks: else the peak of backward would be that of everything that Functions have saved."""
+    alive = []
+    for cache in (None, TensorCache([], "cpu", 1024)):
+        Product.alive.clear()
+        Product.inputs.clear()
+        y = x = torch.rand(64, 64, requires_grad=True)
+        with nullcontext() if cache is None else cache.saving():
+            for _ in range(6):
+                y = Product.apply(y)
+            loss = y.sum()
+        del y
+        loss.backward()
+        alive.append(list(Product.alive))
+        del loss, x
+    assert alive[0] == alive[1] == [6, 5, 4, 3, 2, 1]
 
 
 def test_a_forward_that_fails_leaves_nothing_in_use() -> None:
