@@ -13,6 +13,11 @@ CPU has one for attention without dropout. PyTorch's rules are applied. CUDA: fl
 memory-efficient for others, plain products for shapes that neither supports. CPU: flash without dropout, plain products
 else. Blind spots: cuDNN's attention, which saves as much as flash does, and the fused kernel of ``torch.nn.RMSNorm``,
 which models of transformers do not use.
+
+[Note: Segments] PyTorch's allocator serves a tensor from one segment that is free in one piece. What a checkpointed
+layer takes in forward lies in segments that are too small for whole logits, so the head gets new ones beside them
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). A fused loss makes nothing larger than layers
+do. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True all of it is one segment, and less is taken.
 """
 
 from __future__ import annotations
@@ -55,13 +60,15 @@ def dry_run(
     paths: tuple[PathRates, ...] = (),
     lora_rank: int | None = None,
     aids: Collection[str] = (),
+    lora_targets: Collection[str] = (),
 ) -> DryRun:
     """Run one micro-step.
 
     Args:
         paths: the drives, for the trace.
         lora_rank: of adapters, which are trained instead of the model.
-        aids: ``--fused-loss`` and ``--tiled-mlp``, where the model has them.
+        aids: ``--fused-loss``, ``--liger`` and ``--tiled-mlp``, where the model has them.
+        lora_targets: names of the layers that have adapters, if not all.
 
     Raises:
         ConfigError: the config names what the model lacks.
@@ -76,12 +83,13 @@ def dry_run(
         with torch.device("meta"):
             subject = recipe(batch, sequence)
             owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
-            change(subject.model, lora_rank, aids)
+            change(subject.model, lora_rank, aids, lora_targets)
             subject = subject.to("meta", training.dtype)
             quantized = quantized_linears(subject)
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind) as attention:
+            loose_bytes = left_by_layers(subject, blocks) if blocks and device.kind == "cuda" else 0
             recorder = _micro_step(subject, blocks, training, cache, clock)
     except (ConfigError, ModelError):
         raise
@@ -110,6 +118,7 @@ def dry_run(
         hidden_size=hidden_size_of(subject.model),
         temporary_bytes=max(nbytes for _, nbytes in clock.samples) + passing_bytes,
         kept_bytes=clock.peak_bytes + passing_bytes,
+        loose_bytes=loose_bytes,
         temporary=spans_of(clock.samples, passing_bytes),
         attention=sorted(attention),
         notes=subject.notes if blocks else (*subject.notes, no_blocks),
@@ -151,6 +160,19 @@ def _micro_step(
     return recorder
 
 
+def left_by_layers(subject: Subject, blocks: Sequence[Block]) -> int:
+    """Return the memory that checkpointed layers leave in segments too small for the head; see [Note: Segments]."""
+    seen: list[tuple[int, int]] = []
+    with torch.no_grad(), OpClock(1.0, 1.0) as clock:
+        clock.ignore(one.untyped_storage() for one in subject.model.parameters())
+        hook = blocks[-1].module.register_forward_hook(
+            lambda *_: seen.append((clock.peak_bytes - clock.now_bytes, clock.largest_bytes))
+        )
+        subject.forward()
+    hook.remove()
+    return seen[-1][0] if seen and clock.largest_bytes > seen[-1][1] else 0
+
+
 def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans:
     """Return temporary tensors by time: what is there as an operation ends is there while it runs.
 
@@ -177,6 +199,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         now_bytes, peak_bytes: now, and the peak so far.
+        largest_bytes: of one storage.
         observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
     """
 
@@ -184,7 +207,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, ignored: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now_bytes = self.peak_bytes = 0
+        self.now_bytes = self.peak_bytes = self.largest_bytes = 0
         self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
         self._seen: dict[int, object] = {}
         self.ignore(ignored)
@@ -212,6 +235,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._seen:
             self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
             self.now_bytes += nbytes
+            self.largest_bytes = max(self.largest_bytes, nbytes)
 
     def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         self._freed.append((key, nbytes))
