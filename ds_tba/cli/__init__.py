@@ -37,7 +37,7 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit status."""
-    parser = _parser()
+    parser = command_parser()
     options = parser.parse_args([_dashed(one) for one in (sys.argv[1:] if argv is None else argv)])
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
     parser.set_defaults(needs_deepspeed=True)
     parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")

@@ -53,7 +53,7 @@ def planned(options: argparse.Namespace) -> Result:
         raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
     if options.seq is None and not options.longest:
         raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
-    setup_of, title, notes = _setup(options)
+    setup_of, title, notes = setups(options)
     if options.longest:
         found = longest_of(setup_of, options.seq or FIRST_LENGTH)
         sequence, longest = max(found, key=itemgetter(0))
@@ -78,7 +78,7 @@ def planned(options: argparse.Namespace) -> Result:
     return Result(0 if chosen is not None or setup.device.memory_bytes is None else 3, shown, told)
 
 
-def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
+def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
     """Return the setups by the length of the sequence, a title, and what the figures rest on.
 
     Options and config are looked at first: what is wrong with them is told before transformers is imported.
@@ -98,7 +98,7 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
     host_memory_bytes = options.host_memory or available_bytes()
     sequence_ranks = options.sequence_parallel or training.number("sequence_parallel_size") or 1
     tensor_ranks = options.tensor_parallel or training.number("tensor_parallel.autotp_size") or 1
-    targets = tuple((options.lora_targets or "").split(",")) if options.lora_targets else ()
+    targets = options.lora_targets.split(",") if options.lora_targets else ()
     aids = frozenset(name for name in _AIDS if getattr(options, name[2:].replace("-", "_")))
     stored_share = 1.0 if offload.io.compression is None else ASSUMED_RATIO
     recipe = recipe_of(options.model, options.bits, tensor_ranks)
@@ -114,13 +114,9 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         )  # fmt: skip
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
-    adapted = f", LoRA of rank {options.lora}" if options.lora else ""
-    adapted += f" on {', '.join(targets)}" if options.lora and targets else ""
-    adapted += "".join(
-        f", {what} divided by {ranks}"
-        for what, ranks in (("tokens", sequence_ranks), ("widths", tensor_ranks))
-        if ranks > 1
-    )
+    adapted = f", LoRA of rank {options.lora}{f' on {options.lora_targets}' if targets else ''}" if options.lora else ""
+    divided = [("tokens", sequence_ranks), ("widths", tensor_ranks)]
+    adapted += "".join(f", {what} divided by {ranks}" for what, ranks in divided if ranks > 1)
     each = f"; each GPU has 1/{sharers} of them" if sharers > 1 else ""
     packed = f"; compression leaves {ASSUMED_RATIO} of what is written" if stored_share != 1.0 else ""
     notes = [

@@ -66,9 +66,8 @@ def dry_run(
 
     Args:
         paths: the drives, for the trace.
-        lora_rank: of adapters, which are trained instead of the model.
+        lora_rank, lora_targets: of adapters, which are trained instead of the model, and the names of their layers.
         aids: ``--fused-loss``, ``--liger`` and ``--tiled-mlp``, where the model has them.
-        lora_targets: names of the layers that have adapters, if not all.
 
     Raises:
         ConfigError: the config names what the model lacks.
@@ -198,8 +197,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ignored: storages that existed before.
 
     Attributes:
-        now_bytes, peak_bytes: now, and the peak so far.
-        largest_bytes: of one storage.
+        now_bytes, peak_bytes, largest_bytes: now, the peak so far, and of one storage.
         observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
     """
 

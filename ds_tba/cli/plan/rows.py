@@ -3,8 +3,8 @@
 [Note: Need] Forward and backward need what is held, and what is saved and temporary, with ``FRAGMENTATION`` of the
 latter for what the allocator cannot use; the optimizer's step may need more. A need above ``TIGHT`` of the memory is
 tight. Settings that make no plan are replayed beside the temporary tensors of each operation; for a plan both peaks are
-added. With everything kept both together are measured, and no other row needs more. Checkpointing adds what layers
-leave unused; see [Note: Segments] in ``dry_run.py``. Staging counts where it is memory of the training device.
+added. With everything kept both together are measured, and no other row needs more, but for what layers that run again
+leave unused: [Note: Segments] in ``dry_run.py``. Staging counts where it is memory of the training device.
 
 [Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
 backward take as long as all of it takes in one direction at least, and the optimizer's step as long as its states take
@@ -50,10 +50,7 @@ class Row:
     """A setting.
 
     Attributes:
-        name: in the table and in JSON.
-        cost: of a step.
-        held: what the device holds beside.
-        need_bytes: of the device; see [Note: Need].
+        cost, held, need_bytes: of a step, beside it, and of the device in all; see [Note: Need].
         verdict: ``fits``, ``tight``, ``does not fit`` or ``lacks host memory``; empty where the device's memory is not
             known.
         written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
@@ -87,8 +84,7 @@ class Setup:
     Attributes:
         tbw: terabytes that this rank's part of the drives is rated for.
         nvme_path: to paste.
-        sharers: GPUs that share the drives.
-        drives: of a node.
+        sharers, drives: GPUs of a node that share its drives, and how many these are.
         batch: sequences of a micro-step.
         aids: of ``--fused-loss``, ``--liger`` and ``--tiled-mlp`` those that the run has.
         stored_share: bytes that the drives are written for a byte of saved tensors.
@@ -171,19 +167,12 @@ class Setup:
         return max(host, row.need_bytes / (TIGHT * (self.device.memory_bytes or math.inf)))
 
     def row(
-        self,
-        name: str,
-        cost: Prediction,
-        merged: DsConfig,
-        advice: str = "",
-        moving_bytes: int | None = None,
-        loose_bytes: int = 0,
+        self, name: str, cost: Prediction, merged: DsConfig, advice: str = "", moving_bytes: int | None = None
     ) -> Row:
         """Return a row with its need, its verdict and its wear.
 
         Args:
             moving_bytes: the peak of saved and temporary tensors together, where that is known.
-            loose_bytes: that the allocator cannot use; see [Note: Need].
         """
         held, zero, memory_bytes = self.held, self.zero, self.device.memory_bytes
         cost = self.paced(cost)
@@ -193,6 +182,7 @@ class Setup:
         moving = min(self.run.kept_bytes, moving_bytes)
         staging_bytes = self.training.offload.io.ring_bytes if cost.written_bytes else 0
         staged_on_device = min(staging_bytes, self.staging_on_device)
+        loose_bytes = self.run.loose_bytes if cost.recomputed_s else 0
         stepping = sum(held.always.values()) + held.stepping_bytes
         need = staged_on_device + max(stepping, held.nbytes + loose_bytes + int(moving * (1 + FRAGMENTATION)))
         verdict = ""
@@ -217,7 +207,7 @@ class Setup:
             copied_s = 2 * self.training.micro_steps * cost.host_bytes / self.device.copy_bytes_per_s
             kept = replay(*assign(self.trace, Placement.KEEP, recompute=True)).cost
             cost, advice = replace(cost, step_s=kept.step_s + copied_s), CHECKPOINTING_TO_HOST
-        return self.row(name, cost, merged, advice, moving_bytes, recompute * self.run.loose_bytes)
+        return self.row(name, cost, merged, advice, moving_bytes)
 
 
 def fixed_rows(setup: Setup) -> Iterator[Row]:

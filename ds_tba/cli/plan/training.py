@@ -51,13 +51,11 @@ class DryRun:
 
     Attributes:
         peak_saved_bytes: peak of saved tensors, as the cache counts them.
-        temporary_bytes: peak of other tensors.
-        kept_bytes: peak of both together, which need not coincide.
+        temporary_bytes, kept_bytes: peak of other tensors, and of both together, which need not coincide.
         parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
         hidden_size: of the model's config, else 0.
-        attention: the attention kernels that ran.
-        notes: limitations of this result, for the reader.
+        attention, notes: the attention kernels that ran, and limitations of this result, for the reader.
         loose_bytes: that checkpointed layers leave to the allocator, and the head cannot use.
         temporary: other tensors by time; None where that is not known.
     """
