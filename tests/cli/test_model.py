@@ -84,7 +84,7 @@ def test_bits_are_those_of_a_quantized_config(tmp_path: Path) -> None:
 def test_adapters_are_on_the_layers_that_are_named(tmp_path: Path) -> None:
     named = planned(tmp_path, LLAMA, 4, targets=("q_proj", "v_proj"))
     assert named.trained == LAYERS * 2 * 4 * 2 * WIDTH < planned(tmp_path, LLAMA, 4).trained
-    with pytest.raises(ModelError, match="named qproj was found .*leave --lora-targets out"):
+    with pytest.raises(ModelError, match=r"named qproj was found .*leave --lora-targets out"):
         planned(tmp_path, LLAMA, 4, targets=("qproj",))
 
 

@@ -145,9 +145,6 @@ def _endurance(given: float | None, training: Training) -> tuple[float, int, str
     return drives * (tbw or ASSUMED_TBW), drives, f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
 
 
-# ---- the text -------------------------------------------------------------------------------------------------------
-
-
 def _text(
     setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, why: str, *, is_longest: bool
 ) -> Iterator[str]:

@@ -52,16 +52,9 @@ from ds_tba.storage.base import Always
 
 
 def dry_run(
-    recipe: Recipe,
-    batch: int,
-    sequence: int,
-    training: Training,
-    device: Device,
-    paths: tuple[PathRates, ...] = (),
-    lora_rank: int | None = None,
-    aids: Collection[str] = (),
-    lora_targets: Collection[str] = (),
-) -> DryRun:
+    recipe: Recipe, batch: int, sequence: int, training: Training, device: Device, paths: tuple[PathRates, ...] = (),
+    lora_rank: int | None = None, aids: Collection[str] = (), lora_targets: Collection[str] = (),
+) -> DryRun:  # fmt: skip
     """Run one micro-step.
 
     Args:
@@ -182,9 +175,6 @@ def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans
     takes_time = took_s > 0
     ends_s, took_s, nbytes = ends_s[takes_time], took_s[takes_time], nbytes[takes_time]
     return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
-
-
-# ---- time and memory of the device ----------------------------------------------------------------------------------
 
 
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -308,8 +298,6 @@ _ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
 _OF_ALL = {"aten::all": True, "aten::any": False}
 
 
-# ---- the kernels of the device --------------------------------------------------------------------------------------
-
 _aten = torch.ops.aten
 FLASH_HEAD_DIM = 256
 
@@ -336,21 +324,13 @@ def device_kernels(target: str) -> Iterator[set[str]]:
 
 
 def _attend(
-    target: str,
-    taken: set[str],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    target: str, taken: set[str], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Run the ``scaled_dot_product_attention`` of a device; see [Note: Which kernels]."""
     given, mask = (query, key, value), attn_mask
-    chosen = attention_of(target, *given, mask, dropout_p)
+    chosen = attention_of(target, given, mask, dropout_p)
     taken.add(chosen)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
@@ -368,15 +348,11 @@ def _attend(
 
 
 def attention_of(
-    device: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
+    device: str, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None, dropout_p: float
 ) -> str:
-    """Return the kernel that a device runs: ``flash``, ``efficient`` or ``math``."""
-    if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
+    """Return the kernel that a device runs on query, key and value: ``flash``, ``efficient`` or ``math``."""
+    query, key, value = given
+    if any(one.dim() != 4 or one.stride(-1) != 1 for one in given):
         return "math"
     is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     if device == "cpu":

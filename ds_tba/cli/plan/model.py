@@ -175,9 +175,6 @@ def hidden_size_of(model: Any) -> int:
     return getattr(config, "hidden_size", 0) or 0
 
 
-# ---- what changes a model -------------------------------------------------------------------------------------------
-
-
 def change(model: nn.Module, lora_rank: int | None, aids: Collection[str], targets: Collection[str] = ()) -> None:
     """Put adapters into a model where a rank is given, and what the options in ``aids`` name.
 
@@ -291,8 +288,8 @@ def fuse_kernels(model: nn.Module) -> None:
         ModelError: the model has neither.
     """
 
-    def norm(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:  # saves its input, and no copy in FP32
-        return nn.functional.layer_norm(x, weight.shape, weight)
+    def norm(own: Any, x: torch.Tensor) -> torch.Tensor:  # saves its input, and no copy in FP32
+        return nn.functional.layer_norm(x, own.weight.shape, own.weight)
 
     def gated(mlp: Any, x: torch.Tensor) -> Any:
         return mlp.down_proj(_GatedUnit.apply(mlp.gate_proj(x), mlp.up_proj(x)))  # type: ignore[no-untyped-call]
@@ -301,7 +298,7 @@ def fuse_kernels(model: nn.Module) -> None:
     for one in model.modules():
         is_norm, is_mlp = type(one).__name__.endswith("RMSNorm"), hasattr(one, "gate_proj") and hasattr(one, "up_proj")
         if is_norm or is_mlp:
-            one.forward = partial(norm, one.weight) if is_norm else partial(gated, one)
+            one.forward = partial(norm if is_norm else gated, one)
             found += 1
     if not found:
         raise ModelError(f"--liger: {type(model).__name__} has no RMS norm and no gated MLP to fuse; leave --liger out")

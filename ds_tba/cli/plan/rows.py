@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from operator import itemgetter
+from operator import itemgetter, le
 
 import numpy as np
 
@@ -54,8 +54,7 @@ class Row:
         verdict: ``fits``, ``tight``, ``does not fit`` or ``lacks host memory``; empty where the device's memory is not
             known.
         written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
-        merged: what to merge into ``ds_config.json``.
-        advice: what else to do.
+        merged, advice: what to merge into ``ds_config.json``, and what else to do.
         host_bytes, swap_bytes: of host memory and of the drives, for activations and by ZeRO's own offload.
     """
 
@@ -72,6 +71,11 @@ class Row:
     swap_bytes: int
 
     @property
+    def price(self) -> tuple[float, ...]:
+        """Return what it takes: memory of the device and of the host, and time."""
+        return self.need_bytes, self.host_bytes, self.cost.step_s
+
+    @property
     def spares_drives(self) -> bool:
         """True if the drives last for a year."""
         return self.life_days is None or self.life_days >= SHORT_LIFE_DAYS
@@ -83,9 +87,7 @@ class Setup:
 
     Attributes:
         tbw: terabytes that this rank's part of the drives is rated for.
-        nvme_path: to paste.
         sharers, drives: GPUs of a node that share its drives, and how many these are.
-        batch: sequences of a micro-step.
         aids: of ``--fused-loss``, ``--liger`` and ``--tiled-mlp`` those that the run has.
         stored_share: bytes that the drives are written for a byte of saved tensors.
         host_memory_bytes: that are free for the GPUs of a node together.
@@ -224,7 +226,7 @@ def fixed_rows(setup: Setup) -> Iterator[Row]:
 
 
 def rows_of(setup: Setup) -> list[Row]:
-    """Return the rows, the last a plan in the budget, but for those that gain neither memory nor time over one before.
+    """Return the rows, the last a plan in the budget, but for those that gain nothing over one before.
 
     The plan recomputes where that holds less or is faster.
     """
@@ -239,7 +241,7 @@ def rows_of(setup: Setup) -> list[Row]:
     block = setup.block("adaptive", recompute=limits.recompute, **budgeted)
     found: list[Row] = []
     for row in [*fixed_rows(setup), setup.row(ADAPTIVE, cost, block, NO_CHECKPOINTING)]:
-        if not any(one.need_bytes <= row.need_bytes and one.cost.step_s <= row.cost.step_s for one in found):
+        if not any(all(map(le, one.price, row.price)) for one in found):
             found.append(row)
     return found
 
@@ -282,9 +284,6 @@ def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
     """Return the holders of the device's memory with their bytes, the largest first."""
     moving = {SAVED: row.cost.peak_saved_bytes, TEMPORARY: run.temporary_bytes}
     return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
-
-
-# ---- the longest sequence -------------------------------------------------------------------------------------------
 
 
 def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, Row]]:

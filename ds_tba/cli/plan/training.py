@@ -82,9 +82,6 @@ class DryRun:
         return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
 
 
-# ---- the device -----------------------------------------------------------------------------------------------------
-
-
 # GiB by name, and as PyTorch has it with ECC; TFLOP/s of products in 16 and in 32 bits; GB/s of its memory, and of
 # each way to the host.
 # Of several with the memory that is asked for, the first is taken.
@@ -150,9 +147,6 @@ def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
     memory_bytes = None if text is None else int((asked_gib or named_gib) * 2**30 * gib / named_gib)
     flops = 1e12 * (tflops if dtype.itemsize == 2 else tflops_32_bit)
     return Device("cuda", name, memory_bytes, flops, 1e9 * memory_gbps, 1e9 * copy_gbps, LAUNCH_S)
-
-
-# ---- the config -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +262,6 @@ def _at(config: Any, path: str) -> Any:
     for key in path.split("."):
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
-
-
-# ---- what is held ---------------------------------------------------------------------------------------------------
 
 
 def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> ModelMemory:
