@@ -476,7 +476,8 @@ def test_host_memory_is_recommended_before_a_drive_where_it_is_enough() -> None:
     assert theirs.need_bytes == ours.need_bytes < kept.need_bytes
     # Transformers copies on the compute stream, out and back.
     assert theirs.cost.step_s == pytest.approx(kept.cost.step_s + 2 * 4 * SIZE / FAST)
-    OffloadConfig.model_validate(ours.merged["activation_nvme_offload"])
+    block = OffloadConfig.model_validate(ours.merged["activation_nvme_offload"])
+    assert block.placement == "host" and (block.host_budget_bytes or 0) >= 4 * SIZE
     tight = replace(setup, device=setup.device._replace(memory_bytes=int(ours.need_bytes / 0.89)))
     chosen = recommended(rows_of(tight))
     assert chosen is not None and chosen.cost.host_bytes == 4 * SIZE and not chosen.written_bytes_per_day

@@ -43,6 +43,7 @@ NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpoin
 UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
 ADAPTIVE = "+ adaptive in a budget"
 HOST_FULL = "lacks host memory"
+HOST_AIR = 1.1  # of host_budget_bytes: segments of memory are not filled to the last byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +210,8 @@ class Setup:
             copied_s = 2 * self.training.micro_steps * cost.host_bytes / self.device.copy_bytes_per_s
             kept = replay(*assign(self.trace, Placement.KEEP, recompute=True)).cost
             cost, advice = replace(cost, step_s=kept.step_s + copied_s), CHECKPOINTING_TO_HOST
+        elif placement is Placement.HOST:  # null would take half of what is free
+            merged = {BLOCK: {**merged[BLOCK], "host_budget_bytes": int(HOST_AIR * cost.host_bytes)}}
         return self.row(name, cost, merged, advice, moving_bytes)
 
 
@@ -219,7 +222,7 @@ def fixed_rows(setup: Setup) -> Iterator[Row]:
         yield setup.fixed_row("+ checkpointing", Placement.KEEP, {}, recompute=True)
         if not setup.trace.resources.is_synchronous:  # else host memory is the device's
             yield setup.fixed_row(TRANSFORMERS, Placement.HOST, {}, recompute=True)
-            host = {BLOCK: {"enabled": True, "placement": "host", "host_budget_bytes": None}}
+            host = {BLOCK: {"enabled": True, "placement": "host"}}
             yield setup.fixed_row("+ checkpointing and host", Placement.HOST, host, recompute=True)
         yield setup.fixed_row("+ checkpointing and NVMe", Placement.NVME, setup.block("nvme"), recompute=True)
     yield setup.fixed_row("offload all", Placement.NVME, setup.block("nvme"))
