@@ -1,6 +1,6 @@
 """What others have measured, beside what ``ds_tba plan`` says for the same: writes ``docs/evidence/published.md``.
 
-    python benchmarks/published.py [--only TEXT] [--out DIR]
+    python benchmarks/published.py [--only TEXT]
 
 ``published.json`` has the rows: who measured what, with which settings, and the options of ``ds_tba plan`` that say the
 same. What the plan says is kept in ``results/published.json``; ``--only`` asks again for the rows whose options have a
@@ -42,7 +42,10 @@ CONFIGS = {
 
 
 class Published(NamedTuple):
-    """A row: figures of ``values`` by their place in ``sequences`` (or batches), of a group of one source."""
+    """A measured figure: of which model, how and by whom, and the options and the row of the plan that say the same.
+
+    ``unlike`` is the class of what the plan lacks, where it is more than 15 % off.
+    """
 
     model: str
     setting: str
