@@ -81,8 +81,8 @@ def dry_run(
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind) as attention:
-            loose_bytes = left_by_layers(subject, blocks) if blocks and device.kind == "cuda" else 0
             recorder = _micro_step(subject, blocks, training, cache, clock)
+            loose_bytes = left_by_layers(subject, blocks) if blocks and device.kind == "cuda" else 0
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # the model may raise anything
