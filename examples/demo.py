@@ -5,9 +5,10 @@
 First ``train_gpt.py`` runs without a limit and without the block. That run gives the right results and the memory that
 the training needs. Then it runs in a part of that memory: as it is, with torch.utils.checkpoint, and with the block.
 
-Each run is a fresh process of the stock ``deepspeed`` launcher. Before the limit holds, it trains two shorter lengths:
-the slope of its peak over the length gives the longest sequence that it could train in that memory. On a GPU the
-allocator holds the limit. Otherwise a run watches its resident bytes, and ends as if the kernel had killed it.
+Each run is a fresh process; the stock ``deepspeed`` launcher starts the block's, and all where there are several ranks.
+Before the limit holds, a run trains two shorter lengths: the slope of its peak over the length gives the longest
+sequence that it could train in that memory. On a GPU the allocator holds the limit. Otherwise a run watches its
+resident bytes, and ends as if the kernel had killed it.
 
 Exit status: 0 if the run with the block lived and all runs that lived have the same losses and parameters, bit for bit.
 """
@@ -81,14 +82,23 @@ def free_port() -> int:
 
 def run(name: str, ranks: int, arguments: list[str], console: Console) -> Outcome:
     """Train in a process of its own, which is quiet unless it fails."""
-    deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "deepspeed"
-    with tempfile.TemporaryDirectory() as directory, console.status(f"{name} ..."):
+    port, environment = str(free_port()), dict(os.environ)
+    if ranks > 1 or name == BLOCK:
+        deepspeed = shutil.which("deepspeed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "deepspeed"
+        command = [deepspeed, "--quiet", "--num_gpus", str(ranks), "--master_port", port]
+    else:  # without the launcher, which takes seconds to import DeepSpeed once more
+        environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable]
+    console.print(f"{name}: starts ...")
+    with tempfile.TemporaryDirectory() as directory:
         result, lengths = Path(directory) / "result.json", Path(directory) / "lengths.json"
-        command = [deepspeed, "--quiet", "--num_gpus", str(ranks), "--master_port", str(free_port())]
         command += [str(HERE / "train_gpt.py"), *arguments, "--deterministic"]
         command += ["--result", str(result), "--lengths", str(lengths)]
         started = time.perf_counter()
-        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ended = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
         found, shorter = (json.loads(one.read_text()) if one.exists() else None for one in (result, lengths))
     word = "done" if found else "memory ran out" if is_out_of_memory(ended.returncode) else "failed"
     console.print(f"{name}: {word} after {time.perf_counter() - started:.0f} s")

@@ -97,6 +97,13 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+def with_lora(model: GPT, rank: int) -> nn.Module:
+    """Freeze a model, and put LoRA into the linear layers of its blocks."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=rank, target_modules=["qkv", "out", "up", "down"]))
+
+
 # ---- the data -------------------------------------------------------------------------------------------------------
 
 
@@ -152,8 +159,10 @@ def train(options: argparse.Namespace, ds_config: dict[str, Any], title: str, co
     """Train one run from the seed to the last step."""
     torch.manual_seed(options.seed)
     with deepspeed.zero.Init(enabled=False):
-        model = GPT(options.width, options.depth, options.sequence, recompute=options.recompute)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config)
+        model: nn.Module = GPT(options.width, options.depth, options.sequence, recompute=options.recompute)
+        model = with_lora(model, options.lora_rank) if options.lora_rank else model
+    trained = [one for one in model.parameters() if one.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=ds_config)
     lengths = measure_lengths(options, engine)
     data = batches(engine.train_micro_batch_size_per_gpu(), options.sequence, engine.global_rank)
     reset_peak_memory()
@@ -372,6 +381,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--depth", type=int, default=DEPTH)
+    parser.add_argument("--lora_rank", type=int, default=0, help="freeze the model, and train LoRA of this rank; 0: all")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="bytes per sequence")
     parser.add_argument(
         "--batch", type=int, default=0, help="sequences per micro-batch and rank (default: the config's)"

@@ -37,7 +37,7 @@ example:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit status."""
-    parser = _parser()
+    parser = command_parser()
     options = parser.parse_args([_dashed(one) for one in (sys.argv[1:] if argv is None else argv)])
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ds_tba", description="Activations on NVMe for DeepSpeed training.")
     parser.set_defaults(needs_deepspeed=True)
     parser.add_argument("--version", action="version", version=f"ds_tba {version('ds_tba')}")
@@ -92,8 +92,16 @@ def _add_plan(commands: Commands) -> None:
     add("--ranks", type=size, help="ranks that ZeRO divides among (default: the GPUs of the node)")
     add("--gpus-per-node", type=size, default=1, help="GPUs that share drives and memory of a node (default: 1)")
     add("--lora", type=size, metavar="RANK", help="train adapters of this rank on all linear layers, not the model")
+    add(
+        "--lora-targets", metavar="NAMES", help="names of the layers with adapters: q_proj,v_proj (default: all linear)"
+    )
+    add("--bits", type=int, choices=(4, 8), help="of frozen weights (bitsandbytes), whatever config.json says")
+    add("--liger", action="store_true", help="norms, SwiGLU and the loss are fused (Liger's; near to Unsloth's)")
     add("--fused-loss", action="store_true", help="the loss never makes all logits (Liger's, TRL's, DeepSpeed's)")
     add("--tiled-mlp", action="store_true", help="MLPs run on pieces of the sequence (DeepSpeed's TiledMLP)")
+    add("--sequence-parallel", type=size, metavar="N", help="ranks that divide a sequence's tokens (Ulysses, context)")
+    add("--tensor-parallel", type=size, metavar="N", help="ranks that divide heads, MLPs and the vocabulary")
+    add("--host-memory", type=size, help="free memory of a node, for layers' inputs (default: this machine's)")
     add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
     add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
     add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")

@@ -26,17 +26,8 @@ _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
 PACKAGES = ("ds_tba", "torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "pydantic", "kvikio-cu12",
             "kvikio-cu13")  # fmt: skip
 # Of the environment: what changes which code runs. Values of others may be secrets.
-VARIABLES = (
-    "CUDA_",
-    "CUFILE_",
-    "DS_ACCELERATOR",
-    "DS_TBA_",
-    "KVIKIO_",
-    "MALLOC_",
-    "OMP_NUM_THREADS",
-    "PYTORCH_",
-    "TORCH_",
-)
+VARIABLES = ("CUDA_", "CUFILE_", "DS_ACCELERATOR", "DS_TBA_", "KVIKIO_", "MALLOC_", "OMP_NUM_THREADS", "PYTORCH_",
+             "TORCH_")  # fmt: skip
 # A verdict, None where something is missing that a run can do without, and what to say.
 Check: TypeAlias = tuple[bool | None, str]
 

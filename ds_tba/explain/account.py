@@ -37,7 +37,7 @@ class Way(NamedTuple):
     Attributes:
         zero: the config's ``"zero_optimization"``.
         batch: sequences of a micro-batch; 0 where that is not known.
-        aids: of ``--fused-loss`` and ``--tiled-mlp`` those that are known to be in use.
+        aids: of ``--fused-loss``, ``--liger`` and ``--tiled-mlp`` those that are known to be in use.
     """
 
     zero: Mapping[str, Any] = {}
@@ -49,6 +49,7 @@ def remedy(holder: str, way: Way) -> str:
     """Return what makes a holder smaller, of what is not done yet."""
     shorter = [*(["a smaller batch"] if way.batch > 1 else []), "a shorter sequence"]
     less = {"--fused-loss": "a fused loss for logits", "--tiled-mlp": "an MLP in tiles"}
+    done = {*way.aids, *(["--fused-loss"] if "--liger" in way.aids else [])}
     states = {"stage": max(2, int(way.zero.get("stage") or 0)), "offload_optimizer": {"device": "cpu"}}
     on_host = as_keys({"zero_optimization": states})
     found = {
@@ -58,7 +59,7 @@ def remedy(holder: str, way: Way) -> str:
         "gathered parameters": ["a lower stage3_max_live_parameters, which a module's own parameters may exceed"],
         "ZeRO's buckets": ["a lower reduce_bucket_size"],
         SAVED: ["gradient checkpointing", *shorter],
-        TEMPORARY: [*(text for aid, text in less.items() if aid not in way.aids), *shorter],
+        TEMPORARY: [*(text for aid, text in less.items() if aid not in done), *shorter],
         "CUDA context": ["a larger GPU"],
     }[holder]
     return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))

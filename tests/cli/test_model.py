@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ds_tba.cli.plan.dry_run import dry_run
-from ds_tba.cli.plan.model import _FusedLoss, fuse_loss, recipe_of, tile_mlps
+from ds_tba.cli.plan.model import _FusedLoss, fuse_kernels, fuse_loss, recipe_of, tile_mlps
 from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import ModelError
@@ -29,12 +29,18 @@ SEQUENCE = 2048
 
 
 def planned(
-    directory: Path, config: dict[str, Any], lora: int | None = None, aids: Collection[str] = (), length: int = SEQUENCE
+    directory: Path,
+    config: dict[str, Any],
+    lora: int | None = None,
+    aids: Collection[str] = (),
+    length: int = SEQUENCE,
+    targets: Collection[str] = (),
+    **recipe: int,
 ) -> DryRun:
     (directory / "config.json").write_text(json.dumps(config))
     training = Training({}, OffloadConfig(enabled=False, min_tensor_bytes=4096), AioConfig(), torch.bfloat16)
     device = Device("cuda", "made up", None, 1e12, 1e11, 1e10)
-    return dry_run(recipe_of(str(directory)), 1, length, training, device, (), lora, aids)
+    return dry_run(recipe_of(str(directory), **recipe), 1, length, training, device, (), lora, aids, targets)
 
 
 def test_a_fused_loss_holds_a_chunk_of_logits_and_saves_gradients(tmp_path: Path) -> None:
@@ -49,9 +55,53 @@ def test_a_fused_loss_holds_a_chunk_of_logits_and_saves_gradients(tmp_path: Path
     assert lora.trained < plain.trained and lora.peak_saved_bytes < fused.peak_saved_bytes  # no gradient of the head
 
 
+def test_liger_s_kernels_save_their_inputs_alone(tmp_path: Path) -> None:
+    fused, liger = (planned(tmp_path, LLAMA, aids=(aid,)) for aid in ("--fused-loss", "--liger"))
+    # Of SwiGLU no activation; of a norm no copy in FP32 (4 bytes), where its input in BF16 is saved anyway or instead.
+    swiglu, norm = 2 * SEQUENCE * MIDDLE, 4 * SEQUENCE * WIDTH
+    least, most = LAYERS * (swiglu + 1.0 * norm), LAYERS * (swiglu + 2.5 * norm) + 2 * norm
+    assert least < fused.saved_bytes - liger.saved_bytes < most
+    assert liger.temporary_bytes <= fused.temporary_bytes
+    assert liger.parameters == fused.parameters == liger.trained and liger.trace.end_s < fused.trace.end_s
+
+
+def test_layers_leave_segments_where_logits_are_larger_than_what_they_hold(tmp_path: Path) -> None:
+    whole, fused = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, aids=("--fused-loss",))
+    narrow = planned(tmp_path, {**LLAMA, "vocab_size": MIDDLE // 2})
+    # Two to four tensors of an MLP are there at once in a forward that saves nothing.
+    assert 2 * 2 * SEQUENCE * MIDDLE <= whole.loose_bytes <= 4 * 2 * SEQUENCE * MIDDLE
+    assert fused.loose_bytes < whole.loose_bytes and narrow.loose_bytes == 0
+
+
+def test_bits_are_those_of_a_quantized_config(tmp_path: Path) -> None:
+    quantized = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}}
+    given, read = planned(tmp_path, LLAMA, 4, bits=4), planned(tmp_path, {**LLAMA, **quantized}, 4)
+    assert given.parameter_bytes == read.parameter_bytes < planned(tmp_path, LLAMA, 4).parameter_bytes
+    with pytest.raises(ModelError, match="--bits"):
+        planned(tmp_path, LLAMA, bits=8)
+
+
+def test_adapters_are_on_the_layers_that_are_named(tmp_path: Path) -> None:
+    named = planned(tmp_path, LLAMA, 4, targets=("q_proj", "v_proj"))
+    assert named.trained == LAYERS * 2 * 4 * 2 * WIDTH < planned(tmp_path, LLAMA, 4).trained
+    with pytest.raises(ModelError, match=r"named qproj was found .*leave --lora-targets out"):
+        planned(tmp_path, LLAMA, 4, targets=("qproj",))
+
+
+def test_tensor_parallelism_divides_widths_and_leaves_hidden_states_whole(tmp_path: Path) -> None:
+    alone, half = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, tensor_parallel=2)
+    norms = (2 * LAYERS + 1) * WIDTH
+    assert 2 * (half.parameters - norms) == alone.parameters - norms
+    assert alone.saved_bytes / 2 < half.saved_bytes < alone.saved_bytes and half.hidden_size == WIDTH
+    with pytest.raises(ModelError, match="--tensor-parallel 3 must divide num_attention_heads, which is 4"):
+        planned(tmp_path, LLAMA, tensor_parallel=3)
+
+
 def test_a_model_without_a_head_has_no_fused_loss() -> None:
     with pytest.raises(ModelError, match="--fused-loss: Linear has no lm_head"):
         fuse_loss(nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="--liger: Linear has no RMS norm"):
+        fuse_kernels(nn.Linear(2, 2))
     with pytest.raises(ModelError, match="--tiled-mlp: no module"):
         tile_mlps([nn.Linear(2, 2)])
 

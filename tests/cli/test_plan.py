@@ -85,6 +85,20 @@ def test_the_gpus_of_a_node_share_drives_and_divide_states(directory: Path, cli:
     assert fewer["rows"][0]["held"]["always"]["parameters"] == -(-alone["parameter_bytes"] // 2)
 
 
+def test_tokens_are_divided_among_ranks_by_the_option_or_the_config(directory: Path, cli: Cli, plan: Any) -> None:
+    whole = plan(sequence=512)
+    divided = plan("--sequence-parallel", "2", sequence=512)
+    assert divided["saved_bytes"] == plan(sequence=256)["saved_bytes"] < whole["saved_bytes"]
+    assert "tokens divided by 2" in divided["title"] and "512 tokens" in divided["title"]
+    write_config(directory, sequence_parallel_size=2)
+    assert plan(sequence=512)["saved_bytes"] == divided["saved_bytes"]
+
+
+def test_the_recommended_row_says_who_holds_its_bytes(directory: Path, cli: Cli) -> None:
+    text = cli("plan", *arguments_of(directory), "--gpu", "24GB", "--host-memory", "3GB").out
+    assert "the GPU holds CUDA context 1.00 GiB, " in text and "has 3.00 GiB of host memory free (" in text
+
+
 def test_if_nothing_fits_the_holders_and_remedies_are_named(directory: Path, cli: Cli) -> None:
     text = cli("plan", *arguments_of(directory), "--gpu", "0.5GB", status=3).out
     assert "NOTHING FITS" in text and "CUDA context: a larger GPU" in text

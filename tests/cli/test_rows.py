@@ -20,8 +20,10 @@ from ds_tba.cli.plan.dry_run import OpClock, attention_of, device_kernels
 from ds_tba.cli.plan.model import change, loss_of, recipe_of
 from ds_tba.cli.plan.rows import (
     ADAPTIVE,
+    HOST_FULL,
     Row,
     Setup,
+    fixed_rows,
     holders,
     recommended,
     rows_of,
@@ -188,8 +190,6 @@ def test_the_temporary_tensors_of_pytorch_s_adamw_count_where_the_config_names_n
 @pytest.mark.parametrize(
     "config",
     [
-        {"tensor_parallel": {"autotp_size": 4}},
-        {"sequence_parallel_size": 2},
         {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.3}}},
@@ -198,7 +198,7 @@ def test_the_temporary_tensors_of_pytorch_s_adamw_count_where_the_config_names_n
 def test_keys_that_change_memory_and_are_not_counted_are_named(tmp_path: Path, config: Any) -> None:
     (note,) = [one for one in training_of(tmp_path / "ds.json", config).notes if "NOT COUNTED" in one]
     assert next(iter(config)) in note
-    usual = {"sequence_parallel_size": 1, "activation_checkpointing": {"cpu_checkpointing": False}}
+    usual = {"activation_checkpointing": {"cpu_checkpointing": False}}
     assert not any("NOT COUNTED" in one for one in training_of(tmp_path / "ds.json", usual).notes)
     assert any("8 bits takes less" in one for one in training_of(tmp_path / "ds.json", usual).notes)
 
@@ -320,7 +320,7 @@ def test_attention_of_a_cuda_device_that_is_not_here() -> None:
         q = torch.empty(2, 4, 16, width, dtype=dtype, device="meta")
         k = torch.empty(2, heads, 16, width, dtype=dtype, device="meta")
         given = torch.empty(16, 16, device="meta") if mask else None
-        return attention_of("cuda", q, k, k, given, 0.1)
+        return attention_of("cuda", (q, k, k), given, 0.1)
 
     assert chosen() == chosen(torch.float16) == chosen(heads=2) == "flash"
     assert chosen(torch.float32) == chosen(mask=True) == chosen(width=512) == "efficient"
@@ -375,7 +375,8 @@ def by_name(rows: list[Row]) -> dict[str, Row]:
 
 def test_a_setting_that_moves_what_layers_save_says_that_checkpointing_must_be_off() -> None:
     """Issue: the block of "offload all" is that of checkpointing, and nothing told them apart."""
-    rows = by_name(rows_of(setup_of(stack(4))))
+    setup = setup_of(stack(4))
+    rows = by_name([*fixed_rows(setup), *rows_of(setup)])
     assert rows["offload all"].merged == rows["+ checkpointing and NVMe"].merged
     for name in ("offload all", ADAPTIVE):
         assert rows[name].advice == "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
@@ -457,6 +458,58 @@ def test_the_first_of_the_fastest_that_fit_is_recommended() -> None:
     assert holders(nothing[0], run_of(trace))[0][0] == SAVED
 
 
+def with_inputs(trace: Trace) -> Trace:
+    """Blocks as those of Llama: what enters each is saved, and checkpointing keeps it alone."""
+    blocks = tuple(replace(one, inputs=(2 * at,)) for at, one in enumerate(trace.blocks))
+    return replace(trace, blocks=blocks, storages=(*trace.storages, *trace.storages[: 2 * len(blocks) : 2]))
+
+
+def test_host_memory_is_recommended_before_a_drive_where_it_is_enough() -> None:
+    """Issue: 8 GiB of free host memory were passed over for a drive that lasted 26 days."""
+    trace = with_inputs(stack(4, rate=1e9, staging_bytes=SIZE))
+    setup = replace(setup_of(trace, 1 << 40), tbw=1.0)
+    rows = by_name(list(fixed_rows(setup)))
+    theirs, ours = rows["+ checkpointing, offload"], rows["+ checkpointing and host"]
+    kept, drive = rows["+ checkpointing"], rows["+ checkpointing and NVMe"]
+    assert drive.cost.written_bytes and drive.life_days and drive.life_days < 365
+    assert theirs.cost.host_bytes == ours.cost.host_bytes == 4 * SIZE and ours.life_days is None
+    assert theirs.need_bytes == ours.need_bytes < kept.need_bytes
+    # Transformers copies on the compute stream, out and back.
+    assert theirs.cost.step_s == pytest.approx(kept.cost.step_s + 2 * 4 * SIZE / FAST)
+    block = OffloadConfig.model_validate(ours.merged["activation_nvme_offload"])
+    assert block.placement == "host" and (block.host_budget_bytes or 0) >= 4 * SIZE
+    tight = replace(setup, device=setup.device._replace(memory_bytes=int(ours.need_bytes / 0.89)))
+    chosen = recommended(rows_of(tight))
+    assert chosen is not None and chosen.cost.host_bytes == 4 * SIZE and not chosen.written_bytes_per_day
+    told = "".join(_instructions(tight, chosen))
+    assert '"offload": True' in told or '"placement": "host"' in told
+    poor = replace(tight, host_memory_bytes=4 * SIZE - 1)
+    assert by_name(list(fixed_rows(poor)))["+ checkpointing and host"].verdict == HOST_FULL
+    chosen = recommended(rows_of(poor))
+    assert chosen is None or not chosen.cost.host_bytes
+    assert poor.filled(by_name(list(fixed_rows(poor)))["+ checkpointing and host"]) > 1
+
+
+def test_rows_that_gain_neither_memory_nor_time_go() -> None:
+    setup = setup_of(stack(4))
+    kept, everything = by_name(rows_of(setup)), list(fixed_rows(setup))
+    assert "as it is" in kept and len(kept) < len(everything)
+    for one in everything:
+        loses = any(all(a <= b for a, b in zip(other.price, one.price, strict=True)) for other in kept.values())
+        assert one.name in kept or loses
+    # A drive takes only staging of host memory, so a machine that has little still sees its row.
+    inputs = setup_of(with_inputs(stack(4, staging_bytes=SIZE)), block={"io": {"staging_bytes": 1 << 20}})
+    assert {"+ checkpointing, offload", "+ checkpointing and NVMe"} <= set(by_name(rows_of(inputs)))
+
+
+def test_what_layers_leave_to_the_allocator_counts_with_checkpointing_alone() -> None:
+    setup = setup_of(stack(4))
+    loose = replace(setup, run=replace(setup.run, loose_bytes=12345))
+    rows, more = (by_name(list(fixed_rows(one))) for one in (setup, loose))
+    assert more["as it is"].need_bytes == rows["as it is"].need_bytes
+    assert more["+ checkpointing"].need_bytes == rows["+ checkpointing"].need_bytes + 12345
+
+
 def test_the_budget_is_the_room_that_is_left() -> None:
     trace = stack(8, rate=FAST, staging_bytes=SIZE)
     row = by_name(rows_of(setup_of(trace, int(6.5 * SIZE), temporary=SIZE // 2)))["+ adaptive in a budget"]
@@ -478,7 +531,7 @@ def test_staging_counts_where_it_is_memory_of_the_device(
     there = replace(trace, resources=replace(trace.resources, is_synchronous=synchronous))
     blocks = ({"io": {"backend": backend, "staging_bytes": nbytes}} for nbytes in sizes)
     less, more = (setup_of(there, 1 << 30, block=block) for block in blocks)
-    before, after = (rows_of(setup) for setup in (less, more))
+    before, after = (list(fixed_rows(setup)) for setup in (less, more))
     assert {row.name for row in before if row.cost.written_bytes} >= {"+ checkpointing and NVMe", "offload all"}
     for one, other in zip(before, after, strict=True):
         grown_bytes = sizes[1] - sizes[0] if one.cost.written_bytes else 0
@@ -516,7 +569,7 @@ def test_what_zero_keeps_on_drives_is_said_with_its_wear_and_its_time() -> None:
     assert row.cost.step_s == pytest.approx((2 * parameters + 2 * states + parameters) / 1e9)
     assert row.written_bytes_per_day == pytest.approx((states + parameters) * 86400 / row.cost.step_s)
     host = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    offloading = by_name(rows_of(setup_of(trace, 1 << 40, zero=host)))["+ checkpointing and NVMe"]
+    offloading = by_name(list(fixed_rows(setup_of(trace, 1 << 40, zero=host))))["+ checkpointing and NVMe"]
     assert offloading.swap_bytes == offloading.cost.written_bytes > 0
     assert offloading.host_bytes == 16 * 1000 + OffloadConfig(nvme_path="/x").io.ring_bytes
 
@@ -542,7 +595,7 @@ def test_a_smaller_batch_is_a_remedy_only_where_there_is_one(batch: int) -> None
 
 
 def test_the_block_of_checkpointing_is_the_one_of_the_guide() -> None:
-    block = by_name(rows_of(setup_of(stack(2))))["+ checkpointing and NVMe"].merged["activation_nvme_offload"]
+    block = by_name(list(fixed_rows(setup_of(stack(2)))))["+ checkpointing and NVMe"].merged["activation_nvme_offload"]
     guide = (runs.ROOT / "docs/guides/long_context.md").read_text()
     assert block["placement"] == "nvme" and f'"activation_nvme_offload": {json.dumps(block)}' in guide
 
@@ -585,6 +638,11 @@ def test_a_node_s_rating_is_as_given_or_that_of_each_of_its_drives() -> None:
         ("rtx-3090", "RTX 3090", 23.6),
         ("NVIDIA A100", "A100", 79.1),
         ("24", "RTX 4090", 23.6),
+        ("NVIDIA A100-SXM4-80GB", "A100-80", 79.1),
+        ("A100-40GB", "A100-40", 39.4),
+        ("H100 NVL", "H100 NVL", 93.1),
+        ("L4", "L4", 22.0),
+        ("A40", "A40", 44.4),
     ],
 )
 def test_a_gpu_is_a_size_or_a_name_and_pytorch_has_less(text: str, name: str, gib: float) -> None:

@@ -31,6 +31,7 @@ from ds_tba.cli.plan.rows import (
 )
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
 from ds_tba.config import ASSUMED_RATIO, BLOCK
+from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import remedy
 from ds_tba.plan.trace import PathRates
@@ -42,7 +43,7 @@ WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one P
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
 FIRST_LENGTH = 4096  # of --longest without --seq
-_AIDS = ("--fused-loss", "--tiled-mlp")
+_AIDS = ("--fused-loss", "--liger", "--tiled-mlp")
 # The fields of a dry run that the JSON has.
 _TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "temporary_bytes", "attention")
 
@@ -53,7 +54,7 @@ def planned(options: argparse.Namespace) -> Result:
         raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
     if options.seq is None and not options.longest:
         raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
-    setup_of, title, notes = _setup(options)
+    setup_of, title, notes = setups(options)
     if options.longest:
         found = longest_of(setup_of, options.seq or FIRST_LENGTH)
         sequence, longest = max(found, key=itemgetter(0))
@@ -78,7 +79,7 @@ def planned(options: argparse.Namespace) -> Result:
     return Result(0 if chosen is not None or setup.device.memory_bytes is None else 3, shown, told)
 
 
-def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
+def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
     """Return the setups by the length of the sequence, a title, and what the figures rest on.
 
     Options and config are looked at first: what is wrong with them is told before transformers is imported.
@@ -95,21 +96,28 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
     rates = write / sharers, read / sharers
     paths = (PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates)),)
     tbw, drives, rating = _endurance(options.drive_tbw, training)
+    host_memory_bytes = options.host_memory or available_bytes()
+    sequence_ranks = options.sequence_parallel or training.number("sequence_parallel_size") or 1
+    tensor_ranks = options.tensor_parallel or training.number("tensor_parallel.autotp_size") or 1
+    targets = options.lora_targets.split(",") if options.lora_targets else ()
     aids = frozenset(name for name in _AIDS if getattr(options, name[2:].replace("-", "_")))
     stored_share = 1.0 if offload.io.compression is None else ASSUMED_RATIO
-    recipe = recipe_of(options.model)
+    recipe = recipe_of(options.model, options.bits, tensor_ranks)
 
     @cache
     def setup_of(sequence: int) -> Setup:
-        run = dry_run(recipe, options.batch, sequence, training, device, paths, options.lora, aids)
+        tokens = -(-sequence // sequence_ranks)
+        run = dry_run(recipe, options.batch, tokens, training, device, paths, options.lora, aids, targets)
         where = offload.nvme_path or "/local_nvme"
         return Setup(
             run, training, device, options.ranks or sharers, tbw / sharers, where, sharers, drives, options.batch,
-            aids, stored_share,
+            aids, stored_share, host_memory_bytes,
         )  # fmt: skip
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
-    adapted = f", LoRA of rank {options.lora}" if options.lora else ""
+    adapted = f", LoRA of rank {options.lora}{f' on {options.lora_targets}' if targets else ''}" if options.lora else ""
+    divided = [("tokens", sequence_ranks), ("widths", tensor_ranks)]
+    adapted += "".join(f", {what} divided by {ranks}" for what, ranks in divided if ranks > 1)
     each = f"; each GPU has 1/{sharers} of them" if sharers > 1 else ""
     packed = f"; compression leaves {ASSUMED_RATIO} of what is written" if stored_share != 1.0 else ""
     notes = [
@@ -122,7 +130,9 @@ def _setup(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         f"the drives of a node write {write / 1e9:.3g} and read {read / 1e9:.3g} GB/s, {CONCURRENT_FRACTION} of each "
         f"while both run (--write-gbps, --read-gbps; ds_nvme_tune and fio measure them){each}",
         f"the drives of a node are rated {rating} (--drive-tbw has yours, together){packed}",
-        "TB a day, host memory and swap space are one GPU's; nothing is taken as rematerialized",
+        f"TB a day, host memory and swap space are one GPU's; nothing is taken as rematerialized; a node has "
+        f"{readable(host_memory_bytes)} of host memory free{'' if options.host_memory else ', as this machine'} "
+        "(--host-memory)",
     ]
     return setup_of, f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}", notes
 
@@ -134,9 +144,6 @@ def _endurance(given: float | None, training: Training) -> tuple[float, int, str
     if given:
         return given, drives, f"{given:.4g} TBW as given"
     return drives * (tbw or ASSUMED_TBW), drives, f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
-
-
-# ---- the text -------------------------------------------------------------------------------------------------------
 
 
 def _text(
@@ -171,6 +178,8 @@ def _text(
             yield f"  {readable(nbytes):>10}  {name}: {remedy(name, setup.way)}"
     else:
         yield f"recommended {chosen.name!r}: {why}"
+        holding = [f"{name} {readable(nbytes)}" for name, nbytes in holders(chosen, run) if nbytes]
+        yield f"            the GPU holds {', '.join(holding[:4])}"
         yield from _instructions(setup, chosen)
 
 

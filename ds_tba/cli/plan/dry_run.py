@@ -13,6 +13,11 @@ CPU has one for attention without dropout. PyTorch's rules are applied. CUDA: fl
 memory-efficient for others, plain products for shapes that neither supports. CPU: flash without dropout, plain products
 else. Blind spots: cuDNN's attention, which saves as much as flash does, and the fused kernel of ``torch.nn.RMSNorm``,
 which models of transformers do not use.
+
+[Note: Segments] PyTorch's allocator serves a tensor from one segment that is free in one piece. What a checkpointed
+layer takes in forward lies in segments that are too small for whole logits, so the head gets new ones beside them
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). A fused loss makes nothing larger than layers
+do. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True all of it is one segment, and less is taken.
 """
 
 from __future__ import annotations
@@ -48,21 +53,15 @@ from ds_tba.storage.staging import slots_bytes_of
 
 
 def dry_run(
-    recipe: Recipe,
-    batch: int,
-    sequence: int,
-    training: Training,
-    device: Device,
-    paths: tuple[PathRates, ...] = (),
-    lora_rank: int | None = None,
-    aids: Collection[str] = (),
-) -> DryRun:
+    recipe: Recipe, batch: int, sequence: int, training: Training, device: Device, paths: tuple[PathRates, ...] = (),
+    lora_rank: int | None = None, aids: Collection[str] = (), lora_targets: Collection[str] = (),
+) -> DryRun:  # fmt: skip
     """Run one micro-step.
 
     Args:
         paths: the drives, for the trace.
-        lora_rank: of adapters, which are trained instead of the model.
-        aids: ``--fused-loss`` and ``--tiled-mlp``, where the model has them.
+        lora_rank, lora_targets: of adapters, which are trained instead of the model, and the names of their layers.
+        aids: ``--fused-loss``, ``--liger`` and ``--tiled-mlp``, where the model has them.
 
     Raises:
         ConfigError: the config names what the model lacks.
@@ -77,13 +76,14 @@ def dry_run(
         with torch.device("meta"):
             subject = recipe(batch, sequence)
             owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
-            change(subject.model, lora_rank, aids)
+            change(subject.model, lora_rank, aids, lora_targets)
             subject = subject.to("meta", training.dtype)
             quantized = quantized_linears(subject)
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
         with device_kernels(device.kind) as attention:
             recorder = _micro_step(subject, blocks, training, cache, clock)
+            loose_bytes = left_by_layers(subject, blocks) if blocks and device.kind == "cuda" else 0
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # the model may raise anything
@@ -111,6 +111,7 @@ def dry_run(
         hidden_size=hidden_size_of(subject.model),
         temporary_bytes=max(nbytes for _, nbytes in clock.samples) + passing_bytes,
         kept_bytes=clock.peak_bytes + passing_bytes,
+        loose_bytes=loose_bytes,
         temporary=spans_of(clock.samples, passing_bytes),
         attention=sorted(attention),
         notes=subject.notes if blocks else (*subject.notes, no_blocks),
@@ -152,6 +153,19 @@ def _micro_step(
     return recorder
 
 
+def left_by_layers(subject: Subject, blocks: Sequence[Block]) -> int:
+    """Return the memory that checkpointed layers leave in segments too small for the head; see [Note: Segments]."""
+    seen: list[tuple[int, int]] = []
+    with torch.no_grad(), OpClock(1.0, 1.0) as clock:
+        clock.ignore(one.untyped_storage() for one in subject.model.parameters())
+        hook = blocks[-1].module.register_forward_hook(
+            lambda *_: seen.append((clock.peak_bytes - clock.now_bytes, clock.largest_bytes))
+        )
+        subject.forward()
+    hook.remove()
+    return seen[-1][0] if seen and clock.largest_bytes > seen[-1][1] else 0
+
+
 def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans:
     """Return temporary tensors by time: what is there as an operation ends is there while it runs.
 
@@ -164,9 +178,6 @@ def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans
     return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
 
 
-# ---- time and memory of the device ----------------------------------------------------------------------------------
-
-
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Peak bytes of the storages that the operations inside read or make, as an allocator counts them.
 
@@ -177,7 +188,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ignored: storages that existed before.
 
     Attributes:
-        now_bytes, peak_bytes: now, and the peak so far.
+        now_bytes, peak_bytes, largest_bytes: now, the peak so far, and of one storage.
         observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
     """
 
@@ -185,7 +196,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, ignored: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now_bytes = self.peak_bytes = 0
+        self.now_bytes = self.peak_bytes = self.largest_bytes = 0
         self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
         self._seen: dict[int, object] = {}
         self.ignore(ignored)
@@ -213,6 +224,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._seen:
             self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
             self.now_bytes += nbytes
+            self.largest_bytes = max(self.largest_bytes, nbytes)
 
     def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         self._freed.append((key, nbytes))
@@ -287,8 +299,6 @@ _ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
 _OF_ALL = {"aten::all": True, "aten::any": False}
 
 
-# ---- the kernels of the device --------------------------------------------------------------------------------------
-
 _aten = torch.ops.aten
 FLASH_HEAD_DIM = 256
 
@@ -315,21 +325,13 @@ def device_kernels(target: str) -> Iterator[set[str]]:
 
 
 def _attend(
-    target: str,
-    taken: set[str],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    target: str, taken: set[str], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Run the ``scaled_dot_product_attention`` of a device; see [Note: Which kernels]."""
     given, mask = (query, key, value), attn_mask
-    chosen = attention_of(target, *given, mask, dropout_p)
+    chosen = attention_of(target, given, mask, dropout_p)
     taken.add(chosen)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
@@ -347,15 +349,11 @@ def _attend(
 
 
 def attention_of(
-    device: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
+    device: str, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None, dropout_p: float
 ) -> str:
-    """Return the kernel that a device runs: ``flash``, ``efficient`` or ``math``."""
-    if any(one.dim() != 4 or one.stride(-1) != 1 for one in (query, key, value)):
+    """Return the kernel that a device runs on query, key and value: ``flash``, ``efficient`` or ``math``."""
+    query, key, value = given
+    if any(one.dim() != 4 or one.stride(-1) != 1 for one in given):
         return "math"
     is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     if device == "cpu":

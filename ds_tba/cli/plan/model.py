@@ -1,8 +1,8 @@
 """Which model is asked about: the config.json of a Hugging Face model, with inputs, and what changes it.
 
-LoRA, weights in 4 or 8 bits and a fused loss save and hold here what the libraries' own do. Models are made on the meta
-device, where tensors have shapes and no values. Blind spot: the images of a model that takes text as well, whose number
-the text decides.
+LoRA, weights in 4 or 8 bits and fused kernels save and hold here what the libraries' own do. Models are made on the
+meta device, where tensors have shapes and no values. Blind spot: the images of a model that takes text as well, whose
+number the text decides.
 """
 
 from __future__ import annotations
@@ -70,14 +70,16 @@ def loss_of(output: Any) -> torch.Tensor:
     return found.sum()
 
 
-def recipe_of(text: str) -> Recipe:
+def recipe_of(text: str, bits: int | None = None, tensor_parallel: int = 1) -> Recipe:
     """Return what makes the subject for a batch and a sequence length.
 
     Args:
         text: the ``config.json``, folder or name of a Hugging Face model on this machine.
+        bits: of the weights of linear layers, whatever the config says.
+        tensor_parallel: ranks that divide heads, the width of MLPs and the vocabulary.
 
     Raises:
-        ModelError: ``text`` is none of these.
+        ModelError: ``text`` is none of these, or the ranks do not divide its widths.
     """
     try:
         import transformers
@@ -103,12 +105,15 @@ def recipe_of(text: str) -> Recipe:
             f'MODEL {text!r}: its "architectures", which say what to build, are {config.architectures!r}: they must be '
             f'a list such as ["LlamaForCausalLM"], and transformers {transformers.__version__} must have the first.'
         )
-    element_bytes, notes = _quantized(getattr(config, "quantization_config", None))
+    found = {"bits": bits, "bnb_4bit_use_double_quant": True} if bits else getattr(config, "quantization_config", None)
+    element_bytes, notes = _quantized(found)
     wanted = getattr(made, "config_class", None) or type(config)
     if not isinstance(config, wanted):  # the text model of one for images and text
         parts = (getattr(config, name, None) for name in config.sub_configs)
         config = next((part for part in parts if isinstance(part, wanted)), config)
     config.use_cache = False  # as in Trainer
+    if tensor_parallel > 1:
+        _divide(config, tensor_parallel)
 
     def make(batch: int, sequence: int) -> Subject:
         found = _with_inputs(named[0], made(config), config, batch, sequence)
@@ -135,6 +140,17 @@ def _quantized(found: Any) -> tuple[float | None, tuple[str, ...]]:
     )
 
 
+def _divide(config: Any, ranks: int) -> None:
+    """Make a config that of one rank of tensor parallelism: norms and hidden states stay whole."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        width = getattr(config, name, None)
+        if width is None or width % ranks:
+            raise ModelError(f"--tensor-parallel {ranks} must divide {name}, which is {width} in config.json")
+        setattr(config, name, width // ranks)
+    config.head_dim, config.pad_token_id = head_dim, None
+
+
 def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, sequence: int) -> Subject:
     """Add tokens and labels, all zero: no size depends on their values."""
     taken = inspect.signature(model.forward).parameters
@@ -159,26 +175,25 @@ def hidden_size_of(model: Any) -> int:
     return getattr(config, "hidden_size", 0) or 0
 
 
-# ---- what changes a model -------------------------------------------------------------------------------------------
-
-
-def change(model: nn.Module, lora_rank: int | None, aids: Collection[str]) -> None:
-    """Put adapters into a model where a rank is given, and what ``--fused-loss`` and ``--tiled-mlp`` name.
+def change(model: nn.Module, lora_rank: int | None, aids: Collection[str], targets: Collection[str] = ()) -> None:
+    """Put adapters into a model where a rank is given, and what the options in ``aids`` name.
 
     Raises:
         ModelError: the model has no place for one of them.
     """
     layers = [one.module for one in find_blocks(model, None)]
     if lora_rank is not None:
-        add_lora(model, layers, lora_rank)
-    if "--fused-loss" in aids:
+        add_lora(model, layers, lora_rank, targets)
+    if "--liger" in aids:
+        fuse_kernels(model)
+    if {"--fused-loss", "--liger"} & set(aids):
         fuse_loss(model)
     if "--tiled-mlp" in aids:
         tile_mlps(layers)
 
 
-def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
-    """Freeze a model and put adapters on every linear layer in some layers, as peft's ``all-linear`` does.
+def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int, targets: Collection[str] = ()) -> None:
+    """Freeze a model and put adapters on linear layers in some layers: on all, as peft's ``all-linear``, or by name.
 
     They save what peft's save without dropout. Experts whose weights are one tensor have none: as in peft.
     """
@@ -187,15 +202,20 @@ def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int) -> None:
     def adapted(base: Any, whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
         return whole(x) + base.lora_up(base.lora_down(x)) * 2.0
 
-    for one in [one for layer in layers for one in layer.modules()]:
-        if type(one).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D"):
+    for name, one in [found for layer in layers for found in layer.named_modules()]:
+        is_linear = type(one).__name__ in ("Linear", "NonDynamicallyQuantizableLinear", "Conv1D")
+        if is_linear and (not targets or name.rpartition(".")[2] in targets):
             weight: Any = one.weight
             # Conv1D, GPT-2's linear layer, has its weight the other way.
             inputs, outputs = weight.shape if type(one).__name__ == "Conv1D" else reversed(weight.shape)
             one.forward = partial(adapted, one, one.forward)
             one.lora_down, one.lora_up = nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
     if not any(one.requires_grad for one in model.parameters()):
-        raise ModelError("--lora: no linear layer was found in repeated layers of the model; leave --lora out")
+        named = f" named {' or '.join(targets)}" if targets else ""
+        raise ModelError(
+            f"--lora: no linear layer{named} was found in repeated layers of the model; leave --lora"
+            f"{'-targets' if targets else ''} out"
+        )
 
 
 def quantized_linears(subject: Subject) -> list[torch.Tensor]:
@@ -212,8 +232,8 @@ def quantized_linears(subject: Subject) -> list[torch.Tensor]:
     found = [one.weight for one in linears if not one.weight.requires_grad]
     if not found:
         raise ModelError(
-            'the model\'s "quantization_config" has weights of a few bits, which cannot be trained: train adapters '
-            '(--lora 16), or take "quantization_config" out of config.json'
+            'weights of a few bits (--bits, or the model\'s "quantization_config") cannot be trained: train adapters '
+            '(--lora 16), or leave --bits or "quantization_config" out'
         )
     return found
 
@@ -244,6 +264,43 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return tuple(None if one is None else one.mul_(grad) for one in ctx.saved_tensors)
+
+
+class _GatedUnit(torch.autograd.Function):
+    """SwiGLU in one kernel, as Liger's: it saves its two inputs alone, and writes gradients over what there is."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        _, up = ctx.saved_tensors
+        return grad.mul_(1.0), up.detach()  # itself would be copied
+
+
+def fuse_kernels(model: nn.Module) -> None:
+    """Have RMS norms and gated MLPs run in one kernel each; rotary embeddings save nothing, fused or not.
+
+    Raises:
+        ModelError: the model has neither.
+    """
+
+    def norm(own: Any, x: torch.Tensor) -> torch.Tensor:  # saves its input, and no copy in FP32
+        return nn.functional.layer_norm(x, own.weight.shape, own.weight)
+
+    def gated(mlp: Any, x: torch.Tensor) -> Any:
+        return mlp.down_proj(_GatedUnit.apply(mlp.gate_proj(x), mlp.up_proj(x)))  # type: ignore[no-untyped-call]
+
+    found = 0
+    for one in model.modules():
+        is_norm, is_mlp = type(one).__name__.endswith("RMSNorm"), hasattr(one, "gate_proj") and hasattr(one, "up_proj")
+        if is_norm or is_mlp:
+            one.forward = partial(norm if is_norm else gated, one)
+            found += 1
+    if not found:
+        raise ModelError(f"--liger: {type(model).__name__} has no RMS norm and no gated MLP to fuse; leave --liger out")
 
 
 def fuse_loss(model: Any) -> None:

@@ -3,8 +3,8 @@
 [Note: Need] Forward and backward need what is held, and what is saved and temporary, with ``FRAGMENTATION`` of the
 latter for what the allocator cannot use; the optimizer's step may need more. A need above ``TIGHT`` of the memory is
 tight. Settings that make no plan are replayed beside the temporary tensors of each operation; for a plan both peaks are
-added. With everything kept both together are measured, and no other row needs more. Staging counts where it is memory
-of the training device.
+added. With everything kept both together are measured, and no other row needs more, but for what layers that run again
+leave unused: [Note: Segments] in ``dry_run.py``. Staging counts where it is memory of the training device.
 
 [Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
 backward take as long as all of it takes in one direction at least, and the optimizer's step as long as its states take
@@ -13,10 +13,11 @@ to be read and written, where they are on a drive.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from operator import itemgetter
+from operator import itemgetter, le
 
 import numpy as np
 
@@ -35,10 +36,14 @@ TIGHT = 0.9
 # Of rows whose steps are as short within this factor, the first is taken: it changes least.
 SAME_STEP = 1.05
 SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
+TRANSFORMERS = "+ checkpointing, offload"  # of transformers
+CHECKPOINTING_TO_HOST = 'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"offload": True})'
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
 UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
 ADAPTIVE = "+ adaptive in a budget"
+HOST_FULL = "lacks host memory"
+HOST_AIR = 1.1  # of host_budget_bytes: segments of memory are not filled to the last byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +51,11 @@ class Row:
     """A setting.
 
     Attributes:
-        name: in the table and in JSON.
-        cost: of a step.
-        held: what the device holds beside.
-        need_bytes: of the device; see [Note: Need].
-        verdict: ``fits``, ``tight`` or ``does not fit``; empty where the device's memory is not known.
+        cost, held, need_bytes: of a step, beside it, and of the device in all; see [Note: Need].
+        verdict: ``fits``, ``tight``, ``does not fit`` or ``lacks host memory``; empty where the device's memory is not
+            known.
         written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
-        merged: what to merge into ``ds_config.json``.
-        advice: what else to do.
+        merged, advice: what to merge into ``ds_config.json``, and what else to do.
         host_bytes, swap_bytes: of host memory and of the drives, for activations and by ZeRO's own offload.
     """
 
@@ -70,6 +72,11 @@ class Row:
     swap_bytes: int
 
     @property
+    def price(self) -> tuple[float, ...]:
+        """Return what it takes: memory of the device and of the host, and time."""
+        return self.need_bytes, self.host_bytes, self.cost.step_s
+
+    @property
     def spares_drives(self) -> bool:
         """True if the drives last for a year."""
         return self.life_days is None or self.life_days >= SHORT_LIFE_DAYS
@@ -81,12 +88,10 @@ class Setup:
 
     Attributes:
         tbw: terabytes that this rank's part of the drives is rated for.
-        nvme_path: to paste.
-        sharers: GPUs that share the drives.
-        drives: of a node.
-        batch: sequences of a micro-step.
-        aids: of ``--fused-loss`` and ``--tiled-mlp`` those that the run has.
+        sharers, drives: GPUs of a node that share its drives, and how many these are.
+        aids: of ``--fused-loss``, ``--liger`` and ``--tiled-mlp`` those that the run has.
         stored_share: bytes that the drives are written for a byte of saved tensors.
+        host_memory_bytes: that are free for the GPUs of a node together.
     """
 
     run: DryRun
@@ -100,6 +105,7 @@ class Setup:
     batch: int = 1
     aids: frozenset[str] = frozenset()
     stored_share: float = 1.0
+    host_memory_bytes: float = math.inf
 
     @cached_property
     def held(self) -> ModelMemory:
@@ -158,6 +164,11 @@ class Setup:
             moving_s = max(moving_s, read_bytes / resources.drives.read_bytes_per_s)
         return replace(cost, step_s=max(cost.step_s, moving_s + self.trace.optimizer_s))
 
+    def filled(self, row: Row) -> float:
+        """Return how full a row has the device, or host memory where activations go there; above 1 it is no fit."""
+        host = row.host_bytes * self.sharers / self.host_memory_bytes if row.cost.host_bytes else 0.0
+        return max(host, row.need_bytes / (TIGHT * (self.device.memory_bytes or math.inf)))
+
     def row(
         self, name: str, cost: Prediction, merged: DsConfig, advice: str = "", moving_bytes: int | None = None
     ) -> Row:
@@ -174,14 +185,17 @@ class Setup:
         moving = min(self.run.kept_bytes, moving_bytes)
         staging_bytes = self.training.offload.io.ring_bytes if cost.written_bytes else 0
         staged_on_device = min(staging_bytes, self.staging_on_device)
+        loose_bytes = self.run.loose_bytes if cost.recomputed_s else 0
         stepping = sum(held.always.values()) + held.stepping_bytes
-        need = staged_on_device + max(stepping, held.nbytes + int(moving * (1 + FRAGMENTATION)))
+        need = staged_on_device + max(stepping, held.nbytes + loose_bytes + int(moving * (1 + FRAGMENTATION)))
         verdict = ""
         if memory_bytes is not None:
             verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
         written_bytes = self.stored_share * cost.written_bytes + zero.written_bytes
         per_day = written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
         host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
+        if verdict in ("fits", "tight") and cost.host_bytes and host_bytes * self.sharers > self.host_memory_bytes:
+            verdict = HOST_FULL
         swap_bytes = zero.swap_bytes + cost.written_bytes // self.training.micro_steps
         life = life_days(self.tbw, per_day)
         return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
@@ -191,7 +205,14 @@ class Setup:
         assigned = assign(self.trace, placement, recompute=recompute)
         moving_bytes = None if self.run.temporary is None else peak_beside(*assigned, self.run.temporary)
         advice = CHECKPOINTING if recompute else NO_CHECKPOINTING if placement is Placement.NVME else ""
-        return self.row(name, replay(*assigned).cost, merged, advice, moving_bytes)
+        cost = replay(*assigned).cost
+        if name == TRANSFORMERS:  # which copies on the compute stream, both ways
+            copied_s = 2 * self.training.micro_steps * cost.host_bytes / self.device.copy_bytes_per_s
+            kept = replay(*assign(self.trace, Placement.KEEP, recompute=True)).cost
+            cost, advice = replace(cost, step_s=kept.step_s + copied_s), CHECKPOINTING_TO_HOST
+        elif placement is Placement.HOST:  # null would take half of what is free
+            merged = {BLOCK: {**merged[BLOCK], "host_budget_bytes": int(HOST_AIR * cost.host_bytes)}}
+        return self.row(name, cost, merged, advice, moving_bytes)
 
 
 def fixed_rows(setup: Setup) -> Iterator[Row]:
@@ -199,12 +220,19 @@ def fixed_rows(setup: Setup) -> Iterator[Row]:
     yield setup.fixed_row("as it is", Placement.KEEP, {})
     if setup.trace.blocks:
         yield setup.fixed_row("+ checkpointing", Placement.KEEP, {}, recompute=True)
+        if not setup.trace.resources.is_synchronous:  # else host memory is the device's
+            yield setup.fixed_row(TRANSFORMERS, Placement.HOST, {}, recompute=True)
+            host = {BLOCK: {"enabled": True, "placement": "host"}}
+            yield setup.fixed_row("+ checkpointing and host", Placement.HOST, host, recompute=True)
         yield setup.fixed_row("+ checkpointing and NVMe", Placement.NVME, setup.block("nvme"), recompute=True)
     yield setup.fixed_row("offload all", Placement.NVME, setup.block("nvme"))
 
 
 def rows_of(setup: Setup) -> list[Row]:
-    """Return the rows; the last is a plan in the budget, with recompute where that holds less or is faster."""
+    """Return the rows, the last a plan in the budget, but for those that gain nothing over one before.
+
+    The plan recomputes where that holds less or is faster.
+    """
     limits = setup.limits
     cost, budget = adaptive(setup.trace, limits).prediction, limits.activation_budget_bytes
     if budget is not None and not limits.recompute:
@@ -214,27 +242,32 @@ def rows_of(setup: Setup) -> list[Row]:
             cost, limits = again, replace(limits, recompute=True)
     budgeted = {} if budget is None else {"activation_budget_bytes": budget}
     block = setup.block("adaptive", recompute=limits.recompute, **budgeted)
-    return [*fixed_rows(setup), setup.row(ADAPTIVE, cost, block, NO_CHECKPOINTING)]
+    found: list[Row] = []
+    for row in [*fixed_rows(setup), setup.row(ADAPTIVE, cost, block, NO_CHECKPOINTING)]:
+        if not any(all(map(le, one.price, row.price)) for one in found):
+            found.append(row)
+    return found
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
     """Give one placement to everything that it is possible for; all else is kept.
 
-    Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest.
+    Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest of them.
 
     Args:
         recompute: also every block, and then only what blocks save is placed.
     """
-    largest = max((storage.nbytes for storage in trace.storages), default=0) + 4096
-    machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest))
-    timeline = Timeline.of(replace(trace, resources=machine))
     inputs = {index for block in trace.blocks for index in block.inputs}  # which a checkpointed block saves
-    owned = enumerate(timeline.owner.tolist())
-    owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
     places = [Placement.KEEP] * len(trace.storages)
+    largest = 0
     for index, one in enumerate(trace.storages):
         if one.is_movable and (not recompute or one.blocks[:1] not in ((), (OUTSIDE,)) or index in inputs):
             places[index] = placement
+            largest = max(largest, one.nbytes) if not recompute or index in inputs else largest
+    machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest + 4096))
+    timeline = Timeline.of(replace(trace, resources=machine))
+    owned = enumerate(timeline.owner.tolist())
+    owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
     again = [recompute and at in owners for at in range(len(trace.blocks))]
     return timeline, Assignment(np.array(places, np.int8), np.array(again, bool))
 
@@ -256,9 +289,6 @@ def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
     return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
 
 
-# ---- the longest sequence -------------------------------------------------------------------------------------------
-
-
 def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, Row]]:
     """Find the longest sequence of each setting that makes no plan, and its row; each was run on shapes.
 
@@ -275,22 +305,21 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
 
     def longest(name: str) -> tuple[int, Row]:
         """Double or halve until one length fits and another does not, then try on the line through the two."""
-        needs: dict[int, int] = {}
+        filled: dict[int, float] = {}
         fits, fails, guess = 0, MOST + UNIT, first
         while fails - fits > max(UNIT, NEAR * fits):
-            needs[guess] = rows(guess)[name].need_bytes
-            fits, fails = (guess, fails) if needs[guess] <= limit_bytes else (fits, guess)
+            filled[guess] = setup_of(guess).filled(rows(guess)[name])
+            fits, fails = (guess, fails) if filled[guess] <= 1 else (fits, guess)
             if fails > MOST:
                 guess = min(MOST, 2 * fits)
             elif not fits:
                 guess = max(UNIT, fails // 2)
             else:
                 least = max(UNIT, NEAR / 2 * fits)  # away from both, or the line would come ever nearer to one
-                part = (limit_bytes - needs[fits]) / (needs[fails] - needs[fits])
+                part = (1 - filled[fits]) / (filled[fails] - filled[fits])
                 guess = int(min(fails - least, max(fits + least, fits + part * (fails - fits))))
             guess = guess // UNIT * UNIT
         return fits, rows(fits or UNIT)[name]
 
     first = min(MOST, max(UNIT, first // UNIT * UNIT))
-    limit_bytes = int(TIGHT * (setup_of(first).device.memory_bytes or 0))
     return [longest(name) for name in rows(first)]

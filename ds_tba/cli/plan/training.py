@@ -1,8 +1,8 @@
 """How a ds_config.json has a model trained, on which device, and what that holds of its memory beside activations.
 
 No DeepSpeed here: the figures are what its ZeRO optimizers allocate (``stage_1_and_2.py``, ``stage3.py``). FLOP/s are
-what training sustains in matrix products, about two fifths of what data sheets say. Blind spots: expert, tensor and
-pipeline parallelism.
+what training sustains in matrix products, about two fifths of what data sheets say. Blind spots: expert and pipeline
+parallelism.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ CONTEXT_BYTES = 1 << 30  # of CUDA, its libraries and NCCL
 MASTER_BYTES = 4  # of an fp32 copy of a 16-bit parameter, of its gradient in the optimizer's step, and of a moment
 # Keys that change memory in ways that are not counted here, if they are not at one of these values.
 _NOT_COUNTED = (
-    "tensor_parallel.autotp_size", "sequence_parallel_size", "activation_checkpointing.cpu_checkpointing",
-    "activation_checkpointing.partition_activations", "zero_optimization.offload_optimizer.ratio",
+    "activation_checkpointing.cpu_checkpointing", "activation_checkpointing.partition_activations",
+    "zero_optimization.offload_optimizer.ratio",
     "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
 )  # fmt: skip
@@ -51,13 +51,12 @@ class DryRun:
 
     Attributes:
         peak_saved_bytes: peak of saved tensors, as the cache counts them.
-        temporary_bytes: peak of other tensors.
-        kept_bytes: peak of both together, which need not coincide.
+        temporary_bytes, kept_bytes: peak of other tensors, and of both together, which need not coincide.
         parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
         hidden_size: of the model's config, else 0.
-        attention: the attention kernels that ran.
-        notes: limitations of this result, for the reader.
+        attention, notes: the attention kernels that ran, and limitations of this result, for the reader.
+        loose_bytes: that checkpointed layers leave to the allocator, and the head cannot use.
         temporary: other tensors by time; None where that is not known.
     """
 
@@ -74,15 +73,13 @@ class DryRun:
     packed_tensors: int = 0
     attention: Sequence[str] = ()
     notes: tuple[str, ...] = ()
+    loose_bytes: int = 0
     temporary: Spans | None = field(default=None, compare=False)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of all saved storages."""
         return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
-
-
-# ---- the device -----------------------------------------------------------------------------------------------------
 
 
 # GiB by name, and as PyTorch has it with ECC; TFLOP/s of products in 16 and in 32 bits; GB/s of its memory, and of
@@ -102,6 +99,10 @@ GPUS = {
     "A10": (24, 22.0, 60, 15, 600, 25),
     "V100": (32, 31.7, 60, 12, 900, 12),
     "T4": (16, 14.6, 25, 6, 320, 12),
+    "A100-80": (80, 79.1, 190, 60, 2000, 25),
+    "H100 NVL": (94, 93.1, 330, 45, 3938, 50),
+    "A40": (48, 44.4, 60, 15, 696, 25),
+    "L4": (24, 22.0, 48, 12, 300, 25),
 }
 LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
 
@@ -133,7 +134,7 @@ def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
     """
 
     def plain(name: str) -> str:
-        return re.sub(r"nvidia|geforce|rtx|[^a-z0-9]", "", name.lower())
+        return re.sub(r"nvidia|geforce|rtx|sxm\d?|pcie|gb|[^a-z0-9]", "", name.lower())
 
     name, asked_gib = "H100" if text is None else next((one for one in GPUS if plain(one) == plain(text)), ""), 0.0
     if text is not None and not name:
@@ -146,9 +147,6 @@ def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
     memory_bytes = None if text is None else int((asked_gib or named_gib) * 2**30 * gib / named_gib)
     flops = 1e12 * (tflops if dtype.itemsize == 2 else tflops_32_bit)
     return Device("cuda", name, memory_bytes, flops, 1e9 * memory_gbps, 1e9 * copy_gbps, LAUNCH_S)
-
-
-# ---- the config -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +262,6 @@ def _at(config: Any, path: str) -> Any:
     for key in path.split("."):
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
-
-
-# ---- what is held ---------------------------------------------------------------------------------------------------
 
 
 def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> ModelMemory:

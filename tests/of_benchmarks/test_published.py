@@ -1,0 +1,46 @@
+"""Published figures beside the plan: the page is what the command writes, and what is off has a class."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from published import PAGE, RESULTS, Published, is_far, page, planned_gib, published
+
+TOLD, ROWS = published()
+FOUND = json.loads(RESULTS.read_text())
+NAMES = [one.name for one in ROWS]
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    assert PAGE.read_text() == page(FOUND), "run python benchmarks/published.py"
+    assert sorted(NAMES) == sorted(FOUND)
+
+
+@pytest.mark.parametrize("one", ROWS, ids=NAMES)
+def test_a_row_that_is_off_names_its_class_and_no_other_does(one: Published) -> None:
+    assert is_far(one.measured_gib, FOUND[one.name]) is bool(one.unlike)
+    assert not one.unlike or one.unlike in TOLD["classes"]
+    assert one.source in TOLD["sources"]
+
+
+def test_far_is_more_than_15_percent_either_way() -> None:
+    assert [is_far(100, plan) for plan in (84, 86, 114, 116)] == [True, False, False, True]
+
+
+# Of each class that is counted the row that runs fastest: LoRA, a loss on whole logits, Liger's kernels, the host.
+QUICK = ["--lora 64 --seq 256", "--bits 4 --lora 8 --seq 1024", "--liger --seq 300000", "--liger --seq 650000"]
+
+
+@pytest.mark.parametrize("options", QUICK)
+def test_the_plan_still_says_so(options: str) -> None:
+    pytest.importorskip("transformers")
+    (one,) = [one for one in ROWS if one.options.endswith(options)]
+    assert planned_gib(one) == pytest.approx(FOUND[one.name], rel=0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("one", [one for one in ROWS if not one.unlike], ids=lambda one: one.name)
+def test_the_plan_still_says_so_of_every_row(one: Published) -> None:
+    pytest.importorskip("transformers")
+    assert planned_gib(one) == pytest.approx(FOUND[one.name], rel=0.01)
