@@ -42,10 +42,7 @@ CONFIGS = {
 
 
 class Published(NamedTuple):
-    """A measured figure: of which model, how and by whom, and the options and the row of the plan that say the same.
-
-    ``unlike`` is the class of what the plan lacks, where it is more than 15 % off.
-    """
+    """A measured figure: of which model, how and by whom, and the options and the row of the plan that say the same."""
 
     model: str
     setting: str
@@ -54,7 +51,6 @@ class Published(NamedTuple):
     config: str
     options: str
     row: str
-    unlike: str
 
     @property
     def name(self) -> str:
@@ -62,11 +58,11 @@ class Published(NamedTuple):
 
 
 def published() -> tuple[dict[str, Any], list[Published]]:
-    """Return what the table says of sources and classes, and its rows."""
+    """Return what the table says of sources, and its rows."""
     told = json.loads(TABLE.read_text())
     rows = [
         Published(group["model"], group["setting"], group["source"], gib, group["config"],
-                  group["options"].format(varied), group["row"], group.get("unlike", ""))
+                  group["options"].format(varied), group["row"])
         for group in told["groups"] for varied, gib in group["measured_gib"].items()
     ]  # fmt: skip
     return told, rows
@@ -99,16 +95,14 @@ def page(found: Mapping[str, float]) -> str:
     for source, words in told["sources"].items():
         cells = [
             (one.model, f"`{one.options}`", f"{one.measured_gib:g}", f"{found[one.name]:.1f}",
-             f"{found[one.name] / one.measured_gib:.2f}", one.unlike)
+             f"{found[one.name] / one.measured_gib:.2f}")
             for one in rows if one.source == source
         ]  # fmt: skip
         settings = {one.setting: None for one in rows if one.source == source}
         lines += [f"## {source}", "", words, "", *(f"- {one}" for one in settings), ""]
-        heads = ["model", "options of `ds_tba plan`", "measured, GiB", "plan, GiB", "plan / measured", "class"]
+        heads = ["model", "options of `ds_tba plan`", "measured, GiB", "plan, GiB", "plan / measured"]
         lines += [*markdown_table(heads, cells), ""]
-    lines += ["## Classes that are off by more than 15 %", ""]
-    lines += [f"- **{name}**: {words}" for name, words in told["classes"].items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

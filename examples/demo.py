@@ -96,9 +96,7 @@ def run(name: str, ranks: int, arguments: list[str], console: Console) -> Outcom
         command += [str(HERE / "train_gpt.py"), *arguments, "--deterministic"]
         command += ["--result", str(result), "--lengths", str(lengths)]
         started = time.perf_counter()
-        ended = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        )
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         found, shorter = (json.loads(one.read_text()) if one.exists() else None for one in (result, lengths))
     word = "done" if found else "memory ran out" if is_out_of_memory(ended.returncode) else "failed"
     console.print(f"{name}: {word} after {time.perf_counter() - started:.0f} s")

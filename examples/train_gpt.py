@@ -381,7 +381,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--depth", type=int, default=DEPTH)
-    parser.add_argument("--lora_rank", type=int, default=0, help="freeze the model, and train LoRA of this rank; 0: all")
+    parser.add_argument("--lora_rank", type=int, default=0, help="train LoRA of this rank alone; 0: everything")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="bytes per sequence")
     parser.add_argument(
         "--batch", type=int, default=0, help="sequences per micro-batch and rank (default: the config's)"
