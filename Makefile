@@ -125,6 +125,7 @@ mutants: $(BIN)/.installed
 bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py
 	python benchmarks/planner_scale.py
+	python benchmarks/at_scale.py
 	python benchmarks/step_time.py
 
 # On a GPU with the torch that is there, and `pip install .`; the tests and others' offloaders, which come behind the eight
