@@ -56,7 +56,10 @@ class Framework:
 
 
 def config_of(stage: int, **more: Any) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 16, "zero_optimization": {"stage": stage}, **more}
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = True  # to compare what a trainer saves
+    return {"train_micro_batch_size_per_gpu": 16, "zero_optimization": zero, **more}
 
 
 def reports_in(directory: Path) -> list[dict[str, Any]]:
