@@ -106,7 +106,8 @@ reference freeze: $(BIN)/.installed
 reliability: aio
 	$(PYTEST) -m fault --reliability=docs/evidence/faults.md
 
-# The table of models, trainers and settings, from a run of the tests that train each.
+# The table of models, trainers and settings, from a run of the tests that train each: make frameworks first, or its rows
+# say "not run on this machine".
 compatibility: $(BIN)/.installed
 	$(PYTEST) -m compatible --compatibility=docs/evidence/compatibility.md tests
 
