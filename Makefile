@@ -12,6 +12,7 @@
 # make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
 # make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
 # make canary            private names, hooks, operators that write late, on the newest pre-releases of PyTorch and DeepSpeed
+# make frameworks        environments of Lightning, Ray Train, LLaMA-Factory and ms-swift, for their tests: gigabytes
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
 VENV    ?= .venv
@@ -53,7 +54,7 @@ demo: export DS_ACCELERATOR ?= cpu
 PRECISION ?= --fp32
 endif
 
-.PHONY: help demo check test test-all lint site reference freeze reliability compatibility rematerialize operators mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
+.PHONY: help demo check test test-all lint site reference freeze reliability compatibility frameworks rematerialize operators mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -109,9 +110,24 @@ reference freeze: $(BIN)/.installed
 reliability: aio
 	$(PYTEST) -m fault --reliability=docs/evidence/faults.md
 
-# The table of models, trainers and settings, from a run of the tests that train each.
+# The table of models, trainers and settings, from a run of the tests that train each: make frameworks first, or its rows
+# say "not run on this machine".
 compatibility: $(BIN)/.installed
 	$(PYTEST) -m compatible --compatibility=docs/evidence/compatibility.md tests
+
+# An environment for each framework of tests/compatibility/test_frameworks.py: gigabytes. torchaudio, which LLaMA-Factory
+# imports, is built for CUDA on PyPI: without CUDA an empty module stands in for it.
+FRAMEWORKS := .cache/frameworks
+frameworks:
+	@mkdir -p $(FRAMEWORKS)
+	grep -E '^(torch|deepspeed)==' requirements-dev.lock > $(FRAMEWORKS)/constraints.txt
+	set -e; for pair in lightning=lightning ray='ray[train]' llamafactory=llamafactory swift=ms-swift; do \
+	    $(PYTHON) -m venv $(FRAMEWORKS)/$${pair%%=*}; \
+	    $(FRAMEWORKS)/$${pair%%=*}/bin/pip install -q -c $(FRAMEWORKS)/constraints.txt torch deepspeed "$${pair#*=}"; \
+	    $(FRAMEWORKS)/$${pair%%=*}/bin/pip install -q .; \
+	done
+	$(FRAMEWORKS)/llamafactory/bin/pip uninstall -q -y torchvision torchaudio
+	echo '"""Stands in for torchaudio."""' > $$(echo $(FRAMEWORKS)/llamafactory/lib/python3*/site-packages)/torchaudio.py
 
 # The table of saved bytes, from a run of the tests that train each model without and with rematerialization.
 rematerialize: $(BIN)/.installed
@@ -129,6 +145,7 @@ mutants: $(BIN)/.installed
 bench: $(BIN)/.installed aio
 	python benchmarks/hook_cost.py
 	python benchmarks/planner_scale.py
+	python benchmarks/at_scale.py
 	python benchmarks/step_time.py
 
 # On a GPU with the torch that is there, and `pip install .`; the tests and others' offloaders, which come behind the eight

@@ -19,10 +19,10 @@ def line(argv: Sequence[str], environ: Mapping[str, str]) -> str:
     processes = sys.modules.get("multiprocessing.process")
     is_worker = processes is not None and processes.parent_process() is not None  # of a data loader
     is_hooked = hasattr(getattr(engine, "forward", None), "_ds_tba_hooked")  # by ds_tba/engine.py
-    # A launcher and a command of ours train nothing, and a script that failed has an error to read.
+    # A launcher, a driver of Ray's workers and a command of ours train nothing, and a script that failed has an error.
     script = argv[0] if argv else ""
     others = ("/deepspeed/launcher/", "/torch/", "/ds_tba/__main__.py")
-    is_training = script.endswith(".py") and not any(one in script for one in others)
+    is_training = script.endswith(".py") and not any(one in script for one in others) and "ray" not in sys.modules
     is_silent = is_hooked or is_worker or hasattr(sys, "last_value") or environ.get("RANK", "0") not in ("", "0")
     if is_silent or not is_training or {"-h", "--help"} & set(argv):
         return ""

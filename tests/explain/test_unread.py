@@ -65,6 +65,15 @@ def test_a_block_in_a_file_that_nobody_reads_is_said(
 
 
 @pytest.mark.usefixtures("without_engine")
+def test_a_driver_whose_workers_train_says_nothing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's driver only starts the processes that have the engines."""
+    monkeypatch.chdir(directory)
+    assert line(["train.py", "ds_config.json"], {})
+    monkeypatch.setitem(sys.modules, "ray", sys)
+    assert line(["train.py", "ds_config.json"], {}) == ""
+
+
+@pytest.mark.usefixtures("without_engine")
 @pytest.mark.parametrize(
     ("name", "arguments", "variables"),
     [

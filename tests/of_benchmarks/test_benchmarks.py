@@ -111,6 +111,26 @@ def test_planner_scale(tmp_path: Path) -> None:
     assert output.count("| 966 |") == 2
 
 
+def test_at_scale(tmp_path: Path) -> None:
+    """One node of 8 GPUs and two: what a rank gets does not depend on nodes, and a slow drive asks for another plan."""
+    output = runs.benchmark("at_scale.py", "--nodes", "2", "--drives", "2", "--json", tmp_path / "json")
+    assert output.endswith("1 nodes begin with the plan of 2: yes\n")
+    for one, two in (found["rows"] for found in json.loads((tmp_path / "json").read_text())["found"]):
+        same = ("write_bytes_per_s", "step_s", "peak_bytes", "written_bytes", "lost_s", "changes")
+        assert [one[name] for name in same] == [two[name] for name in same] and two["ranks"] == 16
+        assert not one["written_bytes"] or (one["slow_step_s"] > one["step_s"] and one["changes"])
+
+
+def test_the_page_of_scale_has_figures_that_the_command_printed() -> None:
+    printed = (runs.ROOT / "benchmarks/results/at_scale_simulated_202611.md").read_text()
+    text = (runs.ROOT / "docs/guides/at_scale.md").read_text()
+    page = text.partition("## 2, 4 and 8 drives")[2].partition("\n## ")[0]
+    told = [line.split(" | ")[1:] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(told) >= 8
+    for cells in told:  # of a node's 2, 4 and 8 drives; the same with 64 nodes
+        assert f" | {' | '.join(cells).removesuffix(' |')} |" in printed, cells
+
+
 @pytest.mark.thorough
 @pytest.mark.engine
 def test_step_time(tmp_path: Path) -> None:
