@@ -17,15 +17,14 @@ that looks for attributes of the parameter it saved (ZeRO-3's ``ds_status``, say
 ``saved_tensors`` is replaced, on the base class of every Python Function's context, by a descriptor that returns the
 original where it was kept; and likewise what a checkpoint hands to the function that it runs again, which PyTorch 2.13
 no longer saves in a Function. A tensor with a graph comes back as a new object, with the attributes that it had when it
-was with the attributes that it had when it was
-saved. Nobody else refers to that object, and its memory may be that of the tensor that was saved: a backward that
-returns it returns a copy.
+was saved. Nobody else refers to that object either, so a backward that returns it returns other memory.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
@@ -34,8 +33,14 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils import checkpoint as checkpointing
 
-from ds_tba.core.saved import Held, PassedThrough, SavedView
-from ds_tba.core.tensors import has_plain_storage, is_of_a_users_function, next_sequence_number, stamp_of
+from ds_tba.core.saved import Held
+from ds_tba.core.tensors import (
+    has_plain_storage,
+    is_of_a_users_function,
+    next_sequence_number,
+    own,
+    stamp_of,
+)
 
 _SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
 _READ = "_ds_tba_read"
@@ -100,15 +105,15 @@ class SavedTensors:
     def __get__(self, ctx: Any, owner: type | None = None) -> object:
         if ctx is None:
             return self
-        found = self._builtin.__get__(ctx, owner)
-        if not found:
-            return found
+        # First: PyTorch may be told to clear them with the read (``clear_saved_tensors_on_access``).
         held = [saved.data for saved in ctx._raw_saved_tensors]
+        found = self._builtin.__get__(ctx, owner)
+        if not found or len(found) != len(held):  # in forward mode those of ``save_for_forward``, which nobody packs
+            return found
         with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
             originals = with_originals(found, held)
-            # A tensor that nobody else refers to would give its memory to .grad.
-            kept = [one for one, data in zip(originals, held, strict=True) if _is_kept_with_graph(one, data)]
-        vars(ctx).get(_READ, []).extend(kept)
+            made = [weakref.ref(one) for one, data in zip(originals, held, strict=True) if _is_made(one, data)]
+        vars(ctx).setdefault(_READ, []).extend(made)
         return originals
 
 
@@ -121,32 +126,45 @@ def keep_originals() -> FunctionSaves:
         setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))  # or reads by it would go around ours
         for name in ("apply", "apply_boxed"):
             if hasattr(BackwardCFunction, name):
-                setattr(BackwardCFunction, name, _returning_copies(getattr(BackwardCFunction, name)))
+                setattr(BackwardCFunction, name, _returning_own_memory(getattr(BackwardCFunction, name)))
         _hand_to_checkpoints()
         _note_saves(present.saves)
     return present.saves
 
 
-def _returning_copies(builtin: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Function's backward that returns copies of the tensors that :class:`SavedTensors` gave to it."""
+def _returning_own_memory(builtin: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Function's backward that returns none of the tensors that :class:`SavedTensors` gave to it.
+
+    Autograd would take their memory for ``.grad``, because nobody else refers to them; but the tensor that was saved,
+    or another read of it, may have it, and they may have the version counter by which in-place changes are noticed.
+    """
 
     @wraps(builtin)
     def apply(self: Any, *gradients: Any) -> Any:
-        vars(self)[_READ] = read = []
+        outer = vars(self).get(_READ, [])  # of a hook that has read, or of a backward around this one
+        vars(self)[_READ] = read = list(outer)
         try:
             found = builtin(self, *gradients)
         finally:
-            vars(self).pop(_READ, None)  # or it would live as long as the graph
-        if isinstance(found, tuple):
-            return tuple(_copy_if_in(read, one) for one in found)
-        return _copy_if_in(read, found)
+            vars(self)[_READ] = outer
+        if not read or torch.is_grad_enabled():  # for a second derivative autograd takes no memory
+            return found
+        with torch._C.DisableTorchFunction():
+            if isinstance(found, tuple):
+                return tuple(_own_memory(one, read) for one in found)
+            return _own_memory(found, read)
 
     return apply
 
 
-def _copy_if_in(read: Sequence[torch.Tensor], gradient: Any) -> Any:
-    with torch._C.DisableTorchFunction():
-        return gradient.clone() if any(gradient is one for one in read) else gradient
+def _own_memory(gradient: Any, read: Sequence[weakref.ref[torch.Tensor]]) -> Any:
+    if not any(one() is gradient for one in read) or not isinstance(gradient, torch.Tensor):
+        return gradient
+    if has_plain_storage(gradient):
+        storage = gradient.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) <= 2:  # the gradient's and this one: it was loaded for it alone
+            return gradient.data
+    return own(gradient)
 
 
 def _by_old_name(ctx: Any) -> object:
@@ -211,10 +229,7 @@ def _held(data: object) -> Held | None:
     return inner if isinstance(inner, Held) else None
 
 
-def _is_kept_with_graph(one: Any, data: object) -> bool:
+def _is_made(one: Any, data: object) -> bool:
+    """Return whether a saved tensor is an object that was made for the read, and not the one that was saved."""
     held = _held(data)
-    if held is None or isinstance(held, PassedThrough) or not isinstance(one, torch.Tensor):
-        return False
-    if isinstance(held, SavedView) and held.held is None and held.record.living_source() is None:
-        return False  # it was loaded into memory of its own
-    return one.grad_fn is not None
+    return held is not None and isinstance(one, torch.Tensor) and one is not held.held

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -164,6 +164,107 @@ def test_what_a_function_has_read_is_freed_before_the_next_one_reads() -> None:
         alive.append(list(Product.alive))
         del loss, x
     assert alive[0] == alive[1] == [6, 5, 4, 3, 2, 1]
+
+
+def _function(backward: Callable[..., Any], *, twice: bool = False) -> Callable[..., Tensor]:
+    """A Function of two tensors that saves them (or the first of them twice), with this backward."""
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+            ctx.save_for_backward(a, a if twice else b)
+            return a + b
+
+    Saves.backward = staticmethod(backward)  # type: ignore[method-assign]
+    return Saves.apply
+
+
+def _both(ctx: Any, _grad: Tensor) -> Any:
+    return ctx.saved_tensors
+
+
+def _through_itself(ctx: Any, grad: Tensor) -> Any:
+    a, b = ctx.saved_tensors
+    if not hasattr(ctx, "is_inside"):
+        ctx.is_inside = True
+        torch.autograd.grad(_through_itself.loss, ctx.x, retain_graph=True)  # type: ignore[attr-defined]
+    return a, b
+
+
+def _read_outside(ctx: Any, _grad: Tensor) -> Any:
+    return ctx.read
+
+
+@pytest.mark.parametrize("case", ["twice", "frozen", "expanded", "inside", "outside", "retained"])
+@pytest.mark.parametrize("budget", [None, 0], ids=["keep", "host"])
+def test_a_returned_saved_tensor_gives_grad_memory_that_nobody_else_has(case: str, budget: int | None) -> None:
+    """In-place changes of ``.grad`` reach no parameter, no activation, no other ``.grad``, and no version counter."""
+
+    def run(saving: AbstractContextManager[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, w = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+        with saving:
+            a, b = x.sin(), w.sin()
+            if case == "expanded":
+                a = a[:, :1].expand(64, 64)
+            if case == "frozen":
+                a, b = x, w
+            function = _function({"inside": _through_itself, "outside": _read_outside}.get(case, _both),
+                                 twice=case == "twice")  # fmt: skip
+            y = function(a, b)
+            node = y.grad_fn
+            loss = y.cos().sum() if case != "retained" else y.sum()
+        if case == "frozen":
+            w.requires_grad_(False)
+        if case == "inside":
+            node.x, _through_itself.loss = x, loss  # type: ignore[union-attr, attr-defined]
+        if case == "outside":
+            node.read = node.saved_tensors  # type: ignore[union-attr]
+        live = (a, b) if case in ("inside", "outside") else ()
+        del a, b, y, node
+        for _ in range(3 if case == "retained" else 1):
+            loss.backward(retain_graph=case in ("retained", "inside"))
+        _through_itself.loss = None  # type: ignore[attr-defined]
+        found = [one.grad.clone() for one in (x, w) if one.grad is not None]
+        for one in (x, w):
+            if one.grad is not None:
+                one.grad.mul_(2)
+        return [*found, *(one.grad for one in (x, w) if one.grad is not None), x.detach(), w.detach(), *live]
+
+    stores = [] if budget is None else [HostStore(CpuAccelerator(), 1 << 22)]
+    plain, ours = run(nullcontext()), run(TensorCache(stores, "cpu", 1024).saving())
+    assert len(plain) == len(ours) and all(map(torch.equal, plain, ours))
+
+
+def test_forward_mode_and_reads_that_clear_are_those_of_pytorch() -> None:
+    class Tangent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_forward(a)
+            ctx.save_for_backward(a)
+            return a.sin()
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+            return tangent * ctx.saved_tensors[0].cos()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (a,) = ctx.saved_tensors
+            return grad * a.cos()
+
+    cache = TensorCache([], "cpu", 1024)
+    x = torch.randn(64, 64)
+    with torch.autograd.forward_ad.dual_level():
+        y = Tangent.apply(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(y).tangent, x.cos())
+    if hasattr(torch.autograd.Function, "clear_saved_tensors_on_access"):
+        Tangent.clear_saved_tensors_on_access = True
+    x.requires_grad_()
+    with cache.saving():
+        loss = Tangent.apply(x).sum()
+    loss.backward()
+    assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
 
 
 def test_a_forward_that_fails_leaves_nothing_in_use() -> None:
