@@ -67,7 +67,6 @@ DEMO_ENV := MALLOC_MMAP_THRESHOLD_=65536 PYTHONWARNINGS=ignore::FutureWarning:to
 demo: $(BIN)/.installed $(if $(NEEDS_AIO),aio)
 	@test -n "$(CONFIG)" || { echo "ZERO=$(ZERO): the demo has ZERO=2 and ZERO=3"; exit 2; }
 	@mkdir -p $(NVME)
-	@echo "at its first run DeepSpeed compiles its CPU communication op: about 20 s on two cores, with little to see"
 	$(DEMO_ENV) python examples/demo.py --deepspeed_config $(CONFIG) --nvme_path $(NVME) --ranks $(RANKS) --steps $(STEPS) \
 	    $(SIZE) $(LIMITS) --report $(CURDIR)/.cache/report.json $(if $(BACKEND),--backend $(BACKEND)) $(PRECISION)
 
