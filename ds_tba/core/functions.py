@@ -141,12 +141,8 @@ def _returning_own_memory(builtin: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(builtin)
     def apply(self: Any, *gradients: Any) -> Any:
-        outer = vars(self).get(_READ, [])  # of a hook that has read, or of a backward around this one
-        vars(self)[_READ] = read = list(outer)
-        try:
-            found = builtin(self, *gradients)
-        finally:
-            vars(self)[_READ] = outer
+        found = builtin(self, *gradients)
+        read = vars(self).get(_READ)  # of any thread, and also what hooks have read
         if not read or torch.is_grad_enabled():  # for a second derivative autograd takes no memory
             return found
         with torch._C.DisableTorchFunction():

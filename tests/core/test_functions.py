@@ -4,6 +4,7 @@ alone: ZeRO-3 keeps in attributes where the values are, and libraries gather the
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -234,6 +235,39 @@ def test_a_returned_saved_tensor_gives_grad_memory_that_nobody_else_has(case: st
     stores = [] if budget is None else [HostStore(CpuAccelerator(), 1 << 22)]
     plain, ours = run(nullcontext()), run(TensorCache(stores, "cpu", 1024).saving())
     assert len(plain) == len(ours) and all(map(torch.equal, plain, ours))
+
+
+def test_threads_that_run_one_function_backward_at_once_each_return_own_memory() -> None:
+    """What one thread has read counts when another returns, or ``.grad`` would have the memory of an activation."""
+    meeting = threading.Barrier(2, timeout=60)
+
+    def meet(ctx: Any, _grad: Tensor) -> Any:
+        if grads[0] is not None:  # both threads read while the other is in the same backward
+            meeting.wait()
+        read = ctx.saved_tensors
+        if grads[0] is not None:
+            meeting.wait()
+        return read
+
+    grads: list[Any] = [None]
+    x, w = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    with TensorCache([], "cpu", 1024).saving():
+        a, b = x.sin(), w.sin()
+        loss = _function(meet)(a, b).sum()
+    node = loss.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    grads[0], found = (), []
+
+    def run() -> None:
+        with torch.no_grad():
+            found.extend(node.apply(torch.ones(64, 64)))  # type: ignore[union-attr]
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    live = {one.untyped_storage().data_ptr() for one in (a, b)}
+    assert len(found) == 4 and all(one.untyped_storage().data_ptr() not in live for one in found)
 
 
 def test_forward_mode_and_reads_that_clear_are_those_of_pytorch() -> None:
