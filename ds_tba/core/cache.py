@@ -28,6 +28,7 @@ to grow. So another thread that saves or loads waits, too.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,6 +74,7 @@ from ds_tba.device.copies import follow
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import KEPT, Always, AnyStore, Choice, Policy, Ticket
 
+STATS_LIMIT_S = 1.0
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
 
@@ -150,7 +152,12 @@ class TensorCache(Residency):
 
     @property
     def stats(self) -> CacheStats:
-        """The figures as they are now, without what is gone."""
+        """The figures as they are now, without what is gone; with it if the lock stays taken."""
+        until_s = time.monotonic() + STATS_LIMIT_S
+        while self.ends.left and self.lock.locked():
+            if time.monotonic() > until_s:  # this thread may have it, interrupted by the signal handler that asks
+                return self.meter
+            time.sleep(0.001)
         self.act_on_ends()
         return self.meter
 

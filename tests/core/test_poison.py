@@ -24,6 +24,17 @@ def signals(*arguments: object) -> subprocess.CompletedProcess[str]:
     return runs.python(runs.SCRIPTS / "signals.py", *arguments, timeout_s=600)
 
 
+def test_figures_can_be_read_by_a_handler_that_has_interrupted_the_holder_of_the_lock() -> None:
+    """Closing gives up then, and writes the report: it waited for its own thread for ever."""
+    cache = TensorCache([], "cpu", 1)
+    with cache.saving():
+        loss = torch.ones(8, requires_grad=True).sin().sum()
+    del loss
+    with cache.lock:
+        assert cache.ends.left and cache.stats.saved.now > 0
+    assert cache.stats.saved.now == 0
+
+
 @pytest.mark.long
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     """At random moments, most of them in the middle of our own code, which may hold any lock."""
