@@ -1,4 +1,4 @@
-"""What ranks get of shared drives, and what one slow drive and a node's death cost all: simulated clocks, no training.
+"""Simulate ranks that share drives: bytes per second of each, and seconds that a slow drive or a dead node costs all.
 
     python benchmarks/at_scale.py [--json FILE] [--nodes 64] [--drives 2 4 8]
 
@@ -33,14 +33,13 @@ from ds_tba.plan.policy import PlanInForce, PlanMismatch
 from ds_tba.plan.replay import replay
 from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import PathRates, Resources, Trace
-from ds_tba.wear import TERABYTE
+from ds_tba.wear import DAY_S, TERABYTE
 
 GPUS = 8  # of a node
 WRITE_BYTES_PER_S, READ_BYTES_PER_S, DRIVE_TBW = 6e9, 12e9, 7000
 SLOW = 0.1  # of its rates
 STEPS, SLOW_AT = 400, 41
 BUDGET_FRACTION = 0.5  # of the peak with all kept
-DAY_S = 86400
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What others have measured, beside what ``ds_tba plan`` says for the same: writes ``docs/evidence/published.md``.
+"""Write ``docs/evidence/published.md``: GiB that others have measured, beside those of ``ds_tba plan`` for the same.
 
     python benchmarks/published.py [--only TEXT]
 

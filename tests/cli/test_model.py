@@ -57,7 +57,7 @@ def test_a_fused_loss_holds_a_chunk_of_logits_and_saves_gradients(tmp_path: Path
 
 def test_liger_s_kernels_save_their_inputs_alone(tmp_path: Path) -> None:
     fused, liger = (planned(tmp_path, LLAMA, aids=(aid,)) for aid in ("--fused-loss", "--liger"))
-    # Of SwiGLU no activation; of a norm no copy in FP32 (4 bytes), where its input in BF16 is saved anyway or instead.
+    # SwiGLU saves no activation. A norm saves its BF16 input, if nobody else does, and no FP32 copy of 4 bytes.
     swiglu, norm = 2 * SEQUENCE * MIDDLE, 4 * SEQUENCE * WIDTH
     least, most = LAYERS * (swiglu + 1.0 * norm), LAYERS * (swiglu + 2.5 * norm) + 2 * norm
     assert least < fused.saved_bytes - liger.saved_bytes < most

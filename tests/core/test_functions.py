@@ -150,7 +150,7 @@ class Product(torch.autograd.Function):
 
 
 def test_what_a_function_has_read_is_freed_before_the_next_one_reads() -> None:
-    """As without hooks: else the peak of backward would be that of everything that Functions have saved."""
+    """Plain autograd frees it there; else backward would hold all bytes that Functions have saved at once."""
     alive = []
     for cache in (None, TensorCache([], "cpu", 1024)):
         Product.alive.clear()
@@ -238,7 +238,7 @@ def test_a_returned_saved_tensor_gives_grad_memory_that_nobody_else_has(case: st
 
 
 def test_threads_that_run_one_function_backward_at_once_each_return_own_memory() -> None:
-    """What one thread has read counts when another returns, or ``.grad`` would have the memory of an activation."""
+    """Two threads read and return the same saved tensors; no returned gradient has the memory of an activation."""
     meeting = threading.Barrier(2, timeout=60)
 
     def meet(ctx: Any, _grad: Tensor) -> Any:

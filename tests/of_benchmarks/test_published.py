@@ -27,7 +27,7 @@ def test_far_is_more_than_15_percent_either_way() -> None:
     assert [is_far(100, plan) for plan in (84, 86, 114, 116)] == [True, False, False, True]
 
 
-# Of each class that is counted the row that runs fastest: LoRA, a loss on whole logits, Liger's kernels, the host.
+# The fastest rows, one for each of LoRA, a loss on whole logits, Liger's kernels and layers' inputs in host memory.
 QUICK = ["--lora 64 --seq 256", "--bits 4 --lora 8 --seq 1024", "--liger --seq 300000", "--liger --seq 650000"]
 
 

@@ -46,7 +46,7 @@ class CpuInItsPlace(CUDAAccelerator):
 
 
 class Module(lightning.LightningModule):
-    """As Lightning's guide has it: nothing of ds_tba."""
+    """A module as in Lightning's guide; it imports nothing of ds_tba."""
 
     def __init__(self) -> None:
         super().__init__()
