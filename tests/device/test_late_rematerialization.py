@@ -180,6 +180,9 @@ class Watched:
         self._owner = 0
         self._lock.release()
 
+    def locked(self) -> bool:
+        return self._lock.locked()
+
 
 @pytest.mark.parametrize("make", [kept, in_host_memory], ids=lambda make: make.__name__)
 def test_no_thread_takes_the_cache_s_lock_after_a_store_s(
