@@ -39,7 +39,7 @@ from ds_tba.config import (
     zero_paths,
 )
 from ds_tba.core.hooks import KEPT, skip_frames, uncompiled
-from ds_tba.core.tensors import OwnedStorages, mark_owned
+from ds_tba.core.tensors import mark_all_owned, mark_owned
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
@@ -59,7 +59,6 @@ logger = logging.getLogger("ds_tba")
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
-_OWNED = "_ds_tba_owned"
 _CHECKPOINT = "_ds_tba_checkpoint"  # where the last one is
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 
@@ -405,8 +404,7 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
             f'without compiled_autograd_enabled=True, or remove "{BLOCK}".'
         )
     skip_frames((_mark_owned,))
-    # In each forward: a parameter that was replaced meanwhile would be taken for an activation, and offloaded.
-    engine.__dict__.setdefault(_OWNED, OwnedStorages()).mark(engine.module)
+    mark_all_owned(engine.module)
     try:
         with offloader.saving(inputs=(original.args, original.keywords)):
             result = original()

@@ -18,7 +18,7 @@ from torch import distributed, nn
 
 from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
 from ds_tba.core.hooks import skip_frames
-from ds_tba.core.tensors import OwnedStorages
+from ds_tba.core.tensors import mark_all_owned
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
@@ -62,7 +62,6 @@ class Offloader:
         self, model: nn.Module | None = None, *, device: torch.device | str | None = None, **keys: Any
     ) -> None:
         self._model = model
-        self._owned = OwnedStorages()
         self._has_forward = False  # since the last micro-step ended
         self._offloader = _built(model, device, keys)
         # Without the context nobody may call close(). At interpreter exit the offloader closes by itself.
@@ -97,7 +96,7 @@ class Offloader:
         self._refuse_closed("saving")
         skip_frames(())
         if self._model is not None:
-            self._owned.mark(self._model)
+            mark_all_owned(self._model)
         if torch.is_grad_enabled():
             self._end_micro_step()
         with self._offloader.saving(inputs):

@@ -80,7 +80,7 @@ NAMES = [
     Name("torch._C._autograd", AGAIN, "torch._C._autograd.SavedTensor"),
     Name(".unpack_hook", AGAIN, "saved.unpack_hook"),
     Name(".data", AGAIN, "saved.data"),
-    Name("._get_sequence_nr", AGAIN, "torch.autograd._get_sequence_nr"),
+    Name("torch.autograd._get_sequence_nr", ALL),
     Name("._sequence_nr", AGAIN, "node._sequence_nr"),
     Name("._input_metadata", AGAIN, "node._input_metadata"),
     Name("._raw_saved_tensors", ALL, "own._raw_saved_tensors"),

@@ -124,7 +124,6 @@ class TensorCache(Residency):
             not: see [Note: The budget].
 
     Attributes:
-        learned_order: of first uses, in the last backward that used all.
         rematerialization: the store that is asked before all others; None where nothing is rematerialized.
     """
 
@@ -143,7 +142,6 @@ class TensorCache(Residency):
         self.gate = Gate(self._device, min_tensor_bytes, accelerator)
         self._default_policy: Policy = Always(stores, wait=wait_for_staging, rematerialize=True)
         self.forward = Forward(MicroStep(), self._default_policy)
-        self.learned_order: list[int] = []
         self._live_records = 0
         self.rematerialization: TensorStore[Any] | None = None
         self._observers: list[HooksObserver] = []
@@ -218,7 +216,7 @@ class TensorCache(Residency):
         with self.lock:
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
-                step = MicroStep(self.learned_order)
+                step = MicroStep()
                 self.meter.micro_steps += 1
             step.begin_forward(lead)
             self.forward = Forward(step, policy, is_recorded)  # finds no record of earlier ones
@@ -250,7 +248,7 @@ class TensorCache(Residency):
     def interleaving(self) -> Iterator[None]:
         """Make one micro-step of the forwards and backwards of several micro-batches; see [Note: Micro-steps]."""
         with self.lock:
-            self.forward.micro_step = MicroStep(self.learned_order, is_interleaved=True)
+            self.forward.micro_step = MicroStep(is_interleaved=True)
             self.meter.micro_steps += 1
         try:
             yield
@@ -380,17 +378,17 @@ class TensorCache(Residency):
         storage = tensor.untyped_storage()
         memory = self.count(storage, key.nbytes)
         memory.is_of_function |= key.function > 0
-        stream = self._accelerator.current_stream()
-        record = SavedStorage(key, forward.micro_step, storage, memory, stream, has_graph=has_graph(tensor))
+        stream, node = self._accelerator.current_stream(), next_sequence_number()
+        record = SavedStorage(key, forward.micro_step, storage, memory, stream, node, has_graph=has_graph(tensor))
         if ticket is not None:
             self.count_until_free(storage)
             self.give(record, ticket)
-            record.index = record.micro_step.add(record)
+            record.index = record.micro_step.add(record, record.node)
         elif choice.stores or self.is_limited:
             self.count_until_free(storage)
             record.choice = choice
             self._of_thread.leaving.append(record)
-            self._of_thread.number = next_sequence_number()
+            self._of_thread.number = node
         else:
             self.meter.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         forward.by_key[key] = record
@@ -428,7 +426,7 @@ class TensorCache(Residency):
             self.meter.kept_bytes[reason] += record.nbytes
             self.add_kept(record)
         else:
-            record.index = record.micro_step.add(record)
+            record.index = record.micro_step.add(record, record.node)
 
     # ---- unpack -------------------------------------------------------------------------------------------------
 
@@ -514,11 +512,6 @@ class TensorCache(Residency):
             store.settle()
         self.act_on_ends()
 
-    def forget_order(self) -> None:
-        """Forget the order in which backward wanted what was moved: from now on other storages are."""
-        with self.lock:
-            self.learned_order = []
-
     # ---- the ends of records ------------------------------------------------------------------------------------
 
     def finalize(self, gone: Notice) -> None:
@@ -554,4 +547,4 @@ class TensorCache(Residency):
             record.ticket.store.release(record.ticket)
         record.micro_step.saved -= 1
         if record.index != NO_INDEX:
-            self.learned_order = record.micro_step.remove(record.index) or self.learned_order  # a part teaches none
+            record.micro_step.remove(record.index)

@@ -1,4 +1,4 @@
-"""What backward wants next: the moved records of one micro-step, in the order of their first uses.
+"""What backward wants next: the moved records of one micro-step, those of the last node first.
 
 Sees order alone, and how far it was asked for; cannot see whether bytes are on their way, which is the state of their
 record (``saved.py``), nor whether there is room (``residency.py``). The cache changes micro-steps, under its lock.
@@ -10,10 +10,11 @@ of a pipeline, where the forward of one micro-batch comes between the forward an
 between runs.
 
 [Note: Reading ahead] It begins with the first unpack, of whatever kind, after forward: each forward has an unpack
-hook of its own, so that it is known which micro-step the tensor belongs to. It goes in the order in which an earlier
-backward of as many records wanted them, else in reverse; of interleaved forwards the earliest first. Without a plan it
-goes as far as the stores' bounds allow. With a plan it goes no further than ``lead`` says, so that reloaded bytes do
-not lie in device memory long before their use.
+hook of its own, so that it is known which micro-step the tensor belongs to. Of all nodes that are ready autograd runs
+the one that was made last (``torch/csrc/autograd/engine.cpp``, ``CompareNodeTaskTime``), which unpacks in the order in
+which it packed. Of interleaved forwards the earliest comes first. Without a plan reading goes as far as the stores'
+bounds allow. With a plan it goes no further than ``lead`` says, so that reloaded bytes do not lie in device memory long
+before their use.
 """
 
 from __future__ import annotations
@@ -37,29 +38,24 @@ class Phase(Enum):
 class MicroStep(Generic[Record]):
     """The moved records of one micro-step, in pack order.
 
-    Args:
-        learned: the order of an earlier micro-step.
-
     Attributes:
         is_interleaved: see [Note: Micro-steps].
         lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
         saved: records of it that are alive, moved or not.
     """
 
-    def __init__(self, learned: Sequence[int] = (), *, is_interleaved: bool = False) -> None:
+    def __init__(self, *, is_interleaved: bool = False) -> None:
         self.is_interleaved = is_interleaved
         self.lead: Sequence[int] = ()
         self.saved = 0
         self.phase = Phase.FORWARD
         self._records: list[Record | None] = []
-        self._live = 0
+        self._nodes: list[int] = []  # of each record
         self._forwards: list[int] = []  # index of the first record of each
-        self._learned = learned
         self._order: list[int] = []
         self._position: dict[int, int] = {}
         self._used = 0  # how far backward has come in the order
         self._asked = 0  # how far in the order was asked for
-        self._first_uses: dict[int, None] = {}  # a second backward uses again
 
     @property
     def expects_forward(self) -> bool:
@@ -71,23 +67,15 @@ class MicroStep(Generic[Record]):
         self.lead = lead
         self._forwards.append(len(self._records))
 
-    def add(self, record: Record) -> int:
-        """Append a record; returns its index."""
+    def add(self, record: Record, node: int) -> int:
+        """Append a record, which the node with that sequence number has saved first; returns its index."""
         self._records.append(record)
-        self._live += 1
+        self._nodes.append(node)
         return len(self._records) - 1
 
-    def use(self, index: int) -> None:
-        """Note that backward asks for a record's bytes. What forward itself unpacks says nothing about the order."""
-        if self.phase is not Phase.FORWARD:
-            self._first_uses[index] = None
-
-    def remove(self, index: int) -> list[int] | None:
-        """Forget a record; return, with the last of them, the order of first uses, if every one was used."""
+    def remove(self, index: int) -> None:
+        """Forget a record."""
         self._records[index] = None  # else its bytes would live as long as the micro-step
-        self._live -= 1
-        is_learned = not self._live and len(self._first_uses) == len(self._records)
-        return list(self._first_uses) if is_learned else None
 
     def read_ahead(self, ask: Callable[[Record], bool], after: int | None = None) -> None:
         """Ask for the records that backward will want next; see [Note: Reading ahead].
@@ -116,10 +104,9 @@ class MicroStep(Generic[Record]):
     def _extend_order(self) -> None:
         """Give the records that have come since their places in the order."""
         known, count = len(self._order), len(self._records)
-        new = [index for index in self._learned if known <= index < count]
-        is_other = not self.is_interleaved and len(self._learned) != count  # of another number of records
-        if is_other or len(new) < count - known:  # the earliest forward first, and of each the last record
-            bounds = pairwise([*self._forwards, count] if self.is_interleaved else [0, count])
-            new = [index for first, end in bounds for index in range(end - 1, max(first, known) - 1, -1)]
+        bounds = pairwise([*self._forwards, count] if self.is_interleaved else [0, count])
+        new: list[int] = []
+        for first, end in bounds:
+            new += sorted(range(max(first, known), end), key=lambda index: -self._nodes[index])
         self._position |= {index: known + place for place, index in enumerate(new)}
         self._order += new

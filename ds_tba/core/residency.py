@@ -33,7 +33,7 @@ from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.eligibility import out_of_modes
 from ds_tba.core.hooks import FORKS
 from ds_tba.core.poison import Poisoned
-from ds_tba.core.saved import NO_INDEX, Keeper, Loading, RecordState, SavedStorage, SavedView
+from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import storage_bytes, unmodified
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release
@@ -370,8 +370,6 @@ class Residency(Keeper, Poisoned):
         ticket = record.ticket
         if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
-        if record.index != NO_INDEX:
-            record.micro_step.use(record.index)
         self.end_prefetch(record)  # or its bytes would be counted twice
         loading = Loading(
             threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes, self._passing_bytes(ticket)

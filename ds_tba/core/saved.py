@@ -160,6 +160,7 @@ class SavedStorage(StateMachine):
     Attributes:
         source: the storage that was saved, not held: while it lives, it is what backward gets.
         stream: that saved it.
+        node: the sequence number of the node that saved it first.
         has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
         choice: where it goes as soon as the operation that saves it is over.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
@@ -181,7 +182,7 @@ class SavedStorage(StateMachine):
 
     __slots__ = (
         "choice", "has_graph", "index", "is_refused", "kept_views", "key", "lent", "loaded", "loading", "memory",
-        "micro_step", "origin", "pending", "source", "state", "stream", "ticket", "views",
+        "micro_step", "node", "origin", "pending", "source", "state", "stream", "ticket", "views",
     )  # fmt: skip
 
     def __init__(
@@ -191,6 +192,7 @@ class SavedStorage(StateMachine):
         storage: torch.UntypedStorage,
         memory: CountedMemory,
         stream: Stream,
+        node: int,
         *,
         has_graph: bool = True,
     ) -> None:
@@ -198,6 +200,7 @@ class SavedStorage(StateMachine):
         self.state = RecordState.KEPT
         self.source = weakref.ref(storage)
         self.stream = stream
+        self.node = node
         self.has_graph = has_graph
         self.choice = KEPT
         self.ticket: Ticket | None = None

@@ -10,8 +10,7 @@ storage, so an attribute on it lives and dies with the bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter, is_
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ STAMP = "_ds_tba_stamp"  # of storages and tensors
 OWN_ATTRIBUTES = frozenset({STAMP})  # on tensors
 OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
-_tell_sequence_number: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", int)
 COMPILED = "torch._functorch._aot_autograd"
 # Packages whose Functions write into nothing that they save; but for custom operators, whose kernels are a user's, and
 # for what ``vmap`` makes of a user's Function.
@@ -88,8 +86,8 @@ def lineage_of(tensor: torch.Tensor) -> Stamp:
 
 
 def next_sequence_number() -> int:
-    """Return the number that the next node of this thread's graph takes; 0 where this PyTorch does not tell."""
-    return _tell_sequence_number()
+    """Return the number that the next node of this thread's graph takes."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def is_of_a_users_function(context: type) -> bool:
@@ -115,45 +113,17 @@ def mark_owned(module: torch.nn.Module) -> None:
 
     ZeRO-3 gathers parameters into new storage for every use, so this is called again before each forward of the module.
     """
-    for tensor in _own_tensors(module):
-        setattr(tensor.untyped_storage(), OWNED, True)
-
-
-class OwnedStorages:
-    """Marks the storages of a whole model before each forward, as :func:`mark_owned` does those of a module.
-
-    The modules are walked again only where one of their tables has another member: nothing tells of all the ways to
-    exchange one. A tensor may have another storage at any time, so each is marked in every forward.
-    """
-
-    def __init__(self) -> None:
-        self._modules: list[torch.nn.Module] = []
-        self._tensors: list[torch.Tensor] = []
-        self._members: list[object] = []  # held, so that another object cannot have the place of one of them
-
-    def mark(self, model: torch.nn.Module) -> None:
-        """Mark the storages of the parameters and buffers that the model has now."""
-        members = _members(self._modules)
-        is_same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        if not (is_same and self._modules and self._modules[0] is model):
-            self._modules = list(model.modules())
-            self._tensors = [tensor for module in self._modules for tensor in _own_tensors(module)]
-            self._members = _members(self._modules)
-        for tensor in self._tensors:
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor):
             setattr(tensor.untyped_storage(), OWNED, True)
 
 
-_TABLES = attrgetter("_modules", "_parameters", "_buffers")
-
-
-def _members(modules: list[torch.nn.Module]) -> list[object]:
-    return [member for tables in map(_TABLES, modules) for table in tables for member in table.values()]
-
-
-def _own_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and type(tensor) in (torch.nn.Parameter, torch.Tensor):
-            yield tensor
+def mark_all_owned(model: torch.nn.Module) -> None:
+    """Mark as :func:`mark_owned` does for every module of a model; before each forward, or what replaced a parameter
+    meanwhile would be taken for an activation.
+    """
+    for module in model.modules():
+        mark_owned(module)
 
 
 def is_owned(tensor: torch.Tensor) -> bool:

@@ -295,7 +295,6 @@ class Controller:
         self.feedback.planned(found, self._machine.resources().rates)
         if not is_new:
             return
-        self._cache.forget_order()
         self.plans, self._reason = self.plans + 1, self.feedback.reason
         if self._agreement.rank == 0:
             logger.info("plan %d%s: %s", self.plans, self._agreement.where, found.describe(self._reason))

@@ -281,18 +281,6 @@ def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_
     assert seen[1][2] == stored and seen[1][0] <= READ_AHEAD
 
 
-def test_a_second_backward_does_not_spoil_the_order_that_was_learned(make_store: StoreFactory) -> None:
-    cache = cache_over(make_store())
-    x = torch.randn(128, 128, requires_grad=True)
-    with cache.saving():
-        y = chain(x, 3).sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    del y
-    cache.settle()
-    assert cache.learned_order == [2, 1, 0]
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_storage_that_is_read_ahead_is_counted_once(make_store: StoreFactory, asynchronous: bool) -> None:
     device = EventAccelerator() if asynchronous else None

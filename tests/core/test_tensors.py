@@ -12,7 +12,7 @@ from conftest import StoreFactory
 from torch import Tensor, nn
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import OwnedStorages, attributes_of, is_owned, lineage_of
+from ds_tba.core.tensors import attributes_of, is_owned, lineage_of, mark_all_owned
 
 
 def model() -> nn.Module:
@@ -51,29 +51,12 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_after_a_change_all_are_marked(change: Callable[[nn.Module], object]) -> None:
-    changed, owned = model(), OwnedStorages()
-    owned.mark(changed)
-    owned.mark(changed)
+    changed = model()
+    mark_all_owned(changed)
     assert all_owned(changed)
     change(changed)
-    owned.mark(changed)
+    mark_all_owned(changed)
     assert all_owned(changed)
-
-
-def test_another_model_is_marked() -> None:
-    owned, first, second = OwnedStorages(), model(), nn.Identity()
-    owned.mark(second)
-    owned.mark(first)
-    assert all_owned(first) and not is_owned(torch.zeros(1))
-
-
-def test_modules_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    walked, walk = [], nn.Module.modules
-    monkeypatch.setattr(nn.Module, "modules", lambda module: walked.append(module) or walk(module))
-    owned, same = OwnedStorages(), model()
-    for _ in range(3):
-        owned.mark(same)
-    assert walked == [same]
 
 
 @pytest.mark.parametrize("budget_bytes", [None, 1 << 20])
