@@ -42,7 +42,7 @@ from ds_tba.core.accounts import CountedGone, MemoryGone
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.ends import Notice
 from ds_tba.core.functions import keep_originals
-from ds_tba.core.hooks import FORKS, Bystander, ForwardHooks, hooks_of_forward
+from ds_tba.core.hooks import FORKS, ForwardHooks, hooks_of_forward
 from ds_tba.core.poison import poisons
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
@@ -92,10 +92,6 @@ class Forward:
     policy: Policy
     is_recorded: bool = False
     by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
-
-
-def _pass_by(tensor: torch.Tensor) -> Bystander:
-    return Bystander(PassedThrough(tensor).restore)
 
 
 class _OfThread(threading.local):
@@ -242,7 +238,7 @@ class TensorCache(Residency):
         for observer in self._observers:
             hooks = observer.around(hooks)
         pack, unpack = hooks if around is None else around(hooks)
-        return ForwardHooks(pack, unpack, _pass_by)
+        return ForwardHooks(pack, unpack)
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:

@@ -4,7 +4,7 @@ Knows the hooks of this thread, PyTorch's checkpoint and compiler; cannot see wh
 
 [Note: Passing through] Our hooks may be on a thread's stack where they have no business: in a child that was forked
 inside of a forward, and after a step that was given up, where a program keeps the exception and with it the engine.
-There they hand autograd the tensor itself, so that the child and other models train as they do without us.
+There they pass every tensor through, as parameters are, so that the child and other models train as without us.
 
 [Note: Kept hooks] PyTorch's hooks are a stack of each thread, and whoever ends takes the innermost off. With
 ``until_backward`` ours stay on it after a forward. They go on it where nobody else's are, and come off only while they
@@ -42,9 +42,10 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
 
+from ds_tba.core.saved import PassedThrough
+
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
-PassBy: TypeAlias = Callable[[torch.Tensor], "Bystander"]
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------
 
@@ -94,19 +95,6 @@ class Forks:
 FORKS = Forks()
 
 
-class Bystander:
-    """Has a tensor that is none of ours; see [Note: Passing through].
-
-    Attributes:
-        restore: returns it, and raises where it was changed in place.
-    """
-
-    __slots__ = ("restore",)
-
-    def __init__(self, restore: Callable[[], torch.Tensor]) -> None:
-        self.restore = restore
-
-
 class Seam:
     """The two functions that autograd calls; see [Note: Passing through].
 
@@ -117,36 +105,32 @@ class Seam:
         is_over: what is saved from now on is none of ours. What was saved before still comes back.
     """
 
-    def __init__(self, pack: Pack, unpack: Unpack, pass_by: PassBy) -> None:
+    def __init__(self, pack: Pack, unpack: Unpack) -> None:
         self._pack, self._unpack = pack, unpack
         if "torch._dynamo" in sys.modules:
             self._pack, self._unpack = partial(uncompiled, pack), partial(uncompiled, unpack)
-        self._pass_by = pass_by
         self._forks = FORKS.count
         self.is_over = False
 
     def pack(self, tensor: torch.Tensor) -> Any:
         with _DisableTorchFunction():
-            if self.is_over or FORKS.count != self._forks:
-                return uncompiled(self._pass_by, tensor)
-            return self._pack(tensor)
+            return uncompiled(PassedThrough, tensor) if self._passes else self._pack(tensor)
 
     def unpack(self, held: Any) -> torch.Tensor:
         with _DisableTorchFunction():
-            return uncompiled(held.restore) if type(held) is Bystander else self._unpack(held)
+            is_foreign = self._passes and type(held) is PassedThrough
+            return uncompiled(held.restore) if is_foreign else self._unpack(held)
+
+    @property
+    def _passes(self) -> bool:
+        return self.is_over or FORKS.count != self._forks
 
 
 class ForwardHooks(saved_tensors_hooks):
-    """The hooks of a forward, or of what comes between it and its backward.
+    """The hooks of a forward, or of what comes between it and its backward."""
 
-    Args:
-        pass_by: makes what autograd holds of a tensor that is none of ours.
-    """
-
-    def __init__(self, pack: Pack, unpack: Unpack, pass_by: PassBy) -> None:
-        self._seam = Seam(
-            pack, unpack, pass_by
-        )  # which does not know this object: a graph that holds it would be in a circle
+    def __init__(self, pack: Pack, unpack: Unpack) -> None:
+        self._seam = Seam(pack, unpack)  # which does not know this object: a graph that holds it would be in a circle
         super().__init__(self._seam.pack, self._seam.unpack)
 
     @property

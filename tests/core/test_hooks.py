@@ -7,18 +7,13 @@ import weakref
 import pytest
 import torch
 
-from ds_tba.core.hooks import Bystander, ForwardHooks
-from ds_tba.core.saved import PassedThrough
+from ds_tba.core.hooks import ForwardHooks
 from ds_tba.errors import ActivationModifiedError
-
-
-def pass_by(tensor: torch.Tensor) -> Bystander:
-    return Bystander(PassedThrough(tensor).restore)
 
 
 def test_what_passes_through_is_checked_and_freed_as_by_autograd_itself() -> None:
     packed: list[torch.Tensor] = []
-    ours = ForwardHooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor, pass_by)
+    ours = ForwardHooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)
     with ours:
         ours.end()  # not on top for another thread, say: put on again
         ours.__enter__()
