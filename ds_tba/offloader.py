@@ -21,7 +21,8 @@ from torch import nn
 from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import FORKS, KEPT, SHOWS_HOOKS, ForwardHooks
+from ds_tba.core.forks import FORKS
+from ds_tba.core.hooks import KEPT, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import allocator_advice, is_out_of_memory

@@ -41,8 +41,9 @@ import torch
 from ds_tba.core.accounts import CountedGone, MemoryGone
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.ends import Notice
+from ds_tba.core.forks import FORKS
 from ds_tba.core.functions import keep_originals
-from ds_tba.core.hooks import FORKS, ForwardHooks, hooks_of_forward
+from ds_tba.core.hooks import ForwardHooks, hooks_of_forward
 from ds_tba.core.poison import poisons
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency

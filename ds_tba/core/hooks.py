@@ -27,7 +27,6 @@ that it stays with the checkpoint.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -42,6 +41,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
 
+from ds_tba.core.forks import FORKS
 from ds_tba.core.saved import PassedThrough
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
@@ -76,23 +76,6 @@ def uncompiled_hooks(pack: Pack, unpack: Unpack) -> saved_tensors_hooks:
     if "torch._dynamo" not in sys.modules:
         return saved_tensors_hooks(pack, unpack)
     return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
-
-
-class Forks:
-    """Counts how often the program was forked before it came into this process.
-
-    A system call that asks for the process would be a tenth of what a saved tensor costs.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        os.register_at_fork(after_in_child=self._note)
-
-    def _note(self) -> None:
-        self.count += 1
-
-
-FORKS = Forks()
 
 
 class Seam:

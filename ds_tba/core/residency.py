@@ -31,7 +31,7 @@ import torch
 
 from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.eligibility import out_of_modes
-from ds_tba.core.hooks import FORKS
+from ds_tba.core.forks import FORKS
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import storage_bytes, unmodified
