@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,8 @@ from ds_tba.errors import (
 )
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.spans import Block, CopySafeAllocator, Span
+from ds_tba.storage.spans import Block, Span
+from ds_tba.storage.staging import StagingRing
 
 logger = logging.getLogger(__name__)
 
@@ -125,30 +126,17 @@ class Codec:
         return MemoryError(text) if isinstance(why, RuntimeError) else TransferError(text)
 
 
-class Staging(Protocol):
-    """Staging memory with a buffer for each lane: ``StagingRing`` documents these."""
-
-    buffers: list[Span]
-    slots: CopySafeAllocator
-
-    def view(self, slot: Span) -> torch.Tensor: ...
-
-
 class BlockIo:
     """Moves parts between staging and a file, for the lanes.
 
     Args:
         integrity: takes and compares the checksums.
         ring: staging, with a buffer for each lane where there is a codec.
-
-    Attributes:
-        compresses: whether writes go through the codec. Blocks that it has made are read through it in any case.
     """
 
-    def __init__(self, integrity: Integrity, ring: Staging, codec: Codec | None = None) -> None:
+    def __init__(self, integrity: Integrity, ring: StagingRing, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
-        self.compresses = codec is not None
         self._ring = ring
         self._buffers: dict[IoHandle, Span] = {}
 
@@ -162,7 +150,7 @@ class BlockIo:
         Raises:
             TransferError: the drive or the codec failed.
         """
-        if self.codec is None or not self.compresses:
+        if self.codec is None:
             return (self._write_block(handle, staged, Block(0, staged.numel(), offset, staged.numel())),)
         blocks: list[Block] = []
         buffer = self._ring.view(self._buffers[handle])

@@ -46,7 +46,7 @@ class LaneGroup:
     """The lanes of one kind, and their tasks in order of priority, then of arrival.
 
     Attributes:
-        handles: one for each lane, opened by the store, used and closed by its thread.
+        handles: one for each lane, opened by the store and used by its thread.
     """
 
     def __init__(self) -> None:
@@ -87,17 +87,14 @@ class LaneGroup:
             self._wakes.put(None)
 
     def end(self, deadline_s: float) -> bool:
-        """Wait until the lanes have ended, and forget them; False where one did not until then."""
-        for handle in self.handles[len(self._threads) :]:
-            handle.close()  # its thread never started
-        del self.handles[len(self._threads) :]
-        for handle, thread in zip(self.handles, self._threads, strict=True):
-            if thread.ident is None:
-                handle.close()
-            else:
+        """Wait until the lanes have ended, close their handles, and forget them; False where one has not."""
+        for thread in self._threads:
+            if thread.ident is not None:  # else it never started
                 thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return False
+        for handle in self.handles:
+            handle.close()
         self._forget()
         return True
 
@@ -106,7 +103,6 @@ class LaneGroup:
             accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
         while self._serve(handle):
             pass
-        handle.close()
 
     def _serve(self, handle: IoHandle) -> bool:
         """Wait for a task and do it; False once there is none and the lane is to end."""
@@ -193,11 +189,6 @@ class SwapPath:
     def is_idle(self) -> bool:
         """True if no bytes are in its care, and no lane has its file grow."""
         return self.extents.is_unused and not self.is_growing
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a transfer is under way."""
-        return self.meter.writes.active + self.meter.reads.active > 0
 
     def busy_s(self, more_bytes: int) -> float:
         """Return the seconds to write and read back the bytes that the path holds, and ``more_bytes``.

@@ -75,7 +75,7 @@ def wait_for_stream(accelerator: Accelerator) -> None:
 class StagingRing:
     """The memory through which parts reach files, ``staging_bytes`` long and exact in size, from :meth:`open` on.
 
-    Only an urgent read without room, and a failed write, take memory beside it.
+    Only an urgent read without room takes memory beside it.
 
     Args:
         backend: says whether that is host memory (huge pages, or pinned) or device memory.
@@ -113,21 +113,15 @@ class StagingRing:
             _check_page(accelerator.pinned(PAGE_BYTES))  # now, not in the middle of the first forward
         self._streams = threading.local()
 
-    def view(self, slot: Span) -> torch.Tensor:
-        """Return the bytes of a slot (uint8, 1-D, aligned)."""
-        if self._memory is None:
+    def view(self, slot: Span | None) -> torch.Tensor:
+        """Return the bytes of a slot (uint8, 1-D, aligned).
+
+        Raises:
+            StateError: it was given back.
+        """
+        if self._memory is None or slot is None:
             raise StateError(CLOSED)
         return self._memory[slot.offset : slot.offset + slot.nbytes]
-
-    def fill(self, slot: Span, data: torch.Tensor) -> None:
-        """Put host bytes into a slot, there at return."""
-        self.view(slot).copy_(data)
-        if self._on_device:
-            wait_for_stream(self.accelerator)
-
-    def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """Copy the first ``nbytes`` of a slot to host memory of their own; in a lane, inside :meth:`lane_stream`."""
-        return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()
 
     def overflow(self, nbytes: int) -> torch.Tensor:
         """Take memory outside the ring, of its kind, for a read that cannot wait for room in it."""
@@ -139,7 +133,7 @@ class StagingRing:
         return memory
 
     def lane_stream(self) -> AbstractContextManager[object]:
-        """Return the context for a lane's work on the device (checksums, rescues): a stream of the calling thread.
+        """Return the context for a lane's work on the device (checksums): a stream of the calling thread.
 
         A lane's thread starts with the default stream, where its kernels would stand behind all that the training
         thread has queued.

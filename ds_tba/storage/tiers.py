@@ -156,8 +156,8 @@ class Tiers:
     @property
     def _compression(self) -> str | None:
         """Name of the codec that writes go through."""
-        io = None if self.nvme is None else self.nvme.io
-        return None if io is None or io.codec is None or not io.compresses else io.codec.name
+        codec = None if self.nvme is None else self.nvme.io.codec
+        return None if codec is None else codec.name
 
     def _compressed(self) -> dict[str, Any]:
         if self.nvme is None or self.nvme.io.codec is None:

@@ -128,7 +128,7 @@ class Trial:
                 saved.append((ticket, wanted))
         if chance.random() < 0.7:
             deadline = time.monotonic() + 0.05
-            while store.space.writes_under_way and time.monotonic() < deadline:
+            while store.writes and time.monotonic() < deadline:
                 time.sleep(0.001)
         if len(saved) > 3:
             store.release(saved.pop(0)[0])  # perhaps under its write

@@ -267,18 +267,6 @@ def test_buffers_of_lanes_are_a_part_of_staging(make_store: StoreFactory) -> Non
     assert make_store().ring.buffers == []
 
 
-def test_where_a_codec_is_left_off_its_blocks_are_still_read(make_store: StoreFactory) -> None:
-    store = make_store(codec=Codec("lz4"), staging_bytes=64 * MIB)
-    data = bytes_of(activations(4 * MIB))
-    before = saved(store, data.clone())
-    store.io.compresses = False
-    after = saved(store, data.clone())
-    assert all(block.packed_bytes for block in part_of(before).blocks)
-    assert [block.packed_bytes for block in part_of(after).blocks] == [0]
-    for ticket in (after, before, after):
-        assert torch.equal(store.get(ticket, CPU).data, data)
-
-
 # ---- who may have one ----
 
 

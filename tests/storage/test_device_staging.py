@@ -5,7 +5,6 @@ The accelerator looks asynchronous, as every device with such a backend is.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,7 @@ from support import hazards
 from support.disks import until
 from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, part_of, slow
 from support.each_hazard import Scenario, cache_over, scenarios
-from support.stores import CPU, MIB, noise, nothing_is_held, put, store_is_empty, stored
+from support.stores import CPU, MIB, noise, put, store_is_empty, stored
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.storage.host import HostStore
@@ -113,29 +112,6 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
     assert torch.equal(store.get(ticket, CPU).data, data) and waits == [1]
     gate.opened.set()
     until(lambda: all(part_of(one).state is PartState.STORED for one in filler), "the writes")
-
-
-def test_a_failed_write_is_rescued_to_the_host(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stays on the device would take the very memory that offloading is meant to free."""
-    places: list[tuple[torch.device, int]] = []
-    rescue = StagingRing.rescue
-
-    def watched(self: StagingRing, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
-        host = rescue(self, staged, nbytes)
-        places.append((host.device, host.untyped_storage().nbytes()))
-        assert host.untyped_storage().data_ptr() != staged.untyped_storage().data_ptr()
-        return host
-
-    monkeypatch.setattr(StagingRing, "rescue", watched)
-    store = make_store(DeviceBackend(fails("write", errno.EIO)), accelerator=EventAccelerator())
-    data = noise(MIB + 5)
-    ticket = put(store, data)
-    until(lambda: part_of(ticket).state is PartState.RESCUED, "the failure")
-    for _ in range(2):
-        assert torch.equal(store.get(ticket, CPU).data, data)
-    store.release(ticket)
-    nothing_is_held(store)
-    assert places == [(CPU, MIB + 5)]
 
 
 def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:

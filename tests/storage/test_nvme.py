@@ -220,7 +220,7 @@ def test_a_failed_write_keeps_the_bytes_and_says_so_once(
     pieces = [noise(MIB) for _ in range(6)]
     tickets = [put(store, piece) for piece in pieces]
     gate.opened.set()
-    until(lambda: store.space.writes_under_way == 0, "the writes")
+    until(lambda: not store.writes, "the writes")
     assert [part_of(ticket).state for ticket in tickets] == [PartState.STORED] + [PartState.RESCUED] * 5
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert torch.equal(store.get(ticket, CPU).data, piece)
@@ -304,26 +304,6 @@ def test_what_was_loaded_may_be_resized_and_is_read_by_a_forked_child(make_store
     assert torch.equal(found, data)
 
 
-def test_without_host_memory_a_failed_write_stays_in_its_slot(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = make_store(ScriptedBackend(fails("write")), lanes=Lanes(1, 1))
-    data = noise(MIB)
-
-    def no_memory(self: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", no_memory)
-        ticket = put(store, data)
-        until(lambda: part_of(ticket).state is PartState.RESCUED, "the failure")
-    assert part_of(ticket).host is None and part_of(ticket).slot is not None
-    for _ in range(2):
-        assert torch.equal(store.get(ticket, CPU).data, data)
-    store.release(ticket)
-    nothing_is_held(store)
-
-
 @pytest.mark.parametrize("last", ["handle", "thread"])
 def test_a_lane_that_cannot_be_had_leaves_nothing(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, last: str
@@ -376,7 +356,7 @@ def test_a_slot_is_not_used_again_while_the_device_still_copies_into_it(make_sto
 def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, who: str
 ) -> None:
-    monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
+    monkeypatch.setattr("ds_tba.storage.nvme.SLOW_WAIT_S", 0.05)
     monkeypatch.setattr("ds_tba.storage.nvme.LANE_CHECK_S", 0.01)
     gate = Gate("write" if who == "forward" else "read")
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, lanes=Lanes(1, 1))
@@ -392,7 +372,7 @@ def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
     (said,) = caplog.messages  # no other for a minute
     assert said.startswith(f"{who} has waited 0 s for the drive of {store.paths[0].file.directory}, and waits on")
     assert "dmesg" in said and "nvme_path" in said
-    store.slow_waits._quiet_until_s = 0.0  # which is over
+    store._quiet_until_s = 0.0  # which is over
     until(lambda: len(caplog.messages) == 2, "another warning")
     gate.opened.set()
     waiting.join(30)
@@ -474,7 +454,7 @@ def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
     assert store.prefetch(ticket)
     if verb == "read":
         gate.arrived.acquire()
-    ahead = store.space.read_ahead
+    ahead = store.read_ahead
     assert ahead.prefetched_bytes + ahead.unwritten_bytes == MIB
     store.release(ticket)
     assert ahead.prefetched_bytes + ahead.unwritten_bytes == 0
@@ -551,7 +531,7 @@ def test_a_device_that_fails_for_good_leaves_nothing_taken(
         store.put(noise(MIB // 2), wait=True)
     if isinstance(store, NvmeStore):
         store.settle()
-        assert not store.ring.slots.used_bytes and not store.space.copying and not store.space.writes_under_way
+        assert not store.ring.slots.used_bytes and not store.copying and not store.writes
     assert not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
     store.close()
 
@@ -571,7 +551,7 @@ def test_a_drive_that_hangs_while_a_file_grows_is_told_of_and_keeps_no_other_hoo
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     """Reserving blocks is a call of the drive."""
-    monkeypatch.setattr("ds_tba.storage.space.SLOW_WAIT_S", 0.05)
+    monkeypatch.setattr("ds_tba.storage.nvme.SLOW_WAIT_S", 0.05)
     monkeypatch.setattr("ds_tba.storage.nvme.LANE_CHECK_S", 0.01)
     monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
     store = make_store(lanes=Lanes(1, 2))

@@ -13,7 +13,7 @@ import torch
 from conftest import Closing, StoreFactory
 from support import hazards
 from support.disks import until
-from support.doubles import Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.doubles import Gate, ScriptedBackend, slow, wait_for_writes
 from support.each_hazard import Scenario, scenarios
 from support.late_device import LateDevice
 from support.late_stores import (
@@ -267,17 +267,23 @@ def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceF
     store.close()
 
 
-def test_what_a_failed_write_left_in_host_memory_is_there_until_it_was_copied(
+def test_memory_beside_staging_is_there_until_it_was_copied(
     make_device: DeviceFactory, make_store: StoreFactory
 ) -> None:
-    device = make_device(longest_pause_s=0.05)
-    store = make_store(ScriptedBackend(fails("write")), accelerator=device)
+    device, gate = make_device(longest_pause_s=0.05), Gate()
+    gate.opened.set()
+    store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
     data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     ticket = store.put(data.clone(), wait=False)
     wait_for_writes(store)
+    gate.opened.clear()
+    for _ in range(4):
+        store.put(device.allocate(MIB, CPU), wait=False)
+    device.synchronize()
     loaded = store.get(ticket, CPU)  # type: ignore[arg-type]
     assert device.copies_under_way == []
     assert torch.equal(loaded.data, data)
+    gate.opened.set()
 
 
 def test_a_drive_that_is_behind_means_keep(make_device: DeviceFactory, make_store: StoreFactory) -> None:
@@ -300,10 +306,10 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
         for ticket in tickets:
             store.prefetch(ticket)  # type: ignore[arg-type]
         until(lambda: not slots_in_use(store), "the copies")
-    assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 4 * MIB
+    assert device.allocated_bytes == store.read_ahead.prefetched_bytes == 4 * MIB
     for ticket in tickets:
         store.release(ticket)  # type: ignore[arg-type]
-    assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert device.allocated_bytes == store.read_ahead.prefetched_bytes == 0
 
 
 def test_a_capture_is_refused(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_a_storage_of_parts_is_read_ahead_into_its_memory(make_store: StoreFacto
     memory = ticket.destination.data.data_ptr()
     if given_up:
         until(lambda: store.cancel_prefetch(ticket), "the reads")
-        assert ticket.destination is None and store.space.read_ahead.prefetched_bytes == 0
+        assert ticket.destination is None and store.read_ahead.prefetched_bytes == 0
     loaded = store.get(ticket, CPU)
     assert torch.equal(loaded.data, data) and (given_up or loaded.data.data_ptr() == memory)
     store.release(ticket)
