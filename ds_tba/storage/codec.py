@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -36,15 +36,8 @@ logger = logging.getLogger(__name__)
 LEAST_GAIN = 1 / 8  # of a block's bytes; with less, the time of reading it back is not worth it
 
 
-class _Filtered(NamedTuple):
-    """Names in blosc2: a compressor behind a filter that sorts the bytes or bits of elements by their significance."""
-
-    compressor: str
-    filter: str
-    level: int
-
-
-_BLOSC = {"lz4": _Filtered("LZ4", "BITSHUFFLE", 5), "zstd": _Filtered("ZSTD", "SHUFFLE", 1)}
+# Names in blosc2: a compressor, the filter before it (which sorts bytes or bits of elements by significance), its level.
+_BLOSC = {"lz4": ("LZ4", "BITSHUFFLE", 5), "zstd": ("ZSTD", "SHUFFLE", 1)}
 
 
 class Codec:
@@ -71,12 +64,12 @@ class Codec:
                 'pip install "ds_tba[compression]", or leave io.compression out.'
             ) from error
         blosc2.set_releasegil(True)  # for all of the process; else a lane would stop the training thread
-        way = _BLOSC[name]
+        compressor, sorts, level = _BLOSC[name]
         self._blosc2 = blosc2
         self._parameters = {
-            "codec": getattr(blosc2.Codec, way.compressor),
-            "clevel": way.level,
-            "filters": [getattr(blosc2.Filter, way.filter)],
+            "codec": getattr(blosc2.Codec, compressor),
+            "clevel": level,
+            "filters": [getattr(blosc2.Filter, sorts)],
             "filters_meta": [0],
             "nthreads": 1,
         }
@@ -173,32 +166,32 @@ class BlockIo:
             where: the place of the part, for the error.
         """
         for block in blocks:
-            try:
-                problem = self._read_twice(handle, block, part, where)
-            except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
-                lost = ActivationLostError(
-                    f"{where}: the activation cannot be read back ({str(error) or type(error).__name__}). Stop, check "
-                    "the drive (dmesg, smartctl), and resume from the last checkpoint."
-                )
-                lost.__cause__ = error
-                return lost
-            if problem:
-                return ActivationCorruptionError(
-                    f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: "
-                    "check the drive (dmesg, smartctl), and resume from the last checkpoint."
-                )
+            error = self._read_or_tell(handle, block, part, where)
+            if error is not None:
+                logger.warning("%s; trying once more", error)
+                error = self._read_or_tell(handle, block, part, where, again=True)
+            if error is not None:
+                return error
         return None
 
-    def _read_twice(self, handle: IoHandle, block: Block, part: torch.Tensor, where: str) -> str:
-        """Read a block, and once more if need be; return what is wrong with the bytes, or nothing."""
+    def _read_or_tell(
+        self, handle: IoHandle, block: Block, part: torch.Tensor, where: str, *, again: bool = False
+    ) -> StorageError | None:
         try:
-            why = self.read(handle, block, part) and "bytes read back are not the bytes written"
-        except (TransferError, RuntimeError, MemoryError) as error:
-            why = str(error) or type(error).__name__
-        if not why:
-            return ""
-        logger.warning("%s: %s; trying once more", where, why)
-        return self.read(handle, block, part, again=True)
+            problem = self.read(handle, block, part, again=again)
+        except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
+            lost = ActivationLostError(
+                f"{where}: the activation cannot be read back ({str(error) or type(error).__name__}). Stop, check the "
+                "drive (dmesg, smartctl), and resume from the last checkpoint."
+            )
+            lost.__cause__ = error
+            return lost
+        if not problem:
+            return None
+        return ActivationCorruptionError(
+            f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: check "
+            "the drive (dmesg, smartctl), and resume from the last checkpoint."
+        )
 
     def read(self, handle: IoHandle, block: Block, part: torch.Tensor, *, again: bool = False) -> str:
         """Read a block of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.

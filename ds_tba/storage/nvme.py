@@ -260,16 +260,10 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         beside = list[Arrival]()
         with self.lock:
             self.settle_copies()  # backward needs the memory of what forward has finished copying
-            while ticket.is_loading:  # by another thread: each would free the slots of the parts that it hands over
-                self.changed.wait(LANE_CHECK_S)
             if ticket.is_given_up:
                 raise StateError(_ASKED_TOO_LATE)
-            ticket.is_loading = True
-            try:
-                loaded = self._load(ticket, device, beside)
-            finally:
-                ticket.is_loading = False
-                self.changed.notify_all()
+            loaded = self._load(ticket, device, beside)
+            self.changed.notify_all()
         # Here: if the caller never did, the memory could go to the next tenant while it is still copied into.
         loaded.arrival.join()
         for arrival in beside:
@@ -332,8 +326,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             self._tell_if_slow("backward", [part.path], started)
         if part.state in GIVEN_UP:
             raise StateError(_ASKED_TOO_LATE)
-        has_nothing = part.host is None and part.arrival is None and part.error is None
-        if part.state not in AT_HAND or (self.closed and has_nothing):
+        if part.state not in AT_HAND:
             raise StateError(CLOSED)
         self.stats.stall_s += time.perf_counter() - started
         if part.error is not None:
@@ -402,7 +395,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         with self.lock:
             ahead = [part for part in ticket.parts if part in self.read_ahead]
             # What was handed over by a get that failed half-way is nowhere else.
-            if ticket.is_loading or any(part.state in (_S.READING, _S.RELEASED) for part in ticket.parts):
+            if any(part.state in (_S.READING, _S.RELEASED) for part in ticket.parts):
                 return False
             if not ahead and ticket.destination is None:
                 return False

@@ -125,12 +125,11 @@ class SwapTicket(Ticket):
     Attributes:
         parts: the parts, in the order of their bytes.
         destination: device memory for the whole storage, from when it is wanted until it is handed over.
-        is_loading: a thread is handing it over.
         item_bytes: length of an element.
         is_taken: all of its parts found room, so that it counts as offloaded.
     """
 
-    __slots__ = ("destination", "device", "is_loading", "is_taken", "item_bytes", "parts")
+    __slots__ = ("destination", "device", "is_taken", "item_bytes", "parts")
 
     def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device, item_bytes: int) -> None:
         super().__init__(nbytes, store)
@@ -138,7 +137,7 @@ class SwapTicket(Ticket):
         self.item_bytes = item_bytes
         self.parts: list[Part] = []
         self.destination: Destination | None = None
-        self.is_loading = self.is_taken = False
+        self.is_taken = False
 
     def place_of(self, part: Part) -> Destination | None:
         """Return the place of a part in the destination, where there is one."""

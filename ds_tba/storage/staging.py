@@ -8,10 +8,7 @@ then every copy stays on the device, and the other device work of a lane runs in
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -32,8 +29,6 @@ MAX_STAGING_BYTES = 1 << 30
 STAGING_FRACTION = 1 / 16
 CPU_STAGING_BYTES = 128 << 20
 CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
-COPY_BYTES = 16 << 20  # about the size of a storage
-TIMES = 5
 
 
 def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
@@ -177,44 +172,3 @@ def _check_page(pinned: torch.Tensor) -> torch.Tensor:
         why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
         raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")
     return pinned
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRates:
-    """The rates of one copy at a time, in bytes per second."""
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-
-
-def measure_copies(
-    accelerator: Accelerator, copies: Copies, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
-) -> CopyRates:
-    """Return the best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
-
-    Args:
-        copies: theirs, which no store uses.
-        staged: staging memory of the size to be copied; overwritten.
-    """
-    device = accelerator.device()
-    data = accelerator.allocate(staged.numel(), device)
-    accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
-    wait_for_stream(accelerator)
-
-    def copy_out() -> None:
-        copies.out(data, staged)
-        copies.hold_at_most(0)
-
-    def copy_in() -> None:
-        copies.into(staged, copies.room(staged.numel(), device)).wait()
-
-    def best_s(copy: Callable[[], None]) -> float:
-        took: list[float] = []
-        for _ in range(TIMES):
-            started_s = clock()
-            copy()
-            took.append(clock() - started_s)
-        return min(took)
-
-    out_s, in_s = best_s(copy_out), best_s(copy_in)
-    return CopyRates(staged.numel() / out_s, staged.numel() / in_s)

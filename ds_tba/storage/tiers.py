@@ -131,6 +131,10 @@ class Tiers:
         # Takes no lock: the closer's thread calls this, too, after a lane has hung with its lock held.
         nvme, chosen = self.nvme, self.selection
         store = nvme.stats if nvme is not None else StoreStats()
+        compressed = {
+            "uncompressed_bytes": sum(path.tensor_bytes for path in self.paths),
+            "compression_ratio": round(self.stored_share(), 4),
+        }
         host = self.host.stats if self.host is not None else StoreStats()
         return {
             "backend": chosen.backend.name if chosen else "none",
@@ -139,7 +143,7 @@ class Tiers:
             "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
             "written_bytes": store.written_bytes,
             "compression": self._compression,
-            **self._compressed(),
+            **(compressed if self._compression else {}),
             "read_bytes": store.read_bytes,
             "forwarded_bytes": store.forwarded_bytes,
             "cancelled_bytes": store.cancelled_bytes,
@@ -158,12 +162,6 @@ class Tiers:
         """Name of the codec that writes go through."""
         codec = None if self.nvme is None else self.nvme.io.codec
         return None if codec is None else codec.name
-
-    def _compressed(self) -> dict[str, Any]:
-        if self.nvme is None or self.nvme.io.codec is None:
-            return {}
-        tensor_bytes = sum(path.tensor_bytes for path in self.paths)
-        return {"uncompressed_bytes": tensor_bytes, "compression_ratio": round(self.stored_share(), 4)}
 
     def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
         """Return the wear of each path.
@@ -228,15 +226,6 @@ class Tiers:
     def host_in_words(self) -> str:
         """Return words for host memory and its bound."""
         return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank"
-
-    def open(self) -> None:
-        """Take lanes, staging and disk space, unless they are taken; the first save would do it in mid-forward.
-
-        Raises:
-            OSError, RuntimeError, MemoryError, DsTbaError: something cannot be had now.
-        """
-        if self.nvme is not None:
-            self.nvme.open()
 
     def give_back(self) -> bool:
         """Give lanes, staging, disk space and host memory back until the next save; False where something is in use."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -104,15 +103,6 @@ def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_a
     gate.opened.set()
     store.release(ticket)
     assert store_is_empty(store)
-
-
-def test_two_threads_that_want_one_storage_get_memory_of_their_own(make_store: StoreFactory) -> None:
-    store, data = make_store(staging_bytes=4 * MIB, accelerator=EventAccelerator()), noise(6 * MIB)
-    ticket = put(store, data.clone())
-    wait_for_writes(store)
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: store.get(ticket, CPU).data, range(8)))
-    assert len({one.data_ptr() for one in found}) == 8 and all(torch.equal(one, data) for one in found)
 
 
 @pytest.mark.parametrize("given_up", [False, True], ids=["wanted", "given up"])
