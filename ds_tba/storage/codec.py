@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 LEAST_GAIN = 1 / 8  # of a block's bytes; with less, the time of reading it back is not worth it
 
 
-# Names in blosc2: a compressor, the filter before it (which sorts bytes or bits of elements by significance), its level.
+# Names in blosc2: a compressor, the filter before it (which sorts bytes or bits by their significance), and its level.
 _BLOSC = {"lz4": ("LZ4", "BITSHUFFLE", 5), "zstd": ("ZSTD", "SHUFFLE", 1)}
 
 
