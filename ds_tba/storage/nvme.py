@@ -154,7 +154,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 self.writes.add(part)
                 self.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-            part.copies.append(self.ring.copies.out(data, self.ring.view(slot)))
+            part.copy = self.ring.copies.out(data, self.ring.view(slot))
             with self.lock:
                 path.writes.put(Task(partial(self.write, ticket, part), partial(self.lose, part)))
                 self.copying.discard(part)
@@ -195,19 +195,17 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
     def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
         """Take an extent, and have the file grow if need be; None where there is no room."""
-        nbytes, started = path.extents.padded(nbytes), time.perf_counter()
+        nbytes = path.extents.padded(nbytes)
         while self.is_open:  # asked after each wait, or a put would copy into staging that is gone
             extent = path.extents.allocate(nbytes)
-            if extent is not None:
+            if extent is not None or not path.may_grow(nbytes):
                 return extent
-            if not path.is_growing:  # else a second growth would take room that the first one brings
-                if not path.may_grow(nbytes):
-                    break
-                path.is_growing = True
-                # Forward leaves these lanes idle.
-                path.reads.put(Task(partial(self.grow, path, nbytes), partial(self.fail_to_grow, path)), URGENT)
-            self.changed.wait(LANE_CHECK_S)
-            self._tell_if_slow("forward", [path], started)  # or a drive that hangs would look like a slow model
+            self.lock.release()  # or lanes and backward would wait for a drive that hangs
+            try:
+                path.grow(nbytes)
+            finally:
+                self.lock.acquire()
+            path.extents.grow(path.file.size_bytes)
         return None
 
     def _wait_for_slot(self, nbytes: int, wait: bool) -> Span | None:

@@ -147,9 +147,6 @@ class SwapPath:
 
     Args:
         file: its swap file, grown to its first size; closed by the store.
-
-    Attributes:
-        is_growing: whether a lane has the file grow.
     """
 
     def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
@@ -160,8 +157,7 @@ class SwapPath:
         self.meter = PathMeter(write_lanes, read_lanes)
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
-        self.full = self.is_growing = False
-        self._is_limit_said = False
+        self.full = self._is_limit_said = False
 
     def open(self, least_bytes: int) -> None:
         """Take the first disk space again, if it was given back.
@@ -184,11 +180,6 @@ class SwapPath:
     def written_bytes(self) -> int:
         """Return the bytes that this process had the drive write, which count as wear."""
         return self.meter.writes.drive_bytes + self.file.zeroed_bytes
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no bytes are in its care, and no lane has its file grow."""
-        return self.extents.is_unused and not self.is_growing
 
     def busy_s(self, more_bytes: int) -> float:
         """Return the seconds to write and read back the bytes that the path holds, and ``more_bytes``.

@@ -67,7 +67,7 @@ class Part(StateMachine):
     Attributes:
         start: offset of its bytes in the storage.
         blocks: the places in the file of what is stored, once it is written.
-        copies: copies into the slot; with ``uses``, events of copies out of it: the slot is free after both.
+        copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
         lane: the I/O handle of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
         host: memory outside of staging, of a read for which there was no slot.
@@ -75,7 +75,7 @@ class Part(StateMachine):
     """
 
     __slots__ = (
-        "arrival", "blocks", "copies", "error", "extent", "host", "lane", "nbytes", "path", "slot", "start", "state",
+        "arrival", "blocks", "copy", "error", "extent", "host", "lane", "nbytes", "path", "slot", "start", "state",
         "uses",
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ class Part(StateMachine):
         self.slot: Span | None = slot
         self.state = PartState.QUEUED
         self.blocks: tuple[Block, ...] = ()
-        self.copies: list[PendingCopy] = []
+        self.copy: PendingCopy | None = None
         self.uses: list[Event] = []
         self.lane: IoHandle | None = None
         self.arrival: Arrival | None = None
@@ -251,7 +251,7 @@ class SwapSpace:
     def is_idle(self) -> bool:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()
-        is_unused = self.ring.slots.is_unused and all(path.is_idle for path in self.paths)
+        is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
         return is_unused and not (self.writes or self.copying or self.ring.copies.under_way)
 
     # ---- ahead of need ------------------------------------------------------------------------------------------
@@ -316,7 +316,9 @@ class SwapSpace:
         if part.host is not None:
             return self.ring.copies.into(part.host, place)
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
-        arrival = self.ring.copies.into(self.ring.view(part.slot), place, after=part.copies)
+        arrival = self.ring.copies.into(
+            self.ring.view(part.slot), place, after=[part.copy] if part.copy is not None else []
+        )
         part.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
         return arrival
 
@@ -340,8 +342,8 @@ class SwapSpace:
         if slot is None:
             return
         # Else the next tensor's copy or read would overwrite bytes that the device has still to take.
-        events = [copy.event for copy in part.copies] + part.uses
-        part.copies, part.uses = [], []
+        events = part.uses + ([part.copy.event] if part.copy is not None else [])
+        part.copy, part.uses = None, []
         self.ring.slots.free_after(events, slot)  # not at once, or the next tenant's bytes would be copied
 
     def settle_copies(self) -> None:
@@ -372,18 +374,21 @@ class SwapSpace:
 
     def write(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
         """Write a queued part, unless its write was cancelled; its bytes stay in staging if they cannot be written."""
-        with self.changed:
-            if part.state is not _S.QUEUED:
-                return
-            part.move(_S.WRITING)
-            part.lane = handle
-            has_failed = part.path.failure is not None  # then each write would fail anew, after the kernel's own tries
-        failure = None
+        path, failure, transfer = part.path, None, None
         with self.ring.lane_stream():
-            lost = _wait_for_copies(part)
-            if lost is None and not has_failed:
+            lost = _wait_for_copy(part)
+            with self.changed:
+                if part.state is not _S.QUEUED:
+                    return
+                part.move(_S.WRITING)
+                part.lane = handle
+                if lost is None and path.failure is None:  # else it would fail anew, after the kernel's own tries
+                    transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
+            if transfer is not None:
                 failure = self._write_staged(ticket, part, handle)
         with self.changed:
+            if transfer is not None:
+                path.meter.stop(transfer, moved=failure is None, drive_bytes=part.stored_bytes)
             self.writes.discard(part)
             if part.blocks:
                 self._end_write(part)
@@ -394,17 +399,11 @@ class SwapSpace:
 
     def _write_staged(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> Exception | None:
         """Write the staged bytes, and note where they are; return what kept them from the drive, if anything did."""
-        failure: Exception | None = None
-        with self.changed:  # here, because the copy before was not the drive's time
-            transfer = part.path.meter.start(Kind.WRITE, part.extent.nbytes)
         try:
-            staged = self.ring.view(part.slot)
-            part.blocks = self.io.write(handle, staged, part.extent.offset, ticket.item_bytes)
+            part.blocks = self.io.write(handle, self.ring.view(part.slot), part.extent.offset, ticket.item_bytes)
         except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: see [Note: Degrading]
-            failure = error
-        with self.changed:
-            part.path.meter.stop(transfer, moved=failure is None, drive_bytes=part.stored_bytes)
-        return failure
+            return error
+        return None
 
     def _end_write(self, part: Part) -> None:
         stays = self.read_ahead.end_write(part)  # or what backward wants next would be read from the drive
@@ -487,25 +486,12 @@ class SwapSpace:
         part.move(state)
         return True
 
-    def grow(self, path: SwapPath, nbytes: int, _handle: IoHandle) -> None:
-        """Have a path's file grow, in a lane."""
-        path.grow(nbytes)  # without the lock, or lanes and backward would wait for a drive that hangs
-        with self.changed:
-            path.extents.grow(path.file.size_bytes)
-            path.is_growing = False
-            self.changed.notify_all()
 
-    def fail_to_grow(self, path: SwapPath, _handle: IoHandle, error: BaseException) -> None:
-        with self.changed:
-            path.is_growing = False
-            self.changed.notify_all()
-            path.fail(error)
-
-
-def _wait_for_copies(part: Part) -> ActivationLostError | None:
+def _wait_for_copy(part: Part) -> ActivationLostError | None:
     """Wait until a part's bytes are in staging; return the error of a copy that failed."""
+    copy = part.copy  # once: another thread may give the part up
     try:
-        for copy in part.copies:
+        if copy is not None:
             copy.wait()  # else other bytes would be written
     except Exception as error:  # noqa: BLE001 - whatever it is, staging does not hold the bytes
         return ActivationLostError(f"an activation could not leave the device: {error}")

@@ -102,13 +102,13 @@ class SwapFile:
             ) from error
 
     def grow(self, least_bytes: int) -> bool:
-        """Reserve disk blocks for at least ``least_bytes`` more; False where the limit does not allow it.
+        """Reserve disk blocks for at least ``least_bytes`` more; False where the limit does not allow it, or it is closed.
 
         Raises:
             OSError: the file system has no room (or no quota) for it; what was reserved on the way is given back.
         """
         with self._use:
-            if self.size_bytes + least_bytes > self.limit_bytes:
+            if self.fd < 0 or self.size_bytes + least_bytes > self.limit_bytes:
                 return False
             step = min(max(least_bytes, GROW_STEP_BYTES), self.limit_bytes - self.size_bytes)
             try:
