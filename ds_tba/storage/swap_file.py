@@ -102,7 +102,7 @@ class SwapFile:
             ) from error
 
     def grow(self, least_bytes: int) -> bool:
-        """Reserve disk blocks for at least ``least_bytes`` more; False where the limit does not allow it, or it is closed.
+        """Reserve disk blocks for at least ``least_bytes`` more; False beyond the limit, or once it is closed.
 
         Raises:
             OSError: the file system has no room (or no quota) for it; what was reserved on the way is given back.
