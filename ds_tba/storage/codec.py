@@ -166,32 +166,33 @@ class BlockIo:
             where: the place of the part, for the error.
         """
         for block in blocks:
-            error = self._read_or_tell(handle, block, part, where)
-            if error is not None:
-                logger.warning("%s; trying once more", error)
-                error = self._read_or_tell(handle, block, part, where, again=True)
-            if error is not None:
-                return error
+            problem, failure = self._try_to_read(handle, block, part)
+            if problem:
+                what = problem if failure is not None else "bytes read back are not the bytes written"
+                logger.warning("%s: %s; trying once more", where, what)
+                problem, failure = self._try_to_read(handle, block, part, again=True)
+            if failure is not None:
+                lost = ActivationLostError(
+                    f"{where}: the activation cannot be read back ({problem}). Stop, check the drive (dmesg, smartctl), "
+                    "and resume from the last checkpoint."
+                )
+                lost.__cause__ = failure
+                return lost
+            if problem:
+                return ActivationCorruptionError(
+                    f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: "
+                    "check the drive (dmesg, smartctl), and resume from the last checkpoint."
+                )
         return None
 
-    def _read_or_tell(
-        self, handle: IoHandle, block: Block, part: torch.Tensor, where: str, *, again: bool = False
-    ) -> StorageError | None:
+    def _try_to_read(
+        self, handle: IoHandle, block: Block, part: torch.Tensor, *, again: bool = False
+    ) -> tuple[str, Exception | None]:
+        """Read a block; return what is wrong with the bytes, or nothing, and why they did not come."""
         try:
-            problem = self.read(handle, block, part, again=again)
+            return self.read(handle, block, part, again=again), None
         except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
-            lost = ActivationLostError(
-                f"{where}: the activation cannot be read back ({str(error) or type(error).__name__}). Stop, check the "
-                "drive (dmesg, smartctl), and resume from the last checkpoint."
-            )
-            lost.__cause__ = error
-            return lost
-        if not problem:
-            return None
-        return ActivationCorruptionError(
-            f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: check "
-            "the drive (dmesg, smartctl), and resume from the last checkpoint."
-        )
+            return str(error) or type(error).__name__, error
 
     def read(self, handle: IoHandle, block: Block, part: torch.Tensor, *, again: bool = False) -> str:
         """Read a block of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import (
-    Clock,
     CpuAccelerator,
     DeviceBackend,
     EventAccelerator,
@@ -26,10 +23,8 @@ from support.doubles import (
     slow,
     wait_for_writes,
 )
-from support.modelled_drive import ModelledDrive
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
-from ds_tba import stats as path_meter
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.storage import swap_file
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -155,52 +150,6 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
     gate.opened.set()
     for ticket in tickets:
         store.release(ticket)
-
-
-def test_paths_begin_with_equal_shares_and_go_on_with_what_transfers_show(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(path_meter, "STEADY_BYTES", 4 * MIB)
-    slow_files, clocks = set[int](), dict[int, Clock]()
-    of_files, of_meters = itertools.tee((Clock(), Clock()))
-    monkeypatch.setattr("ds_tba.storage.path.PathMeter", lambda *lanes: path_meter.PathMeter(*lanes, next(of_meters)))
-
-    class UnequalBackend(ModelledDrive):
-        """Takes time by a clock for each file: 40 ms for a MiB while its descriptor is in the set, else 1 ms."""
-
-        def open_handle(self, fd: int) -> IoHandle:
-            clock = clocks.get(fd) or clocks.setdefault(fd, next(of_files))
-            return _Timed(super().open_handle(fd), clock, lambda nbytes: nbytes * (4e-8 if fd in slow_files else 1e-9))
-
-    store = make_store(UnequalBackend(1e12), paths=2, lanes=Lanes(1, 1))
-    first, second = store.paths
-    before = first.busy_s(MIB)
-    assert before == second.busy_s(MIB) > 0
-    slow_files.add(first.file.fd)
-    for _ in range(6):
-        for ticket in [stored(store, noise(MIB)) for _ in range(8)]:
-            store.get(ticket, CPU)
-            store.release(ticket)
-    assert first.busy_s(MIB) > 2 * before and first.busy_s(MIB) > 2 * second.busy_s(MIB)
-    for ticket in (tickets := [put(store, noise(MIB)) for _ in range(9)]):
-        assert part_of(ticket).extent.nbytes == MIB
-    assert first.extents.used_bytes < second.extents.used_bytes
-    assert len(tickets) == 9
-
-
-class _Timed(IoHandle):
-    def __init__(self, inner: IoHandle, clock: Clock, took_s: Callable[[int], float]) -> None:
-        self._inner = inner
-        self._clock = clock
-        self._took_s = took_s
-
-    def write(self, data: torch.Tensor, offset: int) -> None:
-        self._inner.write(data, offset)
-        self._clock.now_s += self._took_s(data.numel())
-
-    def read(self, data: torch.Tensor, offset: int) -> None:
-        self._inner.read(data, offset)
-        self._clock.now_s += self._took_s(data.numel())
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
@@ -395,6 +344,9 @@ def test_a_store_that_nobody_uses_has_no_lanes_no_staging_and_no_disk_space(
         assert store.give_back()
         assert threading.active_count() == before and store.ring._memory is None
         assert all(path.file.fd == -1 and path.file.size_bytes == 0 for path in store.paths)
+    stored(store, data)
+    store.close()
+    assert threading.active_count() == before and all(path.file.fd == -1 for path in store.paths)
 
 
 def test_what_cannot_be_had_at_a_put_is_told_once_and_tensors_stay_in_memory(
@@ -413,20 +365,6 @@ def test_what_cannot_be_had_at_a_put_is_told_once_and_tensors_stay_in_memory(
     assert store.give_back()  # the next engine asks anew
     ticket = stored(store, data.clone())
     assert torch.equal(store.get(ticket, CPU).data, data)
-
-
-def test_close_stops_the_lanes_and_gives_everything_back(make_store: StoreFactory, backend: IoBackend) -> None:
-    before = threading.active_count()
-    store = make_store(backend)
-    ticket = stored(store, noise(MIB))
-    assert threading.active_count() == before + 4
-    store.close()
-    store.close()
-    assert threading.active_count() == before
-    assert all(path.file.fd == -1 for path in store.paths)
-    assert store.put(noise(MIB), wait=True) is Refusal.CLOSED
-    with pytest.raises(StateError, match="closed before backward"):
-        store.get(ticket, CPU)
 
 
 def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:

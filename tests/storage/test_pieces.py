@@ -7,13 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import StoreFactory
-from support import hazards
 from support.disks import until
 from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, wait_for_writes
-from support.each_hazard import Scenario, scenarios
 from support.stores import CPU, noise, store_is_empty
 
-from ds_tba.core.cache import TensorCache
 from ds_tba.stats import PathMeter
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Refusal
@@ -27,17 +24,6 @@ def put(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
     ticket = store.put(data, wait=True)
     assert isinstance(ticket, SwapTicket) and len(ticket.parts) > 1
     return ticket
-
-
-@scenarios
-@pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
-def test_gradients_are_exact(
-    make_store: StoreFactory, accelerator: Callable[[], CpuAccelerator], scenario: Scenario
-) -> None:
-    """Pieces are of 4 KiB; whole storages of 16 KiB pass only on a synchronous device."""
-    nvme = make_store(staging_bytes=16 * KIB, accelerator=accelerator())
-    hazards.check(scenario, TensorCache([nvme], "cpu", hazards.MIN_BYTES, wait_for_staging=True))
-    assert store_is_empty(nvme)
 
 
 @pytest.mark.parametrize("nbytes", [4 * MIB + 1, 5 * MIB + 4097, 40 * MIB + 3])
