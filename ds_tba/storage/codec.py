@@ -173,8 +173,8 @@ class BlockIo:
                 problem, failure = self._try_to_read(handle, block, part, again=True)
             if failure is not None:
                 lost = ActivationLostError(
-                    f"{where}: the activation cannot be read back ({problem}). Stop, check the drive (dmesg, smartctl), "
-                    "and resume from the last checkpoint."
+                    f"{where}: the activation cannot be read back ({problem}). Stop, check the drive (dmesg, "
+                    "smartctl), and resume from the last checkpoint."
                 )
                 lost.__cause__ = failure
                 return lost

@@ -30,10 +30,6 @@ from ds_tba.storage.staging import BUFFER_BYTES, StagingRing, lane_buffer_bytes,
 from ds_tba.storage.tiers import Tiers
 
 NAMES = get_args(Compression)
-DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,12 +48,11 @@ def saved(store: NvmeStore, data: torch.Tensor, item_bytes: int = 2) -> SwapTick
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_of_every_dtype_comes_back(make_store: StoreFactory, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_every_bit_comes_back_whatever_the_length_of_an_element(make_store: StoreFactory, name: str, size: int) -> None:
     """Random bits are numbers, NaNs with payloads, infinities and denormals of each dtype; beside them usual values."""
     store = make_store(codec=Codec(name))
-    size = torch.empty(0, dtype=dtype).element_size()
-    usual = torch.randn(100_003).mul(4).to(torch.float32).to(dtype)
+    usual = torch.randn(100_003).mul(4)
     for data in (noise(70_001 * size), bytes_of(usual), torch.zeros(MIB + size, dtype=torch.uint8)):
         ticket = saved(store, data.clone(), size)
         assert torch.equal(store.get(ticket, CPU).data, data)

@@ -156,6 +156,9 @@ def test_real_gds_is_demanded_and_not_hoped_for(fake: FakeKvikio, monkeypatch: p
     assert fake.settings["compat_mode"] is CompatMode.OFF
     assert os.environ["CUFILE_ALLOW_COMPAT_MODE"] == "false"
     assert fake.settings["auto_direct_io_read"] and fake.settings["auto_direct_io_write"]
+    assert fake.settings["num_threads"] == 4
+    KvikioBackend(9, "cuda")  # as many as there are lanes
+    assert fake.settings["num_threads"] == 9
 
 
 @pytest.mark.parametrize(
@@ -197,13 +200,6 @@ def test_what_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.change({"compat_mode": CompatMode.OFF, "num_threads": 64})
     assert KvikioBackend(4, "cuda").stages_on_device
     assert fake.settings["num_threads"] == 64 and os.environ["CUFILE_ALLOW_COMPAT_MODE"] == "true"
-
-
-def test_there_are_as_many_threads_as_lanes_and_at_least_four(fake: FakeKvikio) -> None:
-    KvikioBackend(2, "cuda")
-    assert fake.settings["num_threads"] == 4
-    KvikioBackend(9, "cuda")
-    assert fake.settings["num_threads"] == 9
 
 
 # ---- what is missing ------------------------------------------------------------------------------------------------
