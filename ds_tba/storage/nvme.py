@@ -21,6 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -242,17 +243,23 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     # ---- back ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, ticket: SwapTicket) -> bool:
+        copies = self.ring.copies
         with self.lock:
             if not (self.is_open and self.left(ticket.parts)):
                 return True  # in memory or on its way already, or nothing to do
+            if self.ring.accelerator.is_synchronous:  # then they stay in staging until backward wants them
+                self.begin(ticket, ticket.parts)
+                return not self.left(ticket.parts)
             is_new = ticket.destination is None
-            if not self.room_ahead(ticket):
-                return False
+            if is_new:
+                with suppress(RuntimeError, MemoryError):
+                    ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
+                if ticket.destination is None:
+                    return False
             has_begun = self.begin(ticket, ticket.parts)
             if is_new and not has_begun:
                 ticket.destination = None
-            # Where it has memory of its own, that counts from here on, and the other parts follow.
-            return has_begun if ticket.destination is not None else not self.left(ticket.parts)
+            return has_begun  # it has memory, which counts from here on, and the other parts follow
 
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         beside = list[Arrival]()
@@ -472,10 +479,15 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         return True
 
     def _free(self) -> None:
-        with self.lock:
-            self.ring.close()
-        for path in self.paths:  # without the lock: a drive may hang in giving the space back
-            path.give_back()
+        """Give staging and disk space back, which no lane uses any more."""
+        try:
+            with self.lock:
+                # Copies that are under way read and write the memory that closing the ring frees.
+                self.ring.copies.finish()
+                self.ring.close()
+        finally:  # without the lock: a drive may hang in giving the space back
+            for path in self.paths:
+                path.file.close()
 
     def close(self) -> None:
         with self.lock:
@@ -485,16 +497,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             while self.copying and time.monotonic() < deadline_s:  # else staging would go under a put
                 self.changed.wait(COPY_POLL_S)
         with self._opening:
-            if not self._stop_lanes():
-                return
-            try:
-                with self.lock:
-                    # Copies that are under way read and write the memory that closing the ring frees.
-                    self.ring.copies.finish()
-                    self.ring.close()
-            finally:  # without the lock: a drive may hang in giving the space back
-                for path in self.paths:
-                    path.file.close()
+            if self._stop_lanes():
+                self._free()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""

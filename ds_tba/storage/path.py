@@ -160,21 +160,16 @@ class SwapPath:
         self.full = self._is_limit_said = False
 
     def open(self, least_bytes: int) -> None:
-        """Take the first disk space again, if it was given back.
+        """Take the first disk space again, if it was given back. No extent is in use.
 
         Raises:
             PathError: there is none.
         """
         if self.file.fd < 0:
+            self.extents, self.full = SpanAllocator(0, self.extents.alignment_bytes), False
             self.file.open()
             self.file.reserve_first(least_bytes)
             self.extents.grow(self.file.size_bytes)
-
-    def give_back(self) -> None:
-        """Give the disk space back until :meth:`open`; no extent is in use."""
-        self.file.close()
-        self.extents = SpanAllocator(0, self.extents.alignment_bytes)
-        self.full = False
 
     @property
     def written_bytes(self) -> int:
@@ -223,12 +218,11 @@ class SwapPath:
         if not has_room and not self._is_limit_said:
             self._is_limit_said = True
             logger.warning(
-                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. %s",
+                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
+                "io.swap_file_bytes to what one step saves, or, where it is not set, free space there: then the limit "
+                "is 90 %% of what was free on the drive, shared by the ranks",
                 self.file.directory,
                 readable(self.file.limit_bytes),
-                "Raise io.swap_file_bytes to what one step saves"
-                if self.file.is_limit_set
-                else "That is 90 % of what was free on the drive, shared by the ranks: free space there",
             )
         return has_room
 

@@ -256,17 +256,6 @@ class SwapSpace:
 
     # ---- ahead of need ------------------------------------------------------------------------------------------
 
-    def room_ahead(self, ticket: SwapTicket) -> bool:
-        """Take device memory for a storage that backward will want; False where there is none now.
-
-        On the CPU bytes that are ahead stay in staging, and memory is taken when backward wants them.
-        """
-        copies = self.ring.copies
-        if ticket.destination is None and not self.ring.is_synchronous:
-            with suppress(RuntimeError, MemoryError):
-                ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
-        return ticket.destination is not None or self.ring.is_synchronous
-
     def left(self, parts: Iterable[Part]) -> list[Part]:
         """Return the parts that may be begun ahead of need."""
         return [

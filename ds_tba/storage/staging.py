@@ -82,7 +82,6 @@ class StagingRing:
     Attributes:
         accelerator: as given.
         buffers: of the lanes, for :meth:`view`.
-        is_synchronous: the device is the host, so that a copy is done when its call returns.
         slots: changed under the store's lock.
     """
 
@@ -90,8 +89,7 @@ class StagingRing:
         self.accelerator = accelerator
         self._backend = backend
         self._on_device = backend.stages_on_device
-        self.is_synchronous = accelerator.is_synchronous
-        self._is_pinned = not (self.is_synchronous or self._on_device)
+        self._is_pinned = not (accelerator.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes)
         if staging_bytes - lanes * buffer_bytes < backend.alignment_bytes:  # else no tensor would ever leave

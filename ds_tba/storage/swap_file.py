@@ -47,7 +47,6 @@ class SwapFile:
     Args:
         directory: where it lives.
         limit_bytes: the size it never passes.
-        is_limit_set: whether io.swap_file_bytes says so; else it follows from the free space.
 
     Attributes:
         direct: whether the file system has O_DIRECT.
@@ -58,10 +57,9 @@ class SwapFile:
         PathError: the file cannot be made there.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int, *, is_limit_set: bool = False) -> None:
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory = directory
         self.limit_bytes = limit_bytes
-        self.is_limit_set = is_limit_set
         self.size_bytes = self.largest_bytes = 0  # now, and at most so far
         self.direct = self.preallocates = True
         self.zeroed_bytes = 0

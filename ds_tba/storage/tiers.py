@@ -263,7 +263,7 @@ class Tiers:
             files = []
             for directory in self.directories:
                 share = int(directory.free_bytes * FREE_SPACE_FRACTION) // self._ranks_on_node
-                file = SwapFile(directory.path, limit_bytes or max(share, needed), is_limit_set=limit_bytes is not None)
+                file = SwapFile(directory.path, limit_bytes or max(share, needed))
                 undo.callback(file.close)
                 _check_direct(file, self.selection)
                 file.reserve_first(min(needed, config.io.ring_bytes))

@@ -125,7 +125,7 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(store: Nvm
     assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
     assert store.read_ahead.prefetched_bytes + store.read_ahead.unwritten_bytes == 8 * MIB
     assert not store.prefetch(early[6])
-    if not store.ring.is_synchronous:
+    if not store.ring.accelerator.is_synchronous:
         # What was read ahead waits on the device, so that there is room for one more write.
         more = put(store, noise(MIB))
         assert not store.prefetch(more)
@@ -133,7 +133,7 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(store: Nvm
         assert store.prefetch(more)
     gate.opened.set()
     wait_for_writes(store)
-    for ticket in [*early, *late, *([more] if not store.ring.is_synchronous else [])]:
+    for ticket in [*early, *late, *([more] if not store.ring.accelerator.is_synchronous else [])]:
         store.release(ticket)
     nothing_is_held(store)
 
