@@ -43,7 +43,7 @@ HANG_S = 20.0
 PACKAGE = str(Path(ds_tba.__file__).parent)
 # Taking a lock asks for no memory, and the line of its `with` is run at both ends: the tracer would raise between the
 # end of the block and the release. The line of a `try` does nothing.
-LOCKS = (".lock:", "_changed:")
+LOCKS = (".lock:", ".changed:")
 CPU = torch.device("cpu")
 
 
