@@ -320,8 +320,6 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         started = time.perf_counter()
         if self.read_ahead.end(part) is Ahead.STAYED:  # from here on it is ours, and cannot be given up
             self.stats.forwarded_bytes += part.nbytes
-        if self.closed and part.state in (_S.STORED, _S.READ_QUEUED):
-            raise StateError(CLOSED)
         if part.state is _S.STORED:
             self._begin_urgent_read(part)
         if part.state is _S.READ_QUEUED:

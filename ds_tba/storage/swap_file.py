@@ -164,22 +164,19 @@ class SwapFile:
         return nbytes
 
     def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
         try:
-            return self._open_anonymous(os.O_DIRECT)
+            try:
+                return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+            return self._open_and_unlink(flags)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL or not self.direct:
                 raise
         self.direct = False  # the file system has no O_DIRECT
-        return self._open_anonymous(0)
-
-    def _open_anonymous(self, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_CLOEXEC
-        try:
-            return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-        return self._open_and_unlink(flags)
+        return self._open()
 
     def _open_and_unlink(self, flags: int) -> int:
         """Open a file with a name for a moment, without O_TMPFILE; only once, because a link may replace it."""
