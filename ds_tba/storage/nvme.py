@@ -134,7 +134,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         slots = self.ring.slots
         with self.lock:
             self.settle_copies()
-            if not self.is_open or slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
+            has_room = slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes
+            if has_room or not (self.is_open and self.working):  # else that is the reason
                 return None
             too_large = slots.padded(nbytes) > slots.capacity_bytes
             refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
@@ -173,22 +174,21 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
     def _reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
         """Take a slot, a path and an extent on it for ``nbytes``. Called under the lock, which each wait releases."""
-        if not self.is_open:
-            return self._refusal()
+        if not (self.is_open and self.working):
+            return self._refusal(Refusal.PATH_FAILED)
         self.settle_copies()  # or slots whose copies are done would pass for taken
         slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return self._refusal(Refusal.STAGING_FULL)
-        working = [path for path in self.paths if path.failure is None]
         # The path that would be done first: with equal shares the slowest would end every step alone.
-        for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
+        for path in sorted(self.working, key=lambda path: path.busy_s(nbytes)):
             extent = self._extent(path, nbytes)
             if extent is not None:
                 return slot, path, extent
         self.ring.slots.free(slot)
-        return self._refusal(Refusal.NO_SPACE if working else Refusal.PATH_FAILED)
+        return self._refusal(Refusal.NO_SPACE if self.working else Refusal.PATH_FAILED)
 
-    def _refusal(self, where_open: Refusal = Refusal.CLOSED) -> Refusal:
+    def _refusal(self, where_open: Refusal) -> Refusal:
         """Return the reason of a refusal, which after a wait may be another: the store was closed meanwhile."""
         if self.is_open:
             return where_open

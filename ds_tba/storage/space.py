@@ -248,6 +248,11 @@ class SwapSpace:
         self.copying: set[Part] = set()
 
     @property
+    def working(self) -> list[SwapPath]:
+        """The paths that have not failed."""
+        return [path for path in self.paths if path.failure is None]
+
+    @property
     def is_idle(self) -> bool:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()

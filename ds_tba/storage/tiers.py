@@ -119,7 +119,7 @@ class Tiers:
         if self.nvme is None:
             return []
         with self.nvme.lock:
-            return [path.rates() for path in self.paths if path.failure is None]
+            return [path.rates() for path in self.nvme.working]
 
     def lane_s_per_byte(self) -> float:
         """Return the processor time that the lanes have taken for a byte that goes out and comes back."""

@@ -147,7 +147,7 @@ def test_a_failed_write_keeps_the_bytes_and_says_so_once(
         gate(verb, number)
         failing(verb, number)
 
-    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1))
+    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1), staging_bytes=6 * MIB)
     pieces = [noise(MIB) for _ in range(6)]
     tickets = [put(store, piece) for piece in pieces]
     gate.opened.set()
@@ -155,8 +155,9 @@ def test_a_failed_write_keeps_the_bytes_and_says_so_once(
     assert [part_of(ticket).state for ticket in tickets] == [PartState.STORED] + [PartState.RESCUED] * 5
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert torch.equal(store.get(ticket, CPU).data, piece)
-    assert store.put(noise(MIB), wait=False) is Refusal.PATH_FAILED
-    assert store.stats.fallbacks == {"path failed": 6}
+    # Also where what could not be written leaves no room in staging.
+    assert [store.put(noise(2 * MIB), wait=wait) for wait in (False, True)] == [Refusal.PATH_FAILED] * 2
+    assert store.stats.fallbacks == {"path failed": 7}
     assert len(caplog.records) == 1 and "stay in memory" in caplog.text
     for ticket in tickets:
         store.release(ticket)
