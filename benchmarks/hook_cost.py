@@ -88,7 +88,7 @@ class Meter:
             tensors.clear()  # or backward would get the storages themselves
         packed = time.perf_counter()  # the last operation's tensors leave when forward is over
         with self._store.lock:
-            while self._store.space.writes_under_way:
+            while self._store.writes:
                 self._store.changed.wait(1.0)
         self._device.synchronize()
         unpacking = time.perf_counter()

@@ -30,7 +30,7 @@ from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.report import OffloadReport, Writer
 from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
 from ds_tba.stats import StoreStats, readable
-from ds_tba.storage.staging import COPY_BYTES, measure_copies, slots_bytes_of, with_staging
+from ds_tba.storage.staging import slots_bytes_of, with_staging
 from ds_tba.storage.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Rooms:
 
     def _open_machine(self, everyone: Agreement) -> Machine:
         from ds_tba.device.copies import Copies
-        from ds_tba.plan.machine import Machine
+        from ds_tba.plan.machine import COPY_BYTES, Machine, measure_copies
         from ds_tba.storage.host import host_memory
 
         config, tiers, accelerator = self._core.config, self._tiers, self._core.accelerator

@@ -46,9 +46,8 @@ TESTED_ELSEWHERE = {
     "plan.plan": "records that the replay and the search fill in",
     "plan.timeline": "arrays that the replay and the search read",
     "storage.backends.base": "an interface: tests/contracts/backend.py",
-    "storage.space": "slots and what is read ahead, in tests/storage/test_nvme.py and tests/core/test_prefetch.py",
+    "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",
     "storage.staging": "on a device, in test_device_staging.py; its buffers, in test_codec.py; else with the store",
-    "storage.transfers": "writes and reads, in test_nvme.py; lanes that fail, in test_fuzz_store.py",
 }
 CORE = {"core", "storage", "device", "stats", "wear", "holders", "report", "config", "errors"}
 LONGEST_CHAIN = 9  # 8 is the goal: the store stands on files of one noun each

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
 from support import runs
 
 from ds_tba.errors import BackendUnavailableError
-from ds_tba.storage.backends.kvikio import Shared, named
+from ds_tba.storage.backends.kvikio import named
 from ds_tba.storage.swap_file import SwapFile
 
 PROGRAM = f"""
@@ -70,18 +69,3 @@ def test_what_a_killed_run_left_goes_with_the_next_and_what_a_live_one_has_stays
     assert list(tmp_path.iterdir()) == []
     file.close()
     another.close()
-
-
-def test_the_last_of_many_threads_ends_what_they_share() -> None:
-    ended: list[int] = []
-    shared = Shared("file", lambda: ended.append(1))
-    for _ in range(32):
-        shared.join()
-    shared.leave()
-    assert shared.in_use and not ended
-    threads = [threading.Thread(target=shared.leave) for _ in range(31)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not shared.in_use and ended == [1]

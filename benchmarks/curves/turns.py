@@ -195,7 +195,7 @@ class Runner:
         held = [*parameters, *self._workload.batch, *(one.grad for one in parameters if one.grad is not None)]
         storages = [one.untyped_storage() for one in held]
         if self.offloader is not None and self.offloader._tiers.nvme is not None:
-            self.offloader._tiers.open()
+            self.offloader._tiers.nvme.open()
             storages.append(self.offloader._tiers.nvme.ring._memory.untyped_storage())
         with make(storages) as meter:
             self._step()

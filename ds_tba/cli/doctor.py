@@ -103,12 +103,12 @@ def _aio(paths: Sequence[str]) -> Iterator[Check]:
     yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
     for lock in aio.build_locks():
         yield None, f"{lock} exists: another build is running, or was killed; if none is running, remove the lock"
-    obstacle = aio.abandoned_build() or aio.kernel_obstacle(AioConfig(), 5)
+    obstacle = aio.abandoned_build() or aio.kernel_obstacle(AioConfig())
     if obstacle is not None:
         yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
         return
     present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
-    if of_paths := aio.kernel_obstacle(AioConfig(), 5, present):
+    if of_paths := aio.kernel_obstacle(AioConfig(), present):
         yield None, f"io.backend aio cannot run there; null means posix: {of_paths}"
 
 

@@ -9,22 +9,68 @@ its write and its read took of the lanes' processor time. What else moving costs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import torch
 
 from ds_tba.config import OffloadConfig, Placement
-from ds_tba.device.accelerator import Clock, MemoryMeter
+from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
+from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.staging import CopyRates, slots_bytes_of
+from ds_tba.storage.staging import slots_bytes_of, wait_for_stream
 from ds_tba.wear import write_limit_bytes_per_step
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
 # fraction of the device memory's bandwidth.
 LINK_FRACTION = 0.02
+COPY_BYTES = 16 << 20  # about the size of a storage
+TIMES = 5
+
+
+class CopyRates(NamedTuple):
+    """The rates of one copy at a time, in bytes per second."""
+
+    out_bytes_per_s: float
+    in_bytes_per_s: float
+
+
+def measure_copies(
+    accelerator: Accelerator, copies: Copies, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
+) -> CopyRates:
+    """Return the best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
+
+    Args:
+        copies: theirs, which no store uses.
+        staged: staging memory of the size to be copied; overwritten.
+    """
+    device = accelerator.device()
+    data = accelerator.allocate(staged.numel(), device)
+    accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
+    wait_for_stream(accelerator)
+
+    def copy_out() -> None:
+        copies.out(data, staged)
+        copies.hold_at_most(0)
+
+    def copy_in() -> None:
+        copies.into(staged, copies.room(staged.numel(), device)).wait()
+
+    def best_s(copy: Callable[[], None]) -> float:
+        took: list[float] = []
+        for _ in range(TIMES):
+            started_s = clock()
+            copy()
+            took.append(clock() - started_s)
+        return min(took)
+
+    out_s, in_s = best_s(copy_out), best_s(copy_in)
+    return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
 
 
 class Places(Protocol):

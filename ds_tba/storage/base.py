@@ -136,6 +136,8 @@ class Store(ABC, Generic[OwnTicket]):
     def get(self, ticket: OwnTicket, device: torch.device) -> Loaded:
         """Bring the bytes of a ticket to the device: from memory if a write is unfinished, else read.
 
+        One thread at a time asks for those of a ticket, and nobody cancels or releases it meanwhile.
+
         Raises:
             ActivationLostError: they could not be read back.
             ActivationCorruptionError: what was read is not what was written.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
@@ -28,22 +28,16 @@ from ds_tba.errors import (
 )
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.spans import Block, CopySafeAllocator, Span
+from ds_tba.storage.spans import Block, Span
+from ds_tba.storage.staging import StagingRing
 
 logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 1 / 8  # of a block's bytes; with less, the time of reading it back is not worth it
 
 
-class _Filtered(NamedTuple):
-    """Names in blosc2: a compressor behind a filter that sorts the bytes or bits of elements by their significance."""
-
-    compressor: str
-    filter: str
-    level: int
-
-
-_BLOSC = {"lz4": _Filtered("LZ4", "BITSHUFFLE", 5), "zstd": _Filtered("ZSTD", "SHUFFLE", 1)}
+# Names in blosc2: a compressor, the filter before it (which sorts bytes or bits by their significance), and its level.
+_BLOSC = {"lz4": ("LZ4", "BITSHUFFLE", 5), "zstd": ("ZSTD", "SHUFFLE", 1)}
 
 
 class Codec:
@@ -70,12 +64,12 @@ class Codec:
                 'pip install "ds_tba[compression]", or leave io.compression out.'
             ) from error
         blosc2.set_releasegil(True)  # for all of the process; else a lane would stop the training thread
-        way = _BLOSC[name]
+        compressor, sorts, level = _BLOSC[name]
         self._blosc2 = blosc2
         self._parameters = {
-            "codec": getattr(blosc2.Codec, way.compressor),
-            "clevel": way.level,
-            "filters": [getattr(blosc2.Filter, way.filter)],
+            "codec": getattr(blosc2.Codec, compressor),
+            "clevel": level,
+            "filters": [getattr(blosc2.Filter, sorts)],
             "filters_meta": [0],
             "nthreads": 1,
         }
@@ -125,30 +119,17 @@ class Codec:
         return MemoryError(text) if isinstance(why, RuntimeError) else TransferError(text)
 
 
-class Staging(Protocol):
-    """Staging memory with a buffer for each lane: ``StagingRing`` documents these."""
-
-    buffers: list[Span]
-    slots: CopySafeAllocator
-
-    def view(self, slot: Span) -> torch.Tensor: ...
-
-
 class BlockIo:
     """Moves parts between staging and a file, for the lanes.
 
     Args:
         integrity: takes and compares the checksums.
         ring: staging, with a buffer for each lane where there is a codec.
-
-    Attributes:
-        compresses: whether writes go through the codec. Blocks that it has made are read through it in any case.
     """
 
-    def __init__(self, integrity: Integrity, ring: Staging, codec: Codec | None = None) -> None:
+    def __init__(self, integrity: Integrity, ring: StagingRing, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
-        self.compresses = codec is not None
         self._ring = ring
         self._buffers: dict[IoHandle, Span] = {}
 
@@ -162,7 +143,7 @@ class BlockIo:
         Raises:
             TransferError: the drive or the codec failed.
         """
-        if self.codec is None or not self.compresses:
+        if self.codec is None:
             return (self._write_block(handle, staged, Block(0, staged.numel(), offset, staged.numel())),)
         blocks: list[Block] = []
         buffer = self._ring.view(self._buffers[handle])
@@ -185,14 +166,17 @@ class BlockIo:
             where: the place of the part, for the error.
         """
         for block in blocks:
-            try:
-                problem = self._read_twice(handle, block, part, where)
-            except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
+            problem, failure = self._try_to_read(handle, block, part)
+            if problem:
+                what = problem if failure is not None else "bytes read back are not the bytes written"
+                logger.warning("%s: %s; trying once more", where, what)
+                problem, failure = self._try_to_read(handle, block, part, again=True)
+            if failure is not None:
                 lost = ActivationLostError(
-                    f"{where}: the activation cannot be read back ({str(error) or type(error).__name__}). Stop, check "
-                    "the drive (dmesg, smartctl), and resume from the last checkpoint."
+                    f"{where}: the activation cannot be read back ({problem}). Stop, check the drive (dmesg, "
+                    "smartctl), and resume from the last checkpoint."
                 )
-                lost.__cause__ = error
+                lost.__cause__ = failure
                 return lost
             if problem:
                 return ActivationCorruptionError(
@@ -201,16 +185,14 @@ class BlockIo:
                 )
         return None
 
-    def _read_twice(self, handle: IoHandle, block: Block, part: torch.Tensor, where: str) -> str:
-        """Read a block, and once more if need be; return what is wrong with the bytes, or nothing."""
+    def _try_to_read(
+        self, handle: IoHandle, block: Block, part: torch.Tensor, *, again: bool = False
+    ) -> tuple[str, Exception | None]:
+        """Read a block; return what is wrong with the bytes, or nothing, and why they did not come."""
         try:
-            why = self.read(handle, block, part) and "bytes read back are not the bytes written"
-        except (TransferError, RuntimeError, MemoryError) as error:
-            why = str(error) or type(error).__name__
-        if not why:
-            return ""
-        logger.warning("%s: %s; trying once more", where, why)
-        return self.read(handle, block, part, again=True)
+            return self.read(handle, block, part, again=again), None
+        except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
+            return str(error) or type(error).__name__, error
 
     def read(self, handle: IoHandle, block: Block, part: torch.Tensor, *, again: bool = False) -> str:
         """Read a block of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -27,12 +28,11 @@ MIN_SEGMENT_BYTES = 1 << 20
 PARTS = 8
 
 
-class Segment:
+class Segment(NamedTuple):
     """One contiguous part of the tier. Changed only under the store's lock."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.spans = CopySafeAllocator(memory.numel(), IO_ALIGNMENT_BYTES)
+    memory: torch.Tensor
+    spans: CopySafeAllocator
 
 
 class HostTicket(Ticket):
@@ -156,7 +156,12 @@ class HostStore(Store[HostTicket]):
 
     def release(self, ticket: HostTicket) -> None:
         with self._lock:
-            self._free(ticket)
+            self._drop_arrival(ticket)
+            span, ticket.span = ticket.span, None
+            if span is not None:
+                # Both ways: the next tenant may neither overwrite what is still to be taken, nor be overwritten.
+                events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
+                ticket.segment.spans.free_after(events, span)
 
     def settle(self) -> None:
         with self._lock:
@@ -191,19 +196,19 @@ class HostStore(Store[HostTicket]):
             self._segments.clear()
 
     def _allocate(self, nbytes: int) -> tuple[Segment, Span] | None:
-        for segment in self._segments:
-            span = segment.spans.allocate(nbytes)
-            if span is not None:
-                return segment, span
-        grown = self._grow(max(nbytes, MIN_SEGMENT_BYTES))
-        span = None if grown is None else grown.spans.allocate(nbytes)
-        return None if grown is None or span is None else (grown, span)
+        while True:
+            for segment in self._segments:
+                span = segment.spans.allocate(nbytes)
+                if span is not None:
+                    return segment, span
+            if not self._grow(max(nbytes, MIN_SEGMENT_BYTES)):
+                return None
 
-    def _grow(self, least_bytes: int) -> Segment | None:
+    def _grow(self, least_bytes: int) -> bool:
         """Take one more segment, if the limit and the machine have room; if not, they are asked in the next step."""
         room_bytes = self.limit_bytes - self.taken_bytes
         if self._closed or not self._may_grow or room_bytes < least_bytes:
-            return None
+            return False
         size = 1 << (max(PARTS * least_bytes, self.taken_bytes // PARTS) - 1).bit_length()
         try:
             if self._reserve_bytes:
@@ -211,15 +216,15 @@ class HostStore(Store[HostTicket]):
             while size > room_bytes and size >= least_bytes:
                 size //= 2
             if size >= least_bytes:
-                segment = Segment(host_memory(size, self._accelerator))
-                self._segments.append(segment)
+                memory = host_memory(size, self._accelerator)
+                self._segments.append(Segment(memory, CopySafeAllocator(size, IO_ALIGNMENT_BYTES)))
                 self.taken_bytes += size
-                return segment
+                return True
         except (OSError, RuntimeError, MemoryError) as error:  # OSError: no descriptor to ask with, or no map
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
         self._may_grow = False
-        return None
+        return False
 
     def _settle(self) -> None:
         """Let go of what copies used that are done. Never blocks."""
@@ -246,14 +251,6 @@ class HostStore(Store[HostTicket]):
         if arrival is not None:
             self._copies.drop(arrival)
         return arrival is not None
-
-    def _free(self, ticket: HostTicket) -> None:
-        self._drop_arrival(ticket)
-        span, ticket.span = ticket.span, None
-        if span is not None:
-            # Both ways, or the next tenant would overwrite what the device has still to take, or be overwritten by it.
-            events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
-            ticket.segment.spans.free_after(events, span)
 
 
 def host_memory(nbytes: int, accelerator: Accelerator) -> torch.Tensor:

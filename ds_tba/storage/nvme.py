@@ -17,36 +17,27 @@ Cannot see which storages are worth moving, nor in which order backward wants th
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import DsTbaError, StateError
-from ds_tba.stats import StoreStats
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Loaded, Refusal, Store
 from ds_tba.storage.codec import BlockIo, Codec
 from ds_tba.storage.integrity import Integrity
-from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapPath
-from ds_tba.storage.space import (
-    AT_HAND,
-    BEFORE_WRITTEN,
-    GIVEN_UP,
-    Part,
-    PartState,
-    SlowWaits,
-    SwapSpace,
-    SwapTicket,
-    spans_of,
-)
+from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapPath, Task
+from ds_tba.storage.space import AT_HAND, BEFORE_WRITTEN, GIVEN_UP, Ahead, Part, PartState, SwapSpace, SwapTicket
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import CLOSED, StagingRing
 from ds_tba.storage.swap_file import SwapFile
-from ds_tba.storage.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +45,8 @@ CLOSE_TIMEOUT_S = 60.0
 IDLE_LIMIT_S = 1.0  # for writes and reads under way whose bytes nobody wants any more
 COPYING_LIMIT_S = 5.0  # a copy into staging takes less, unless closing has interrupted the thread that copies
 COPY_POLL_S = 0.001
+SLOW_WAIT_S = 30.0  # for a drive, before that is told
+SLOW_AGAIN_S = 60.0  # from one such warning to the next
 PART_FRACTION_OF_STAGING = 0.25
 _ASKED_TOO_LATE = "bytes were asked for after they were given up; this is a bug in ds_tba"
 _S = PartState
@@ -71,8 +64,8 @@ class Lanes:
         return paths * (self.write + self.read)
 
 
-class NvmeStore(Store[SwapTicket]):
-    """Storages on NVMe.
+class NvmeStore(SwapSpace, Store[SwapTicket]):
+    """Storages on NVMe: the half that the cache asks, and that waits; ``SwapSpace`` is the other one.
 
     Args:
         files: one swap file per directory, already of their first size; closed with the store.
@@ -84,14 +77,8 @@ class NvmeStore(Store[SwapTicket]):
         is_last: whether what finds no room stays in device memory; else host memory takes it.
 
     Attributes:
-        lock: guards the parts, slots and extents, the tickets included. Held for bookkeeping and for work that is only
-            queued on a device, never for I/O nor for another call of a drive: the lanes need it at both ends of a
-            transfer.
-        changed: notified whenever a part moves on, or a slot or write ends.
-        space: the parts and their room.
         part_bytes: the length of all parts of a storage but the last.
-        io: moves the bytes of parts.
-        slow_waits: tells of drives that do not answer.
+        closed, is_open: for good, and as [Note: Open] has it.
     """
 
     def __init__(
@@ -105,21 +92,16 @@ class NvmeStore(Store[SwapTicket]):
         *,
         is_last: bool = True,
     ) -> None:
-        self.stats = StoreStats()
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-        self.ring = ring
-        self.paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
-        self.space = SwapSpace(self.paths, ring, self.stats)
-        self.slow_waits = SlowWaits()
-        self.io = BlockIo(Integrity(integrity, backend.blocks, on_device=backend.stages_on_device), ring, codec)
-        self._transfers = Transfers(self.space, self.changed, self.io)
+        checksums = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
+        paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
+        super().__init__(paths, ring, BlockIo(checksums, ring, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
         self._backend, self._lanes, self._is_last = backend, lanes, is_last
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
         self._opening = threading.Lock()
         self.closed = self.is_open = self._has_failed_to_open = False
+        self._quiet_until_s = -math.inf  # about drives that do not answer
         try:
             self._open_handles()
         except BaseException:
@@ -131,15 +113,14 @@ class NvmeStore(Store[SwapTicket]):
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> SwapTicket | Refusal:
         if not (self.is_open or self.closed):
             self._open_or_warn()
-        spans = spans_of(data.numel(), self.part_bytes)
-        if len(spans) > 1 and not wait:
+        if data.numel() > self.part_bytes and not wait:
             refusal = self._lacks_room(data.numel())
             if refusal is not None:
                 return refusal
         ticket = SwapTicket(data.numel(), self, data.device, item_bytes)
         try:
-            for start, nbytes in spans:
-                refusal = self._put_part(ticket, data[start : start + nbytes], start, wait)
+            for start in range(0, data.numel(), self.part_bytes):
+                refusal = self._put_part(ticket, data[start : start + self.part_bytes], start, wait)
                 if refusal is not None:
                     self.release(ticket)  # or the parts before would take room that nobody gives back
                     return refusal
@@ -152,8 +133,9 @@ class NvmeStore(Store[SwapTicket]):
         """Refuse a storage that would have to wait for staging, before its first parts are copied for nothing."""
         slots = self.ring.slots
         with self.lock:
-            self.space.settle_copies()
-            if not self.is_open or slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes:
+            self.settle_copies()
+            has_room = slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes
+            if has_room or not (self.is_open and self.working):  # else that is the reason
                 return None
             too_large = slots.padded(nbytes) > slots.capacity_bytes
             refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
@@ -171,13 +153,13 @@ class NvmeStore(Store[SwapTicket]):
                 slot, path, extent = reserved
                 part = Part(start, data.numel(), path, extent, slot)
                 ticket.parts.append(part)  # first: from here on releasing the ticket frees slot and extent
-                self.space.writes.add(part)
-                self.space.copying.add(part)  # or closing would free the memory under the copy
+                self.writes.add(part)
+                self.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-            part.copies.append(self.ring.copies.out(data, self.ring.view(slot)))
+            part.copy = self.ring.copies.out(data, self.ring.view(slot))
             with self.lock:
-                path.writes.put(self._transfers.write(ticket, part))
-                self.space.copying.discard(part)
+                path.writes.put(Task(partial(self.write, ticket, part), partial(self.lose, part)))
+                self.copying.discard(part)
                 if part.start + part.nbytes == ticket.nbytes:  # not before: a later part may be refused
                     ticket.is_taken = True
                     self.stats.offloaded_bytes += ticket.nbytes
@@ -186,28 +168,27 @@ class NvmeStore(Store[SwapTicket]):
                 try:
                     self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
                 finally:
-                    self.space.copying.discard(part)
+                    self.copying.discard(part)
             raise
         return None
 
     def _reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
         """Take a slot, a path and an extent on it for ``nbytes``. Called under the lock, which each wait releases."""
-        if not self.is_open:
-            return self._refusal()
-        self.space.settle_copies()  # or slots whose copies are done would pass for taken
+        if not (self.is_open and self.working):
+            return self._refusal(Refusal.PATH_FAILED)
+        self.settle_copies()  # or slots whose copies are done would pass for taken
         slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return self._refusal(Refusal.STAGING_FULL)
-        working = [path for path in self.paths if path.failure is None]
         # The path that would be done first: with equal shares the slowest would end every step alone.
-        for path in sorted(working, key=lambda path: path.busy_s(nbytes)):
+        for path in sorted(self.working, key=lambda path: path.busy_s(nbytes)):
             extent = self._extent(path, nbytes)
             if extent is not None:
                 return slot, path, extent
         self.ring.slots.free(slot)
-        return self._refusal(Refusal.NO_SPACE if working else Refusal.PATH_FAILED)
+        return self._refusal(Refusal.NO_SPACE if self.working else Refusal.PATH_FAILED)
 
-    def _refusal(self, where_open: Refusal = Refusal.CLOSED) -> Refusal:
+    def _refusal(self, where_open: Refusal) -> Refusal:
         """Return the reason of a refusal, which after a wait may be another: the store was closed meanwhile."""
         if self.is_open:
             return where_open
@@ -215,19 +196,17 @@ class NvmeStore(Store[SwapTicket]):
 
     def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
         """Take an extent, and have the file grow if need be; None where there is no room."""
-        nbytes, started = path.extents.padded(nbytes), time.perf_counter()
+        nbytes = path.extents.padded(nbytes)
         while self.is_open:  # asked after each wait, or a put would copy into staging that is gone
             extent = path.extents.allocate(nbytes)
-            if extent is not None:
+            if extent is not None or not path.may_grow(nbytes):
                 return extent
-            if not path.is_growing:  # else a second growth would take room that the first one brings
-                if not path.may_grow(nbytes):
-                    break
-                path.is_growing = True
-                # Forward leaves these lanes idle.
-                path.reads.put(self._transfers.grow(path, nbytes), URGENT)
-            self.changed.wait(LANE_CHECK_S)
-            self.slow_waits.note("forward", [path], started)  # or a drive that hangs would look like a slow model
+            self.lock.release()  # or lanes and backward would wait for a drive that hangs
+            try:
+                path.grow(nbytes)
+            finally:
+                self.lock.acquire()
+            path.extents.grow(path.file.size_bytes)
         return None
 
     def _wait_for_slot(self, nbytes: int, wait: bool) -> Span | None:
@@ -238,74 +217,58 @@ class NvmeStore(Store[SwapTicket]):
         the thread that would be waiting here, and are given up.
         """
         started = time.perf_counter()
-        space, slots, copies = self.space, self.ring.slots, self.ring.copies
+        slots, copies = self.ring.slots, self.ring.copies
         slot = None
         while slot is None and self.is_open:
             # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
             # Without ``wait`` nobody waits for writes: what finds no room stays on the device.
-            if copies.under_way or (wait and (space.writes_under_way > 0 or slots.has_spans_in_copies)):
+            if copies.under_way or (wait and (self.writes or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
             elif not (wait and self._give_up_read_ahead()):
                 break
-            waited_for = space.writes or space.read_ahead.newest_first()
-            self.slow_waits.note("forward", (part.path for part in waited_for), started)
-            space.settle_copies()
+            waited_for = self.writes or self.read_ahead.newest_first()
+            self._tell_if_slow("forward", (part.path for part in waited_for), started)
+            self.settle_copies()
             slot = slots.allocate(nbytes)
         self.stats.stall_s += time.perf_counter() - started
         return slot
 
     def _give_up_read_ahead(self) -> bool:
         """Give up the newest read ahead, or wait for one that is under way; False if there is neither."""
-        parts = self.space.read_ahead.newest_first()
-        if parts and not any(self.space.cancel_read_ahead(part) for part in parts):
+        parts = self.read_ahead.newest_first()
+        if parts and not any(self.cancel_read_ahead(part) for part in parts):
             self.changed.wait(LANE_CHECK_S)
         return bool(parts)
 
     # ---- back ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, ticket: SwapTicket) -> bool:
-        space = self.space
+        copies = self.ring.copies
         with self.lock:
-            if not (self.is_open and space.left(ticket.parts)):
+            if not (self.is_open and self.left(ticket.parts)):
                 return True  # in memory or on its way already, or nothing to do
+            if self.ring.accelerator.is_synchronous:  # then they stay in staging until backward wants them
+                self.begin(ticket, ticket.parts)
+                return not self.left(ticket.parts)
             is_new = ticket.destination is None
-            if not space.room_ahead(ticket):
-                return False
-            has_begun = self._begin(ticket, ticket.parts)
+            if is_new:
+                with suppress(RuntimeError, MemoryError):
+                    ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
+                if ticket.destination is None:
+                    return False
+            has_begun = self.begin(ticket, ticket.parts)
             if is_new and not has_begun:
                 ticket.destination = None
-            # Where it has memory of its own, that counts from here on, and the other parts follow.
-            return has_begun if ticket.destination is not None else not space.left(ticket.parts)
-
-    def _begin(self, ticket: SwapTicket, parts: Iterable[Part]) -> bool:
-        """Bring parts ahead of need as far as there is room; return whether there was any."""
-        space, has_begun = self.space, False
-        for part in space.left(parts):
-            if part.state in BEFORE_WRITTEN:
-                has_room = space.hold_unwritten(ticket, part)
-            else:
-                has_room = space.begin_read_ahead(part)
-                if has_room:
-                    part.path.reads.put(self._transfers.read(ticket, part))
-            if not has_room:
-                break
-            has_begun = True
-        return has_begun
+            return has_begun  # it has memory, which counts from here on, and the other parts follow
 
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        space, beside = self.space, list[Arrival]()
+        beside = list[Arrival]()
         with self.lock:
-            space.settle_copies()  # backward needs the memory of what forward has finished copying
-            while ticket.is_loading:  # by another thread: each would free the slots of the parts that it hands over
-                self.changed.wait(LANE_CHECK_S)
+            self.settle_copies()  # backward needs the memory of what forward has finished copying
             if ticket.is_given_up:
                 raise StateError(_ASKED_TOO_LATE)
-            ticket.is_loading = True
-            try:
-                loaded = self._load(ticket, device, beside)
-            finally:
-                ticket.is_loading = False
-                self.changed.notify_all()
+            loaded = self._load(ticket, device, beside)
+            self.changed.notify_all()
         # Here: if the caller never did, the memory could go to the next tenant while it is still copied into.
         loaded.arrival.join()
         for arrival in beside:
@@ -323,12 +286,11 @@ class NvmeStore(Store[SwapTicket]):
         for index, part in enumerate(ticket.parts):
             if part.arrival is not None and part.state in (_S.STORED, _S.RELEASED):
                 continue  # handed over before something failed
-            self._begin(ticket, [one for one in ticket.parts[index + 1 :] if one.state is _S.STORED])
+            self.begin(ticket, [one for one in ticket.parts[index + 1 :] if one.state is _S.STORED])
             self._wait_until_at_hand(ticket, part)
             if part.arrival is None:
-                is_beside = part.host is not None or part.state is _S.RESCUED
-                part.arrival = self.space.copy_in(part, ticket.destination.part(part.start, part.nbytes))
-                beside += [part.arrival] if is_beside else []
+                part.arrival = self.copy_in(part, ticket.destination.part(part.start, part.nbytes))
+                beside += [part.arrival] if part.host is not None else []
             self._hand_over(part)
         arrivals = [part.arrival for part in ticket.parts if part.arrival is not None]
         arrival = self.ring.copies.whole(ticket.destination, arrivals)
@@ -339,39 +301,35 @@ class NvmeStore(Store[SwapTicket]):
 
     def _hand_over(self, part: Part) -> None:
         """Free what a part held that is handed over: cancel a write that has not begun, free the slot of a read."""
-        space, state = self.space, part.state
-        if state in BEFORE_WRITTEN:
+        if part.state in BEFORE_WRITTEN:
             self.stats.forwarded_bytes += part.nbytes
-        if state is _S.QUEUED:
+        if part.state is _S.QUEUED:
             self.stats.cancelled_bytes += part.nbytes
-            space.give_up(part)  # the lane skips it: the write is cancelled
+            self.give_up(part)  # the lane skips it: the write is cancelled
             return
-        space.read_ahead.end(part)
-        if state is _S.LOADED:
+        self.read_ahead.end(part)
+        if part.state is _S.LOADED:
             part.host = None
             part.move(_S.STORED)
-            space.free_slot(part)
+            self.free_slot(part)
 
     def _wait_until_at_hand(self, ticket: SwapTicket, part: Part) -> None:
         """Block until the bytes of a part are in memory. Called under the lock, which each wait releases."""
         if part.state in BEFORE_WRITTEN:
             return
         started = time.perf_counter()
-        if self.space.read_ahead.end(part):  # from here on it is ours, and cannot be given up
+        if self.read_ahead.end(part) is Ahead.STAYED:  # from here on it is ours, and cannot be given up
             self.stats.forwarded_bytes += part.nbytes
-        if self.closed and part.state in (_S.STORED, _S.READ_QUEUED):
-            raise StateError(CLOSED)
         if part.state is _S.STORED:
             self._begin_urgent_read(part)
         if part.state is _S.READ_QUEUED:
-            part.path.reads.put(self._transfers.read(ticket, part), URGENT)
+            self.queue_read(ticket, part, URGENT)
         while part.state not in AT_HAND | GIVEN_UP and not self.closed:
             self.changed.wait(LANE_CHECK_S)
-            self.slow_waits.note("backward", [part.path], started)
+            self._tell_if_slow("backward", [part.path], started)
         if part.state in GIVEN_UP:
             raise StateError(_ASKED_TOO_LATE)
-        has_nothing = part.host is None and part.arrival is None and part.error is None
-        if part.state not in AT_HAND or (self.closed and has_nothing):
+        if part.state not in AT_HAND:
             raise StateError(CLOSED)
         self.stats.stall_s += time.perf_counter() - started
         if part.error is not None:
@@ -387,7 +345,7 @@ class NvmeStore(Store[SwapTicket]):
         slot = slots.allocate(nbytes)
         while slot is None and slots.has_spans_in_copies and part.state is _S.STORED and not self.closed:
             self.changed.wait(COPY_POLL_S)
-            self.space.settle_copies()
+            self.settle_copies()
             slot = slots.allocate(nbytes)
         if part.state is not _S.STORED or self.closed:  # another thread has come first
             if slot is not None:
@@ -398,25 +356,63 @@ class NvmeStore(Store[SwapTicket]):
             part.host = self.ring.overflow(nbytes)
         part.move(_S.READ_QUEUED)
 
+    def _tell_if_slow(self, who: str, paths: Iterable[SwapPath], started_s: float) -> None:
+        """Warn now and then of drives that a thread of the user's waits for: one that hangs looks like a slow model."""
+        now_s = time.perf_counter()
+        if now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
+            return
+        directories = sorted({str(path.file.directory) for path in paths})
+        if not directories:
+            return
+        self._quiet_until_s = now_s + SLOW_AGAIN_S
+        logger.warning(
+            "%s has waited %.0f s for the drive of %s, and waits on. Look whether it reports errors (dmesg, smartctl); "
+            "if it does not answer again, end the run and name another directory in nvme_path",
+            who,
+            now_s - started_s,
+            ", ".join(directories),
+        )
+
     # ---- giving up ----------------------------------------------------------------------------------------------
 
     def release(self, ticket: SwapTicket) -> None:
         with self.lock:
-            self.space.release(ticket)
+            for part in ticket.parts:
+                if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
+                    self.read_ahead.end(part)  # or its bytes would count against the bound for ever
+                    part.move(_S.ABANDONED)
+                    continue
+                if part.state is not _S.ABANDONED:
+                    self.drop_arrival(part)
+                if part.state not in GIVEN_UP:
+                    self.stats.cancelled_bytes += part.nbytes if part.state is _S.QUEUED and ticket.is_taken else 0
+                    self.give_up(part)
+            ticket.destination = None
             self.changed.notify_all()
 
     def settle(self) -> None:
         with self.lock:
-            self.space.settle_copies()
+            self.settle_copies()
 
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
         with self.lock:
+            ahead = [part for part in ticket.parts if part in self.read_ahead]
+            # What was handed over by a get that failed half-way is nowhere else.
+            if any(part.state in (_S.READING, _S.RELEASED) for part in ticket.parts):
+                return False
+            if not ahead and ticket.destination is None:
+                return False
+            for part in ahead:
+                self.cancel_read_ahead(part)
+            for part in ticket.parts:  # those of failed writes
+                self.drop_arrival(part)
+            ticket.destination = None
             self.changed.notify_all()  # whoever waits for a slot may get this one
-            return self.space.cancel(ticket)
+            return True
 
     def copies_out(self) -> Sequence[PendingCopy]:
         with self.lock:
-            self.space.settle_copies()
+            self.settle_copies()
             return self.ring.copies.under_way
 
     # ---- beginning and ending -----------------------------------------------------------------------------------
@@ -468,9 +464,9 @@ class NvmeStore(Store[SwapTicket]):
         with self._opening:
             with self.lock:
                 deadline_s = time.monotonic() + IDLE_LIMIT_S
-                while not (self.closed or self.space.is_idle) and time.monotonic() < deadline_s:
+                while not (self.closed or self.is_idle) and time.monotonic() < deadline_s:
                     self.changed.wait(COPY_POLL_S)  # lanes may be at work on what was given up
-                if self.closed or not self.space.is_idle:
+                if self.closed or not self.is_idle:
                     return self.closed
                 self.is_open = False
             if self._stop_lanes():
@@ -481,29 +477,26 @@ class NvmeStore(Store[SwapTicket]):
         return True
 
     def _free(self) -> None:
-        with self.lock:
-            self.ring.close()
-        for path in self.paths:  # without the lock: a drive may hang in giving the space back
-            path.give_back()
+        """Give staging and disk space back, which no lane uses any more."""
+        try:
+            with self.lock:
+                # Copies that are under way read and write the memory that closing the ring frees.
+                self.ring.copies.finish()
+                self.ring.close()
+        finally:  # without the lock: a drive may hang in giving the space back
+            for path in self.paths:
+                path.file.close()
 
     def close(self) -> None:
         with self.lock:
             self.closed, self.is_open = True, False
             self.changed.notify_all()
             deadline_s = time.monotonic() + COPYING_LIMIT_S
-            while self.space.copying and time.monotonic() < deadline_s:  # else staging would go under a put
+            while self.copying and time.monotonic() < deadline_s:  # else staging would go under a put
                 self.changed.wait(COPY_POLL_S)
         with self._opening:
-            if not self._stop_lanes():
-                return
-            try:
-                with self.lock:
-                    # Copies that are under way read and write the memory that closing the ring frees.
-                    self.ring.copies.finish()
-                    self.ring.close()
-            finally:  # without the lock: a drive may hang in giving the space back
-                for path in self.paths:
-                    path.file.close()
+            if self._stop_lanes():
+                self._free()
 
     def _stop_lanes(self) -> bool:
         """Let the lanes do what is queued and end; whether all of them did within the time for that."""

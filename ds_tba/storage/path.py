@@ -46,7 +46,7 @@ class LaneGroup:
     """The lanes of one kind, and their tasks in order of priority, then of arrival.
 
     Attributes:
-        handles: one for each lane, opened by the store, used and closed by its thread.
+        handles: one for each lane, opened by the store and used by its thread.
     """
 
     def __init__(self) -> None:
@@ -87,17 +87,14 @@ class LaneGroup:
             self._wakes.put(None)
 
     def end(self, deadline_s: float) -> bool:
-        """Wait until the lanes have ended, and forget them; False where one did not until then."""
-        for handle in self.handles[len(self._threads) :]:
-            handle.close()  # its thread never started
-        del self.handles[len(self._threads) :]
-        for handle, thread in zip(self.handles, self._threads, strict=True):
-            if thread.ident is None:
-                handle.close()
-            else:
+        """Wait until the lanes have ended, close their handles, and forget them; False where one has not."""
+        for thread in self._threads:
+            if thread.ident is not None:  # else it never started
                 thread.join(max(0.0, deadline_s - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             return False
+        for handle in self.handles:
+            handle.close()
         self._forget()
         return True
 
@@ -106,7 +103,6 @@ class LaneGroup:
             accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
         while self._serve(handle):
             pass
-        handle.close()
 
     def _serve(self, handle: IoHandle) -> bool:
         """Wait for a task and do it; False once there is none and the lane is to end."""
@@ -151,9 +147,6 @@ class SwapPath:
 
     Args:
         file: its swap file, grown to its first size; closed by the store.
-
-    Attributes:
-        is_growing: whether a lane has the file grow.
     """
 
     def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
@@ -164,40 +157,24 @@ class SwapPath:
         self.meter = PathMeter(write_lanes, read_lanes)
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
-        self.full = self.is_growing = False
-        self._is_limit_said = False
+        self.full = self._is_limit_said = False
 
     def open(self, least_bytes: int) -> None:
-        """Take the first disk space again, if it was given back.
+        """Take the first disk space again, if it was given back. No extent is in use.
 
         Raises:
             PathError: there is none.
         """
         if self.file.fd < 0:
+            self.extents, self.full = SpanAllocator(0, self.extents.alignment_bytes), False
             self.file.open()
             self.file.reserve_first(least_bytes)
             self.extents.grow(self.file.size_bytes)
-
-    def give_back(self) -> None:
-        """Give the disk space back until :meth:`open`; no extent is in use."""
-        self.file.close()
-        self.extents = SpanAllocator(0, self.extents.alignment_bytes)
-        self.full = False
 
     @property
     def written_bytes(self) -> int:
         """Return the bytes that this process had the drive write, which count as wear."""
         return self.meter.writes.drive_bytes + self.file.zeroed_bytes
-
-    @property
-    def is_idle(self) -> bool:
-        """True if no bytes are in its care, and no lane has its file grow."""
-        return self.extents.is_unused and not self.is_growing
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a transfer is under way."""
-        return self.meter.writes.active + self.meter.reads.active > 0
 
     def busy_s(self, more_bytes: int) -> float:
         """Return the seconds to write and read back the bytes that the path holds, and ``more_bytes``.
@@ -241,12 +218,11 @@ class SwapPath:
         if not has_room and not self._is_limit_said:
             self._is_limit_said = True
             logger.warning(
-                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. %s",
+                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
+                "io.swap_file_bytes to what one step saves, or, where it is not set, free space there: then the limit "
+                "is 90 %% of what was free on the drive, shared by the ranks",
                 self.file.directory,
                 readable(self.file.limit_bytes),
-                "Raise io.swap_file_bytes to what one step saves"
-                if self.file.is_limit_set
-                else "That is 90 % of what was free on the drive, shared by the ranks: free space there",
             )
         return has_room
 

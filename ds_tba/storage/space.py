@@ -1,18 +1,22 @@
-"""The parts of storages, and where there is room for them: staging slots, extents, and what was read ahead.
+"""The parts of storages, where there is room for them, and what a lane does with one.
 
 A storage is always a list of parts, each of at most a part of staging, so that it fits whatever its size, spreads over
-all paths, and its copies, writes and reads overlap with each other. This is the bookkeeping of a store: every call is
-made under the store's lock, and none waits. Does not know how bytes move, nor who waits for them: ``nvme.py`` has that.
+all paths, and its copies, writes and reads overlap with each other. Does not know who waits for a part, nor why:
+``nvme.py`` has that.
+
+[Note: Degrading] A failed write leaves the bytes in their slot of staging until backward has had them; its path takes
+no more tensors. DeepSpeed's op reports no failed write: the checksum finds it at the read. A failed read is tried once
+more and then raises: those bytes are gone, and the path goes on. Memory that runs out in a transfer fails it as the
+drive would. Whatever else fails in a lane loses the bytes of its part by name, or backward would wait for ever.
 """
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -20,18 +24,14 @@ import torch
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
 from ds_tba.device.accelerator import Event
 from ds_tba.device.copies import Arrival, Destination, PendingCopy
-from ds_tba.errors import StateError, StorageError
-from ds_tba.stats import StoreStats
+from ds_tba.errors import ActivationLostError, StorageError
+from ds_tba.stats import Kind, StoreStats
 from ds_tba.storage.backends.base import IoHandle
-from ds_tba.storage.base import StateMachine, Store, Ticket
-from ds_tba.storage.path import SwapPath
+from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
+from ds_tba.storage.codec import BlockIo
+from ds_tba.storage.path import AHEAD, SwapPath, Task
 from ds_tba.storage.spans import Block, Span
 from ds_tba.storage.staging import StagingRing
-
-logger = logging.getLogger(__name__)
-
-SLOW_WAIT_S = 30.0  # for a drive, before that is told
-SLOW_AGAIN_S = 60.0  # from one such warning to the next
 
 
 class PartState(Enum):
@@ -43,7 +43,7 @@ class PartState(Enum):
     READ_QUEUED = "in the swap file, read not started"
     READING = "read under way"
     LOADED = "in staging, beside it, or on the device, and in the swap file"
-    RESCUED = "in host memory or staging, because a write failed"
+    RESCUED = "in staging, because a write failed"
     LOST = "nowhere"
     ABANDONED = "given up while a lane uses its memory"
     RELEASED = "given up"
@@ -67,15 +67,15 @@ class Part(StateMachine):
     Attributes:
         start: offset of its bytes in the storage.
         blocks: the places in the file of what is stored, once it is written.
-        copies: copies into the slot; with ``uses``, events of copies out of it: the slot is free after both.
+        copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
         lane: the I/O handle of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
-        host: memory outside of staging: of a read for which there was no slot, or of a failed write.
+        host: memory outside of staging, of a read for which there was no slot.
         error: the reason why its bytes are LOST.
     """
 
     __slots__ = (
-        "arrival", "blocks", "copies", "error", "extent", "host", "lane", "nbytes", "path", "slot", "start", "state",
+        "arrival", "blocks", "copy", "error", "extent", "host", "lane", "nbytes", "path", "slot", "start", "state",
         "uses",
     )  # fmt: skip
 
@@ -101,7 +101,7 @@ class Part(StateMachine):
         self.slot: Span | None = slot
         self.state = PartState.QUEUED
         self.blocks: tuple[Block, ...] = ()
-        self.copies: list[PendingCopy] = []
+        self.copy: PendingCopy | None = None
         self.uses: list[Event] = []
         self.lane: IoHandle | None = None
         self.arrival: Arrival | None = None
@@ -112,13 +112,6 @@ class Part(StateMachine):
     def stored_bytes(self) -> int:
         """Return the bytes that the drive has of it."""
         return sum(block.stored_bytes for block in self.blocks)
-
-    @property
-    def held_slot(self) -> Span:
-        """Return the staging slot; raise a StateError where there is none."""
-        if self.slot is None:
-            raise StateError(f"a part '{self.state.value}' has no staging slot; this is a bug in ds_tba")
-        return self.slot
 
     @property
     def place(self) -> str:
@@ -132,12 +125,11 @@ class SwapTicket(Ticket):
     Attributes:
         parts: the parts, in the order of their bytes.
         destination: device memory for the whole storage, from when it is wanted until it is handed over.
-        is_loading: a thread is handing it over.
         item_bytes: length of an element.
         is_taken: all of its parts found room, so that it counts as offloaded.
     """
 
-    __slots__ = ("destination", "device", "is_loading", "is_taken", "item_bytes", "parts")
+    __slots__ = ("destination", "device", "is_taken", "item_bytes", "parts")
 
     def __init__(self, nbytes: int, store: Store[SwapTicket], device: torch.device, item_bytes: int) -> None:
         super().__init__(nbytes, store)
@@ -145,7 +137,7 @@ class SwapTicket(Ticket):
         self.item_bytes = item_bytes
         self.parts: list[Part] = []
         self.destination: Destination | None = None
-        self.is_loading = self.is_taken = False
+        self.is_taken = False
 
     def place_of(self, part: Part) -> Destination | None:
         """Return the place of a part in the destination, where there is one."""
@@ -158,16 +150,19 @@ class SwapTicket(Ticket):
         return any(part.state in GIVEN_UP and part.arrival is None for part in self.parts)
 
 
-def spans_of(nbytes: int, part_bytes: int) -> Sequence[tuple[int, int]]:
-    """Return the start and the length of each part of ``nbytes``."""
-    return [(start, min(part_bytes, nbytes - start)) for start in range(0, nbytes, part_bytes)]
+class Ahead(Enum):
+    """Whence bytes are in memory ahead of need."""
+
+    UNWRITTEN = "still to be written"
+    STAYED = "written, and never gone"
+    READ = "read, or about to be"
 
 
 class ReadAhead:
     """The parts that prefetching has come to, and the bytes that they take: nobody else knows this of a part.
 
-    Most are read ahead. *Unwritten* ones were still to be written when prefetching came: their bytes stay in memory
-    when the write ends, and from then on count as read ahead, although they never left.
+    Most are read. Of those that were still to be written when prefetching came the bytes stay in memory when the write
+    ends, and from then on count as if they were read.
 
     Args:
         capacity_bytes: bytes of staging, which bound all of it. Bytes that were read ahead on an asynchronous device
@@ -178,131 +173,93 @@ class ReadAhead:
         self._capacity_bytes = capacity_bytes
         self.prefetched_bytes = 0
         self.unwritten_bytes = 0
-        # In the order in which they were asked for, and whether the bytes never left memory.
-        self._prefetched: dict[Part, bool] = {}
-        self._unwritten: set[Part] = set()
+        self._parts: dict[Part, Ahead] = {}  # in the order in which they were asked for
 
     def __contains__(self, part: Part) -> bool:
-        return part in self._prefetched or part in self._unwritten
+        return part in self._parts
 
-    def has_room(self, nbytes: int, *, beside_writes: bool) -> bool:
-        """Return whether ``nbytes`` more may be read; the first always may; beside writes, less."""
-        ahead_bytes = self.prefetched_bytes + nbytes
+    def has_room(self, part: Part, *, beside_writes: bool) -> bool:
+        """Return whether one part more may be ahead; the first that is read always may; beside writes, less."""
+        ahead_bytes = self.prefetched_bytes + part.extent.nbytes
+        fits = ahead_bytes + self.unwritten_bytes <= self._capacity_bytes
+        if part.state in BEFORE_WRITTEN:
+            # It has a slot, and so the share that is left to writes does not matter. If it did, bytes that are being
+            # written when backward begins would hold up the reads behind them.
+            return fits
         bound_bytes = self._capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if beside_writes else 1)
-        fits = ahead_bytes <= bound_bytes and ahead_bytes + self.unwritten_bytes <= self._capacity_bytes
-        return fits or not self.prefetched_bytes
+        return (fits and ahead_bytes <= bound_bytes) or not self.prefetched_bytes
 
-    def add(self, part: Part, *, never_left: bool = False) -> None:
-        """Count a part as read ahead from here on."""
-        self.prefetched_bytes += part.extent.nbytes
-        self._prefetched[part] = never_left
+    def add(self, part: Part, whence: Ahead) -> None:
+        """Count a part as ahead from here on."""
+        self._parts[part] = whence
+        self._count(whence, part.extent.nbytes)
 
-    def add_unwritten(self, part: Part) -> bool:
-        """Add a part that is still to be written; False where the bound has no room.
-
-        It has a slot, and so the share that is left to writes does not matter. If it did, bytes that are being written
-        when backward begins would hold up the reads behind them.
-        """
-        nbytes = part.extent.nbytes
-        if self.prefetched_bytes + self.unwritten_bytes + nbytes > self._capacity_bytes:
-            return False
-        self.unwritten_bytes += nbytes
-        self._unwritten.add(part)
-        return True
+    def _count(self, whence: Ahead, nbytes: int) -> None:
+        if whence is Ahead.UNWRITTEN:
+            self.unwritten_bytes += nbytes
+        else:
+            self.prefetched_bytes += nbytes
 
     def end_write(self, part: Part) -> bool:
         """Note the end of a write; return whether the bytes stay in memory, because prefetching came first."""
-        if part in self._unwritten:
-            self.end(part)
-            self.add(part, never_left=True)
-        return part in self._prefetched
+        stays = self.end(part) is not None
+        if stays:
+            self.add(part, Ahead.STAYED)
+        return stays
 
-    def end(self, part: Part) -> bool:
-        """Count a part as ahead no more, if it was; return whether its bytes never left memory."""
-        if part in self._unwritten:
-            self._unwritten.remove(part)
-            self.unwritten_bytes -= part.extent.nbytes
-            return False
-        never_left = self._prefetched.pop(part, None)
-        if never_left is not None:
-            self.prefetched_bytes -= part.extent.nbytes
-        return bool(never_left)
+    def end(self, part: Part) -> Ahead | None:
+        """Count a part as ahead no more; return whence it was, or None if it was not."""
+        whence = self._parts.pop(part, None)
+        if whence is not None:
+            self._count(whence, -part.extent.nbytes)
+        return whence
 
     def newest_first(self) -> list[Part]:
-        """Return the parts that are read ahead; backward needs the newest last."""
-        return list(reversed(self._prefetched))
-
-
-class SlowWaits:
-    """Tells of a drive that keeps a thread of the user's waiting: else one that hangs would look like a slow model."""
-
-    def __init__(self) -> None:
-        self._quiet_until_s = -math.inf
-
-    def note(self, who: str, paths: Iterable[SwapPath], started_s: float) -> None:
-        """Log a warning where a wait for the drives of these paths takes long, and no other was logged of late.
-
-        Args:
-            started_s: by ``time.perf_counter()``.
-        """
-        now_s = time.perf_counter()
-        if now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
-            return
-        directories = {str(path.file.directory) for path in paths}
-        if not directories:
-            return
-        self._quiet_until_s = now_s + SLOW_AGAIN_S
-        logger.warning(
-            "%s has waited %.0f s for the drive of %s, and waits on. Look whether it reports errors (dmesg, smartctl); "
-            "if it does not answer again, end the run and name another directory in nvme_path",
-            who,
-            now_s - started_s,
-            ", ".join(sorted(directories)),
-        )
+        """Return the parts that are ahead; backward needs the newest last."""
+        return list(reversed(self._parts))
 
 
 class SwapSpace:
-    """Slots of the staging ring and extents of the swap files, and the parts that have them.
+    """The half of a store in which nobody waits for another: what becomes of parts, and the tasks of its lanes.
+
+    All methods are called under the lock, except for the tasks, which lanes run without it.
 
     Attributes:
-        ring, stats: the store's.
+        lock: guards the parts, slots and extents, the tickets included. Held for bookkeeping and for work that is only
+            queued on a device, never for I/O nor for another call of a drive: the lanes need it at both ends of a
+            transfer.
+        changed: notified whenever a part moves on, or a slot or write ends.
+        paths, ring: the swap files and staging, in which parts have their extents and slots.
+        io: moves the bytes of parts, and tells by their checksums whether they are the right ones.
         read_ahead: the parts that prefetching has come to.
         writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them.
         copying: the parts whose bytes are being copied into staging by a put.
     """
 
-    def __init__(self, paths: Sequence[SwapPath], ring: StagingRing, stats: StoreStats) -> None:
-        self._paths = paths
+    def __init__(self, paths: list[SwapPath], ring: StagingRing, io: BlockIo) -> None:
+        self.stats = StoreStats()
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.paths = paths
         self.ring = ring
-        self.stats = stats
+        self.io = io
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
         self.copying: set[Part] = set()
 
     @property
+    def working(self) -> list[SwapPath]:
+        """The paths that have not failed."""
+        return [path for path in self.paths if path.failure is None]
+
+    @property
     def is_idle(self) -> bool:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()
-        is_unused = self.ring.slots.is_unused and all(path.is_idle for path in self._paths)
+        is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
         return is_unused and not (self.writes or self.copying or self.ring.copies.under_way)
 
-    @property
-    def writes_under_way(self) -> int:
-        """Return the number of writes that are under way or to come."""
-        return len(self.writes)
-
     # ---- ahead of need ------------------------------------------------------------------------------------------
-
-    def room_ahead(self, ticket: SwapTicket) -> bool:
-        """Take device memory for a storage that backward will want; False where there is none now.
-
-        On the CPU bytes that are ahead stay in staging, and memory is taken when backward wants them.
-        """
-        copies = self.ring.copies
-        if ticket.destination is None and not self.ring.is_synchronous:
-            with suppress(RuntimeError, MemoryError):
-                ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
-        return ticket.destination is not None or self.ring.is_synchronous
 
     def left(self, parts: Iterable[Part]) -> list[Part]:
         """Return the parts that may be begun ahead of need."""
@@ -314,32 +271,38 @@ class SwapSpace:
             and (part.state is _S.STORED or part.state in BEFORE_WRITTEN)
         ]
 
-    def begin_read_ahead(self, part: Part) -> bool:
-        """Take a slot to read a stored part ahead; False where the bound or staging has no room for it."""
-        self.settle_copies()
-        if not self.read_ahead.has_room(part.extent.nbytes, beside_writes=self.writes_under_way > 0):
-            return False
-        part.slot = self.ring.slots.allocate(part.extent.nbytes)
-        if part.slot is None:
-            return False
-        self.read_ahead.add(part)
-        part.move(_S.READ_QUEUED)
-        return True
+    def begin(self, ticket: SwapTicket, parts: Iterable[Part]) -> bool:
+        """Bring parts ahead of need as far as there is room; return whether there was any."""
+        has_begun = False
+        for part in self.left(parts):
+            if not self._begin_part(ticket, part):
+                break
+            has_begun = True
+        return has_begun
 
-    def hold_unwritten(self, ticket: SwapTicket, part: Part) -> bool:
-        """Keep at hand what is still to be written, in its slot or by a copy on the device; False without room.
+    def _begin_part(self, ticket: SwapTicket, part: Part) -> bool:
+        """Read a stored part, or keep at hand one that is still to be written; False without room.
 
-        The slot of a copy is free with the end of its write, for what backward wants next.
+        The latter stays in its slot, or is copied to the device: then its slot is free with the end of its write.
         """
-        if not self.read_ahead.add_unwritten(part):
+        self.settle_copies()
+        if not self.read_ahead.has_room(part, beside_writes=bool(self.writes)):
             return False
+        if part.state is _S.STORED:
+            part.slot = self.ring.slots.allocate(part.extent.nbytes)
+            if part.slot is None:
+                return False
+            self.read_ahead.add(part, Ahead.READ)
+            part.move(_S.READ_QUEUED)
+            self.queue_read(ticket, part)
+            return True
         place = ticket.place_of(part)
         if place is not None:
             with suppress(RuntimeError, MemoryError):
                 part.arrival = self.copy_in(part, place)
             if part.arrival is None:
-                self.read_ahead.end(part)
                 return False
+        self.read_ahead.add(part, Ahead.UNWRITTEN)
         return True
 
     def copy_in(self, part: Part, place: Destination) -> Arrival:
@@ -347,7 +310,9 @@ class SwapSpace:
         if part.host is not None:
             return self.ring.copies.into(part.host, place)
         # After the copies into the slot, or bytes that the device has not written yet would be handed over.
-        arrival = self.ring.copies.into(self.ring.view(part.held_slot), place, after=part.copies)
+        arrival = self.ring.copies.into(
+            self.ring.view(part.slot), place, after=[part.copy] if part.copy is not None else []
+        )
         part.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
         return arrival
 
@@ -356,26 +321,11 @@ class SwapSpace:
         if part not in self.read_ahead or part.state is _S.READING:  # the drive writes into its slot
             return False
         self.read_ahead.end(part)
-        self._drop_arrival(part)
+        self.drop_arrival(part)
         part.host = None
         if part.state not in BEFORE_WRITTEN:  # else the slot is freed when the write ends
             part.move(_S.STORED)
             self.free_slot(part)
-        return True
-
-    def cancel(self, ticket: SwapTicket) -> bool:
-        """Give up all of a storage that is ahead, and its memory; False where there is nothing to give up now."""
-        ahead = [part for part in ticket.parts if part in self.read_ahead]
-        # What was handed over by a get that failed half-way is nowhere else.
-        if ticket.is_loading or any(part.state in (_S.READING, _S.RELEASED) for part in ticket.parts):
-            return False
-        if not ahead and ticket.destination is None:
-            return False
-        for part in ahead:
-            self.cancel_read_ahead(part)
-        for part in ticket.parts:  # those of failed writes
-            self._drop_arrival(part)
-        ticket.destination = None
         return True
 
     # ---- giving back --------------------------------------------------------------------------------------------
@@ -386,24 +336,14 @@ class SwapSpace:
         if slot is None:
             return
         # Else the next tensor's copy or read would overwrite bytes that the device has still to take.
-        events = [copy.event for copy in part.copies] + part.uses
-        part.copies, part.uses = [], []
+        events = part.uses + ([part.copy.event] if part.copy is not None else [])
+        part.copy, part.uses = None, []
         self.ring.slots.free_after(events, slot)  # not at once, or the next tenant's bytes would be copied
 
     def settle_copies(self) -> None:
         """Give back the device memory and the slots that copies used, where these are done."""
         self.ring.copies.settle()
         self.ring.slots.settle()
-
-    def end_work(self, part: Part, state: PartState) -> bool:
-        """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
-        part.lane = None
-        if part.state is _S.ABANDONED:
-            self._drop_arrival(part)
-            self.give_up(part)
-            return False
-        part.move(state)
-        return True
 
     def give_up(self, part: Part) -> None:
         """Release a part whose memory no lane uses. A write that has not begun is cancelled."""
@@ -414,21 +354,139 @@ class SwapSpace:
         self.free_slot(part)
         part.path.extents.free(part.extent)
 
-    def release(self, ticket: SwapTicket) -> None:
-        """Give up all parts of a storage; those that a lane is at are given up when it ends."""
-        for part in ticket.parts:
-            if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
-                self.read_ahead.end(part)  # or its bytes would count against the bound for ever
-                part.move(_S.ABANDONED)
-                continue
-            if part.state is not _S.ABANDONED:
-                self._drop_arrival(part)
-            if part.state not in GIVEN_UP:
-                self.stats.cancelled_bytes += part.nbytes if part.state is _S.QUEUED and ticket.is_taken else 0
-                self.give_up(part)
-        ticket.destination = None
-
-    def _drop_arrival(self, part: Part) -> None:
+    def drop_arrival(self, part: Part) -> None:
+        """Give up the bytes of a part that are on the device, or on their way there."""
         arrival, part.arrival = part.arrival, None
         if arrival is not None:
             self.ring.copies.drop(arrival)
+
+    # ---- tasks of lanes -----------------------------------------------------------------------------------------
+
+    def queue_read(self, ticket: SwapTicket, part: Part, priority: int = AHEAD) -> None:
+        """Have a lane read a part that waits for that; by which of several tasks is nothing to whoever waits."""
+        part.path.reads.put(Task(partial(self._read, ticket, part), partial(self.lose, part)), priority)
+
+    def write(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
+        """Write a queued part, unless its write was cancelled; its bytes stay in staging if they cannot be written."""
+        path, failure, transfer = part.path, None, None
+        with self.ring.lane_stream():
+            lost = _wait_for_copy(part)
+            with self.changed:
+                if part.state is not _S.QUEUED:
+                    return
+                part.move(_S.WRITING)
+                part.lane = handle
+                if lost is None and path.failure is None:  # else it would fail anew, after the kernel's own tries
+                    transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
+            if transfer is not None:
+                failure = self._write_staged(ticket, part, handle)
+        with self.changed:
+            if transfer is not None:
+                path.meter.stop(transfer, moved=failure is None, drive_bytes=part.stored_bytes)
+            self.writes.discard(part)
+            if part.blocks:
+                self._end_write(part)
+            else:
+                self._end_failed_write(ticket, part, failure, lost)
+            self.settle_copies()
+            self.changed.notify_all()
+
+    def _write_staged(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> Exception | None:
+        """Write the staged bytes, and note where they are; return what kept them from the drive, if anything did."""
+        try:
+            part.blocks = self.io.write(handle, self.ring.view(part.slot), part.extent.offset, ticket.item_bytes)
+        except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: see [Note: Degrading]
+            return error
+        return None
+
+    def _end_write(self, part: Part) -> None:
+        stays = self.read_ahead.end_write(part)  # or what backward wants next would be read from the drive
+        self._end_work(part, _S.LOADED if stays else _S.STORED)
+        if not stays or part.arrival is not None:
+            self.free_slot(part)
+        self.stats.written_bytes += part.stored_bytes
+        part.path.tensor_bytes += part.extent.nbytes
+        part.path.stored_bytes += part.stored_bytes
+
+    def _end_failed_write(
+        self, ticket: SwapTicket, part: Part, failure: Exception | None, lost: ActivationLostError | None
+    ) -> None:
+        """Keep bytes in their slot that could not be written, unless they never came there."""
+        self.read_ahead.end(part)
+        part.error = lost
+        if failure is not None:
+            part.path.fail(failure)
+        is_first = not any(one.state is _S.RESCUED for one in ticket.parts)
+        is_wanted = self._end_work(part, _S.RESCUED if lost is None else _S.LOST)
+        if lost is None:
+            self.stats.rescued_storages += is_wanted and is_first
+            self.stats.rescued_bytes += part.nbytes
+            Refusal.PATH_FAILED.count(self.stats, part.nbytes)
+        elif not is_wanted and ticket.is_taken:
+            self.stats.cancelled_bytes += part.nbytes
+
+    def _read(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
+        """Read a part into its slot, or beside staging, unless that was cancelled or done by an urgent request."""
+        with self.changed:
+            if part.state is not _S.READ_QUEUED:
+                return
+            part.move(_S.READING)
+            part.lane = handle
+            transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
+        with self.ring.lane_stream():
+            target = part.host if part.host is not None else self.ring.view(part.slot)
+            error = self.io.read_all(handle, part.blocks, target, part.place)
+            with self.changed:  # before the copy onto the device, which is not the drive's time
+                part.path.meter.stop(transfer, moved=error is None, drive_bytes=part.stored_bytes)
+                place = ticket.place_of(part) if part.state not in GIVEN_UP else None
+            # Memory beside staging is left to whoever waits for it, who frees it when the copy is done.
+            if error is None and place is not None and part.host is None:
+                with suppress(RuntimeError, MemoryError):  # else backward copies it when it wants it
+                    part.arrival = self.copy_in(part, place)
+        with self.changed:
+            part.error = error
+            if error is not None:
+                self.read_ahead.end(part)
+            self._end_work(part, _S.LOADED if error is None else _S.LOST)
+            if error is not None or part.arrival is not None:
+                part.host = None
+                self.free_slot(part)
+            self.stats.read_bytes += part.stored_bytes if error is None else 0
+            self.settle_copies()
+            self.changed.notify_all()
+
+    def lose(self, part: Part, handle: IoHandle, error: BaseException) -> None:
+        """Give the bytes of a part up by name, because a lane failed at it, and not the drive. May be called twice."""
+        with self.changed:
+            # Else another lane has it, or nobody waits for it. Memory may have run out before it was noted who has it.
+            if part.state in UNDER_WAY and part.lane in (None, handle):
+                self.writes.discard(part)
+                self.read_ahead.end(part)
+                part.error = ActivationLostError(
+                    f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error}). "
+                    "Resume from the last checkpoint."
+                )
+                self._end_work(part, _S.LOST)
+                self.changed.notify_all()
+            part.path.fail(error)
+
+    def _end_work(self, part: Part, state: PartState) -> bool:
+        """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
+        part.lane = None
+        if part.state is _S.ABANDONED:
+            self.drop_arrival(part)
+            self.give_up(part)
+            return False
+        part.move(state)
+        return True
+
+
+def _wait_for_copy(part: Part) -> ActivationLostError | None:
+    """Wait until a part's bytes are in staging; return the error of a copy that failed."""
+    copy = part.copy  # once: another thread may give the part up
+    try:
+        if copy is not None:
+            copy.wait()  # else other bytes would be written
+    except Exception as error:  # noqa: BLE001 - whatever it is, staging does not hold the bytes
+        return ActivationLostError(f"an activation could not leave the device: {error}")
+    return None

@@ -8,10 +8,7 @@ then every copy stays on the device, and the other device work of a lane runs in
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 
@@ -32,8 +29,6 @@ MAX_STAGING_BYTES = 1 << 30
 STAGING_FRACTION = 1 / 16
 CPU_STAGING_BYTES = 128 << 20
 CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
-COPY_BYTES = 16 << 20  # about the size of a storage
-TIMES = 5
 
 
 def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
@@ -75,7 +70,7 @@ def wait_for_stream(accelerator: Accelerator) -> None:
 class StagingRing:
     """The memory through which parts reach files, ``staging_bytes`` long and exact in size, from :meth:`open` on.
 
-    Only an urgent read without room, and a failed write, take memory beside it.
+    Only an urgent read without room takes memory beside it.
 
     Args:
         backend: says whether that is host memory (huge pages, or pinned) or device memory.
@@ -87,7 +82,6 @@ class StagingRing:
     Attributes:
         accelerator: as given.
         buffers: of the lanes, for :meth:`view`.
-        is_synchronous: the device is the host, so that a copy is done when its call returns.
         slots: changed under the store's lock.
     """
 
@@ -95,8 +89,7 @@ class StagingRing:
         self.accelerator = accelerator
         self._backend = backend
         self._on_device = backend.stages_on_device
-        self.is_synchronous = accelerator.is_synchronous
-        self._is_pinned = not (self.is_synchronous or self._on_device)
+        self._is_pinned = not (accelerator.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes)
         if staging_bytes - lanes * buffer_bytes < backend.alignment_bytes:  # else no tensor would ever leave
@@ -113,21 +106,15 @@ class StagingRing:
             _check_page(accelerator.pinned(PAGE_BYTES))  # now, not in the middle of the first forward
         self._streams = threading.local()
 
-    def view(self, slot: Span) -> torch.Tensor:
-        """Return the bytes of a slot (uint8, 1-D, aligned)."""
-        if self._memory is None:
+    def view(self, slot: Span | None) -> torch.Tensor:
+        """Return the bytes of a slot (uint8, 1-D, aligned).
+
+        Raises:
+            StateError: it was given back.
+        """
+        if self._memory is None or slot is None:
             raise StateError(CLOSED)
         return self._memory[slot.offset : slot.offset + slot.nbytes]
-
-    def fill(self, slot: Span, data: torch.Tensor) -> None:
-        """Put host bytes into a slot, there at return."""
-        self.view(slot).copy_(data)
-        if self._on_device:
-            wait_for_stream(self.accelerator)
-
-    def rescue(self, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """Copy the first ``nbytes`` of a slot to host memory of their own; in a lane, inside :meth:`lane_stream`."""
-        return staged[:nbytes].to("cpu", copy=True) if self._on_device else staged[:nbytes].clone()
 
     def overflow(self, nbytes: int) -> torch.Tensor:
         """Take memory outside the ring, of its kind, for a read that cannot wait for room in it."""
@@ -139,7 +126,7 @@ class StagingRing:
         return memory
 
     def lane_stream(self) -> AbstractContextManager[object]:
-        """Return the context for a lane's work on the device (checksums, rescues): a stream of the calling thread.
+        """Return the context for a lane's work on the device (checksums): a stream of the calling thread.
 
         A lane's thread starts with the default stream, where its kernels would stand behind all that the training
         thread has queued.
@@ -183,44 +170,3 @@ def _check_page(pinned: torch.Tensor) -> torch.Tensor:
         why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
         raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")
     return pinned
-
-
-@dataclass(frozen=True, slots=True)
-class CopyRates:
-    """The rates of one copy at a time, in bytes per second."""
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-
-
-def measure_copies(
-    accelerator: Accelerator, copies: Copies, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
-) -> CopyRates:
-    """Return the best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
-
-    Args:
-        copies: theirs, which no store uses.
-        staged: staging memory of the size to be copied; overwritten.
-    """
-    device = accelerator.device()
-    data = accelerator.allocate(staged.numel(), device)
-    accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
-    wait_for_stream(accelerator)
-
-    def copy_out() -> None:
-        copies.out(data, staged)
-        copies.hold_at_most(0)
-
-    def copy_in() -> None:
-        copies.into(staged, copies.room(staged.numel(), device)).wait()
-
-    def best_s(copy: Callable[[], None]) -> float:
-        took: list[float] = []
-        for _ in range(TIMES):
-            started_s = clock()
-            copy()
-            took.append(clock() - started_s)
-        return min(took)
-
-    out_s, in_s = best_s(copy_out), best_s(copy_in)
-    return CopyRates(staged.numel() / out_s, staged.numel() / in_s)

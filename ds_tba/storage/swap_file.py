@@ -47,7 +47,6 @@ class SwapFile:
     Args:
         directory: where it lives.
         limit_bytes: the size it never passes.
-        is_limit_set: whether io.swap_file_bytes says so; else it follows from the free space.
 
     Attributes:
         direct: whether the file system has O_DIRECT.
@@ -58,10 +57,9 @@ class SwapFile:
         PathError: the file cannot be made there.
     """
 
-    def __init__(self, directory: Path, limit_bytes: int, *, is_limit_set: bool = False) -> None:
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
         self.directory = directory
         self.limit_bytes = limit_bytes
-        self.is_limit_set = is_limit_set
         self.size_bytes = self.largest_bytes = 0  # now, and at most so far
         self.direct = self.preallocates = True
         self.zeroed_bytes = 0
@@ -102,13 +100,13 @@ class SwapFile:
             ) from error
 
     def grow(self, least_bytes: int) -> bool:
-        """Reserve disk blocks for at least ``least_bytes`` more; False where the limit does not allow it.
+        """Reserve disk blocks for at least ``least_bytes`` more; False beyond the limit, or once it is closed.
 
         Raises:
             OSError: the file system has no room (or no quota) for it; what was reserved on the way is given back.
         """
         with self._use:
-            if self.size_bytes + least_bytes > self.limit_bytes:
+            if self.fd < 0 or self.size_bytes + least_bytes > self.limit_bytes:
                 return False
             step = min(max(least_bytes, GROW_STEP_BYTES), self.limit_bytes - self.size_bytes)
             try:
@@ -166,22 +164,19 @@ class SwapFile:
         return nbytes
 
     def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
         try:
-            return self._open_anonymous(os.O_DIRECT)
+            try:
+                return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
+            except OSError as error:
+                if error.errno not in _UNSUPPORTED:
+                    raise
+            return self._open_and_unlink(flags)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL or not self.direct:
                 raise
         self.direct = False  # the file system has no O_DIRECT
-        return self._open_anonymous(0)
-
-    def _open_anonymous(self, flags: int) -> int:
-        flags |= os.O_RDWR | os.O_CLOEXEC
-        try:
-            return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
-        except OSError as error:
-            if error.errno not in _UNSUPPORTED:
-                raise
-        return self._open_and_unlink(flags)
+        return self._open()
 
     def _open_and_unlink(self, flags: int) -> int:
         """Open a file with a name for a moment, without O_TMPFILE; only once, because a link may replace it."""

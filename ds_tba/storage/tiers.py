@@ -119,7 +119,7 @@ class Tiers:
         if self.nvme is None:
             return []
         with self.nvme.lock:
-            return [path.rates() for path in self.paths if path.failure is None]
+            return [path.rates() for path in self.nvme.working]
 
     def lane_s_per_byte(self) -> float:
         """Return the processor time that the lanes have taken for a byte that goes out and comes back."""
@@ -131,6 +131,10 @@ class Tiers:
         # Takes no lock: the closer's thread calls this, too, after a lane has hung with its lock held.
         nvme, chosen = self.nvme, self.selection
         store = nvme.stats if nvme is not None else StoreStats()
+        compressed = {
+            "uncompressed_bytes": sum(path.tensor_bytes for path in self.paths),
+            "compression_ratio": round(self.stored_share(), 4),
+        }
         host = self.host.stats if self.host is not None else StoreStats()
         return {
             "backend": chosen.backend.name if chosen else "none",
@@ -139,7 +143,7 @@ class Tiers:
             "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
             "written_bytes": store.written_bytes,
             "compression": self._compression,
-            **self._compressed(),
+            **(compressed if self._compression else {}),
             "read_bytes": store.read_bytes,
             "forwarded_bytes": store.forwarded_bytes,
             "cancelled_bytes": store.cancelled_bytes,
@@ -156,14 +160,8 @@ class Tiers:
     @property
     def _compression(self) -> str | None:
         """Name of the codec that writes go through."""
-        io = None if self.nvme is None else self.nvme.io
-        return None if io is None or io.codec is None or not io.compresses else io.codec.name
-
-    def _compressed(self) -> dict[str, Any]:
-        if self.nvme is None or self.nvme.io.codec is None:
-            return {}
-        tensor_bytes = sum(path.tensor_bytes for path in self.paths)
-        return {"uncompressed_bytes": tensor_bytes, "compression_ratio": round(self.stored_share(), 4)}
+        codec = None if self.nvme is None else self.nvme.io.codec
+        return None if codec is None else codec.name
 
     def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
         """Return the wear of each path.
@@ -229,15 +227,6 @@ class Tiers:
         """Return words for host memory and its bound."""
         return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank"
 
-    def open(self) -> None:
-        """Take lanes, staging and disk space, unless they are taken; the first save would do it in mid-forward.
-
-        Raises:
-            OSError, RuntimeError, MemoryError, DsTbaError: something cannot be had now.
-        """
-        if self.nvme is not None:
-            self.nvme.open()
-
     def give_back(self) -> bool:
         """Give lanes, staging, disk space and host memory back until the next save; False where something is in use."""
         given = [store.give_back() for store in self.by_placement.values()]
@@ -274,7 +263,7 @@ class Tiers:
             files = []
             for directory in self.directories:
                 share = int(directory.free_bytes * FREE_SPACE_FRACTION) // self._ranks_on_node
-                file = SwapFile(directory.path, limit_bytes or max(share, needed), is_limit_set=limit_bytes is not None)
+                file = SwapFile(directory.path, limit_bytes or max(share, needed))
                 undo.callback(file.close)
                 _check_direct(file, self.selection)
                 file.reserve_first(min(needed, config.io.ring_bytes))

@@ -87,7 +87,7 @@ def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(st
     gate.opened.set()
     until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in tickets), "the writes")
     assert all(part_of(ticket).arrival is not None for ticket in tickets)
-    assert slots_in_use(store) == 0 and store.space.read_ahead.prefetched_bytes == 3 * MIB
+    assert slots_in_use(store) == 0 and store.read_ahead.prefetched_bytes == 3 * MIB
 
 
 @on_the_cpu
@@ -123,9 +123,9 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(store: Nvm
     late = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]  # counted once
-    assert store.space.read_ahead.prefetched_bytes + store.space.read_ahead.unwritten_bytes == 8 * MIB
+    assert store.read_ahead.prefetched_bytes + store.read_ahead.unwritten_bytes == 8 * MIB
     assert not store.prefetch(early[6])
-    if not store.ring.is_synchronous:
+    if not store.ring.accelerator.is_synchronous:
         # What was read ahead waits on the device, so that there is room for one more write.
         more = put(store, noise(MIB))
         assert not store.prefetch(more)
@@ -133,7 +133,7 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(store: Nvm
         assert store.prefetch(more)
     gate.opened.set()
     wait_for_writes(store)
-    for ticket in [*early, *late, *([more] if not store.ring.is_synchronous else [])]:
+    for ticket in [*early, *late, *([more] if not store.ring.accelerator.is_synchronous else [])]:
         store.release(ticket)
     nothing_is_held(store)
 
@@ -147,7 +147,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     assert store.prefetch(tickets[which])
     loaded = store.get(tickets[which], CPU)
     assert torch.equal(loaded.data, pieces[which]) and loaded.stored is (which == 0)
-    assert store.space.read_ahead.unwritten_bytes == 0
+    assert store.read_ahead.unwritten_bytes == 0
     gate.opened.set()
     wait_for_writes(store)
     assert (store.stats.forwarded_bytes, store.stats.cancelled_bytes) == (MIB, which * MIB)
@@ -180,7 +180,7 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
     until(lambda: all(part_of(ticket).state is PartState.RESCUED for ticket in tickets), "the failures")
-    assert store.space.read_ahead.unwritten_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.read_ahead.unwritten_bytes == store.read_ahead.prefetched_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert store.prefetch(ticket)
         assert torch.equal(store.get(ticket, CPU).data, piece)
@@ -202,7 +202,7 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
         patch.setattr(PendingCopy, "wait", lambda copy: lost())
         gate.opened.set()
         until(lambda: part_of(second).state is PartState.LOST, "the copy")
-    assert store.space.read_ahead.unwritten_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert store.read_ahead.unwritten_bytes == store.read_ahead.prefetched_bytes == 0
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
     for ticket in (first, second):

@@ -16,11 +16,10 @@ from support.doubles import Clock, CpuAccelerator, EventAccelerator, wait_for_wr
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryMeter
 from ds_tba.device.copies import Copies
-from ds_tba.plan.machine import LINK_FRACTION, Machine
+from ds_tba.plan.machine import LINK_FRACTION, TIMES, CopyRates, Machine, measure_copies
 from ds_tba.plan.trace import PathRates, Resources, slowest
 from ds_tba.stats import Kind, PathMeter
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.staging import TIMES, CopyRates, measure_copies
 from ds_tba.storage.tiers import Tiers
 
 MIB = 1 << 20

@@ -279,7 +279,7 @@ def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_st
         cache.forward.micro_step.lead = (2,) * 8
         y = x
         for _ in range(8):
-            y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.space.read_ahead.prefetched_bytes))
+            y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.read_ahead.prefetched_bytes))
     wait_for_writes(store)
     y.sum().backward()
     assert len(ahead) == 8 and max(ahead) == ahead[0] == 2 * 64 * KIB

@@ -43,7 +43,7 @@ HANG_S = 20.0
 PACKAGE = str(Path(ds_tba.__file__).parent)
 # Taking a lock asks for no memory, and the line of its `with` is run at both ends: the tracer would raise between the
 # end of the block and the release. The line of a `try` does nothing.
-LOCKS = (".lock:", "_changed:")
+LOCKS = (".lock:", ".changed:")
 CPU = torch.device("cpu")
 
 
@@ -128,7 +128,7 @@ class Trial:
                 saved.append((ticket, wanted))
         if chance.random() < 0.7:
             deadline = time.monotonic() + 0.05
-            while store.space.writes_under_way and time.monotonic() < deadline:
+            while store.writes and time.monotonic() < deadline:
                 time.sleep(0.001)
         if len(saved) > 3:
             store.release(saved.pop(0)[0])  # perhaps under its write

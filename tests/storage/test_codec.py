@@ -7,13 +7,13 @@ import os
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, ScriptedBackend, part_of
+from support.doubles import DeviceBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
 from ds_tba.config import AioConfig, Compression, OffloadConfig, validate
@@ -24,16 +24,12 @@ from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.codec import Codec
-from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
 from ds_tba.storage.staging import BUFFER_BYTES, StagingRing, lane_buffer_bytes, slots_bytes_of
 from ds_tba.storage.tiers import Tiers
 
 NAMES = get_args(Compression)
-DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-    torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,12 +48,11 @@ def saved(store: NvmeStore, data: torch.Tensor, item_bytes: int = 2) -> SwapTick
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_bit_of_every_dtype_comes_back(make_store: StoreFactory, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_every_bit_comes_back_whatever_the_length_of_an_element(make_store: StoreFactory, name: str, size: int) -> None:
     """Random bits are numbers, NaNs with payloads, infinities and denormals of each dtype; beside them usual values."""
     store = make_store(codec=Codec(name))
-    size = torch.empty(0, dtype=dtype).element_size()
-    usual = torch.randn(100_003).mul(4).to(torch.float32).to(dtype)
+    usual = torch.randn(100_003).mul(4)
     for data in (noise(70_001 * size), bytes_of(usual), torch.zeros(MIB + size, dtype=torch.uint8)):
         ticket = saved(store, data.clone(), size)
         assert torch.equal(store.get(ticket, CPU).data, data)
@@ -174,79 +169,23 @@ def test_other_lengths_than_those_of_the_block_are_refused(name: str) -> None:
     assert not target.any()
 
 
-class Failing(Codec):
-    """Fails so many times with an error."""
+def test_a_codec_without_memory_is_told_from_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, data = Codec("lz4"), torch.zeros(MIB, dtype=torch.uint8)
+    for raised, told in (
+        (RuntimeError("Could not create the context"), MemoryError),
+        (ValueError("damaged"), TransferError),
+    ):
 
-    def __init__(self, verb: str, error: Exception, times: int) -> None:
-        super().__init__("lz4")
-        self._verb, self._error, self.times = verb, error, times
+        def fails(*_: object, raised: Exception = raised, **__: object) -> None:
+            raise raised
 
-    def _fail(self, verb: str) -> None:
-        if verb == self._verb and self.times:
-            self.times -= 1
-            raise self._error
-
-    def compress(self, data: torch.Tensor, into: torch.Tensor, item_bytes: int) -> int:
-        self._fail("compress")
-        return super().compress(data, into, item_bytes)
-
-    def decompress(self, packed: torch.Tensor, into: torch.Tensor) -> None:
-        self._fail("decompress")
-        super().decompress(packed, into)
-
-
-@pytest.mark.parametrize("error", [TransferError("in the codec"), ZeroDivisionError("a bug in a codec")])
-def test_bytes_that_cannot_be_compressed_stay_in_memory(make_store: StoreFactory, error: Exception) -> None:
-    store = make_store(codec=Failing("compress", error, 1), lanes=Lanes(1, 1))
-    data = noise(MIB)
-    ticket = put(store, data.clone())
-    until(lambda: part_of(ticket).state is PartState.RESCUED, "the rescue")
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store.paths[0].failure == str(error)
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_bytes_that_cannot_be_decompressed_are_read_once_more_and_then_an_error(
-    make_store: StoreFactory, times: int
-) -> None:
-    store = make_store(codec=Failing("decompress", TransferError("lz4 cannot decompress"), times), lanes=Lanes(1, 1))
-    data = bytes_of(activations(MIB))
-    ticket = saved(store, data.clone())
-    if times == 1:
-        assert torch.equal(store.get(ticket, CPU).data, data)
-        return
-    with pytest.raises(ActivationCorruptionError, match=r"lz4 cannot decompress.*resume from the last checkpoint"):
-        store.get(ticket, CPU)
-
-
-class Scarce:
-    """blosc2, which raises so many times what it raises for want of memory."""
-
-    def __init__(self, blosc2: Any, verb: str, times: int) -> None:
-        self._blosc2, self._verb, self.times = blosc2, verb, times
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._verb and self.times:
-            self.times -= 1
-            raise RuntimeError("Could not create the context")
-        return getattr(self._blosc2, name)
-
-
-@pytest.mark.parametrize("verb", ["compress2", "decompress2"])
-def test_a_codec_without_memory_fails_the_path_at_a_write_and_is_tried_once_more_at_a_read(
-    make_store: StoreFactory, verb: str
-) -> None:
-    codec = Codec("lz4")
-    store = make_store(codec=codec, lanes=Lanes(1, 1))
-    codec._blosc2 = scarce = Scarce(codec._blosc2, verb, 1)
-    data = bytes_of(activations(MIB))
-    ticket = saved(store, data.clone()) if verb == "decompress2" else put(store, data.clone())
-    until(lambda: part_of(ticket).state in (PartState.STORED, PartState.RESCUED), "the write")
-    assert torch.equal(store.get(ticket, CPU).data, data) and scarce.times == 0
-    if verb == "decompress2":
-        assert store.paths[0].failure is None and not store.stats.rescued_bytes
-    else:
-        assert "Could not create the context" in str(store.paths[0].failure) and store.stats.rescued_bytes == 2 * MIB
+        for verb in ("compress2", "decompress2"):
+            with monkeypatch.context() as patch:
+                packed = data.clone()
+                length = codec.compress(data, packed, 1)
+                patch.setattr(codec._blosc2, verb, fails)
+                with pytest.raises(told, match=f"lz4 cannot {verb[:-1]} .*{raised}"):
+                    codec.compress(data, packed, 1) if verb == "compress2" else codec.decompress(packed[:length], data)
 
 
 def test_staging_that_is_all_buffers_is_refused() -> None:
@@ -255,28 +194,6 @@ def test_staging_that_is_all_buffers_is_refused() -> None:
     ring = StagingRing(CpuAccelerator(), PosixBackend(), MIB, 255)
     assert ring.slots.capacity_bytes == 4096
     ring.close()
-
-
-def test_buffers_of_lanes_are_a_part_of_staging(make_store: StoreFactory) -> None:
-    store = make_store(codec=Codec("lz4"), staging_bytes=32 * MIB, lanes=Lanes(3, 2))
-    held = sum(buffer.nbytes for buffer in store.ring.buffers)
-    assert len(store.ring.buffers) == 5 and held + store.ring.slots.capacity_bytes == 32 * MIB
-    assert held <= 8 * MIB
-    assert lane_buffer_bytes(1 << 30, 4, 4096) == BUFFER_BYTES
-    assert lane_buffer_bytes(MIB, 128, 8192) == 8192
-    assert make_store().ring.buffers == []
-
-
-def test_where_a_codec_is_left_off_its_blocks_are_still_read(make_store: StoreFactory) -> None:
-    store = make_store(codec=Codec("lz4"), staging_bytes=64 * MIB)
-    data = bytes_of(activations(4 * MIB))
-    before = saved(store, data.clone())
-    store.io.compresses = False
-    after = saved(store, data.clone())
-    assert all(block.packed_bytes for block in part_of(before).blocks)
-    assert [block.packed_bytes for block in part_of(after).blocks] == [0]
-    for ticket in (after, before, after):
-        assert torch.equal(store.get(ticket, CPU).data, data)
 
 
 # ---- who may have one ----
@@ -307,11 +224,16 @@ def test_nothing_is_imported_where_nothing_is_compressed(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("staging_bytes", [MIB, 64 * MIB])
-def test_plans_count_with_the_staging_that_buffers_leave(tmp_path: Path, staging_bytes: int) -> None:
+def test_buffers_of_lanes_are_a_part_of_staging_and_plans_count_with_the_rest(
+    tmp_path: Path, staging_bytes: int
+) -> None:
     config = OffloadConfig.model_validate(block(tmp_path, backend="posix", staging_bytes=staging_bytes, write_lanes=3))
     tiers = opened(config)
     assert tiers.nvme is not None
-    assert slots_bytes_of(config) == tiers.nvme.ring.slots.capacity_bytes < staging_bytes
+    ring, held = tiers.nvme.ring, sum(buffer.nbytes for buffer in tiers.nvme.ring.buffers)
+    assert len(ring.buffers) == 5 and held + ring.slots.capacity_bytes == staging_bytes >= 4 * held
+    assert slots_bytes_of(config) == ring.slots.capacity_bytes
+    assert lane_buffer_bytes(1 << 30, 4, 4096) == BUFFER_BYTES and lane_buffer_bytes(MIB, 128, 8192) == 8192
     tiers.close()
 
 
@@ -332,36 +254,3 @@ def test_a_backend_that_stages_on_the_device_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr(tiers_module, "select_backend", lambda *_, **__: Selection(DeviceBackend(), "a test"))
     with pytest.raises(BackendUnavailableError, match=r'io.compression "lz4".*host memory.*"backend": "posix"'):
         opened(OffloadConfig.model_validate(block(tmp_path)))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_payloads_of_nan_and_signs_of_zero_stay(make_store: StoreFactory, name: str) -> None:
-    bits = torch.tensor([0x7FC0, 0x7F81, 0xFFFF - (1 << 16), 0x0001, 0x8000 - (1 << 16)], dtype=torch.int16)
-    data = bytes_of(bits.repeat(200_000))
-    store = make_store(codec=Codec(name))
-    ticket = stored(store, data.clone())
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    assert part_of(ticket).stored_bytes < data.numel() / 8
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_stale_bytes_after_a_lost_rewrite_are_found(make_store: StoreFactory, name: str) -> None:
-    backend = ScriptedBackend(lambda verb, number: "drop" if (verb, number) == ("write", 1) else None)
-    store = make_store(backend, codec=Codec(name))
-    first = saved(store, bytes_of(activations(MIB)))
-    store.release(first)
-    second = saved(store, bytes_of(activations(MIB)))
-    assert part_of(second).extent == part_of(first).extent
-    with pytest.raises(ActivationCorruptionError):
-        store.get(second, CPU)
-
-
-def test_a_store_that_was_given_back_compresses_again(make_store: StoreFactory) -> None:
-    store = make_store(codec=Codec("lz4"))
-    data = bytes_of(activations(MIB))
-    for _ in range(2):
-        ticket = saved(store, data.clone())
-        assert torch.equal(store.get(ticket, CPU).data, data) and part_of(ticket).blocks[0].packed_bytes
-        store.release(ticket)
-        nothing_is_held(store)
-        until(store.give_back, "it is given back")

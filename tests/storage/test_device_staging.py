@@ -5,56 +5,20 @@ The accelerator looks asynchronous, as every device with such a backend is.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import StoreFactory
-from support import hazards
 from support.disks import until
-from support.doubles import CpuAccelerator, DeviceBackend, EventAccelerator, Gate, fails, part_of, slow
-from support.each_hazard import Scenario, cache_over, scenarios
-from support.stores import CPU, MIB, noise, nothing_is_held, put, store_is_empty, stored
+from support.doubles import DeviceBackend, EventAccelerator, Gate, part_of
+from support.stores import CPU, MIB, noise, put, stored
 
-from ds_tba.core.cache import TensorCache
-from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import PartState
 from ds_tba.storage.staging import StagingRing
 
 Script = Callable[[str, int], str | None]
-
-
-@scenarios
-@pytest.mark.parametrize("integrity", ["sampled", "full"])
-def test_gradients_are_exact(make_store: StoreFactory, scenario: Scenario, integrity: str) -> None:
-    backend = DeviceBackend()
-    store = make_store(backend, staging_bytes=8 * MIB, accelerator=EventAccelerator(), integrity=integrity)
-    hazards.check(scenario, cache_over(store, wait=True))
-    assert store.stats.offloaded_bytes > 0 or scenario in hazards.MOVE_NOTHING
-    assert store_is_empty(store)
-    store.close()
-    assert backend.staging == []
-
-
-@scenarios
-@pytest.mark.parametrize(
-    "script", [slow(0.02), slow(0.002, "read"), fails("write", first=3)], ids=["slow writes", "slow reads", "failing"]
-)
-def test_gradients_are_exact_when_the_drive_is_not_well(
-    make_store: StoreFactory, scenario: Scenario, script: Script
-) -> None:
-    store = make_store(DeviceBackend(script), staging_bytes=MIB, accelerator=EventAccelerator())
-    hazards.check(scenario, cache_over(store))
-    assert store_is_empty(store)
-
-
-@scenarios
-def test_gradients_are_exact_when_it_degrades_to_host_memory(make_store: StoreFactory, scenario: Scenario) -> None:
-    store = make_store(DeviceBackend(fails("write", first=3)), staging_bytes=8 * MIB, accelerator=EventAccelerator())
-    hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.MIN_BYTES))
-    assert store_is_empty(store)
 
 
 def test_its_zeroing_is_waited_for_and_a_slot_is_free_once_its_bytes_are_copied(make_store: StoreFactory) -> None:
@@ -113,29 +77,6 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
     assert torch.equal(store.get(ticket, CPU).data, data) and waits == [1]
     gate.opened.set()
     until(lambda: all(part_of(one).state is PartState.STORED for one in filler), "the writes")
-
-
-def test_a_failed_write_is_rescued_to_the_host(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stays on the device would take the very memory that offloading is meant to free."""
-    places: list[tuple[torch.device, int]] = []
-    rescue = StagingRing.rescue
-
-    def watched(self: StagingRing, staged: torch.Tensor, nbytes: int) -> torch.Tensor:
-        host = rescue(self, staged, nbytes)
-        places.append((host.device, host.untyped_storage().nbytes()))
-        assert host.untyped_storage().data_ptr() != staged.untyped_storage().data_ptr()
-        return host
-
-    monkeypatch.setattr(StagingRing, "rescue", watched)
-    store = make_store(DeviceBackend(fails("write", errno.EIO)), accelerator=EventAccelerator())
-    data = noise(MIB + 5)
-    ticket = put(store, data)
-    until(lambda: part_of(ticket).state is PartState.RESCUED, "the failure")
-    for _ in range(2):
-        assert torch.equal(store.get(ticket, CPU).data, data)
-    store.release(ticket)
-    nothing_is_held(store)
-    assert places == [(CPU, MIB + 5)]
 
 
 def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:

@@ -156,15 +156,9 @@ def made(make_store: StoreFactory, chance: random.Random, codec: Codec | None = 
 
 def is_at_rest(store: NvmeStore) -> bool:
     store.settle()
-    ahead, space = store.space.read_ahead, store.space
-    counts = (
-        ahead.prefetched_bytes,
-        ahead.unwritten_bytes,
-        space.writes_under_way,
-        len(space.copying),
-        store.ring.slots.used_bytes,
-    )
-    return not any(counts) and not any(path.extents.used_bytes for path in store.paths)
+    ahead = store.read_ahead
+    held = (ahead.prefetched_bytes, ahead.unwritten_bytes, store.writes, store.copying, store.ring.slots.used_bytes)
+    return not any(held) and not any(path.extents.used_bytes for path in store.paths)
 
 
 class FailingCodec(Codec):
@@ -296,7 +290,7 @@ def test_a_part_that_a_lane_fails_at_is_lost_by_name(make_store: StoreFactory, m
     def fails(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("ds_tba.storage.transfers.Transfers._write_staged", fails)
+    monkeypatch.setattr("ds_tba.storage.space.SwapSpace._write_staged", fails)
     ticket = store.put(torch.zeros(1 << 20, dtype=torch.uint8), wait=True)
     assert not isinstance(ticket, Refusal)
     until(lambda: store.paths[0].failure is not None, "the path failed")

@@ -13,7 +13,7 @@ import torch
 from conftest import Closing, StoreFactory
 from support import hazards
 from support.disks import until
-from support.doubles import Gate, ScriptedBackend, fails, slow, wait_for_writes
+from support.doubles import Gate, ScriptedBackend, slow, wait_for_writes
 from support.each_hazard import Scenario, scenarios
 from support.late_device import LateDevice
 from support.late_stores import (
@@ -193,30 +193,20 @@ def test_a_stream_that_saves_uses_the_tensor_although_the_host_has_let_go_of_it(
     store.close()
 
 
-@pytest.mark.parametrize("handed_over", [False, True], ids=["given up", "handed over"])
+@pytest.mark.parametrize("fate", ["given up", "handed over", "handed over and given up"])
 @pytest.mark.parametrize("make", [slow_writes, in_host_memory], ids=["nvme", "host"])
 def test_memory_is_not_given_back_under_copies(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make, handed_over: bool
+    make_device: DeviceFactory, make_store: StoreFactory, make: Make, fate: str
 ) -> None:
     device = make_device(longest_pause_s=0.1)
     store, _ = make(make_store, device)
     for _ in range(4):
         ticket = store.put(torch.zeros(256 * KIB, dtype=torch.uint8), wait=False)
         assert not isinstance(ticket, Refusal)
-        if handed_over:
+        if "handed over" in fate:
             store.get(ticket, CPU)  # its copy in is for nobody to wait for
-        store.release(ticket)
-    store.close()
-    assert device.copies_under_way == []
-
-
-def test_host_memory_is_not_given_back_under_copies_of_what_is_not_given_up(make_device: DeviceFactory) -> None:
-    device = make_device(longest_pause_s=0.1)
-    store = HostStore(device, MIB)
-    for _ in range(4):
-        ticket = store.put(torch.zeros(256 * KIB, dtype=torch.uint8), wait=False)
-        assert not isinstance(ticket, Refusal)
-        store.get(ticket, CPU)
+        if "given up" in fate:
+            store.release(ticket)
     store.close()
     assert device.copies_under_way == []
 
@@ -267,17 +257,23 @@ def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceF
     store.close()
 
 
-def test_what_a_failed_write_left_in_host_memory_is_there_until_it_was_copied(
+def test_memory_beside_staging_is_there_until_it_was_copied(
     make_device: DeviceFactory, make_store: StoreFactory
 ) -> None:
-    device = make_device(longest_pause_s=0.05)
-    store = make_store(ScriptedBackend(fails("write")), accelerator=device)
+    device, gate = make_device(longest_pause_s=0.05), Gate()
+    gate.opened.set()
+    store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
     data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     ticket = store.put(data.clone(), wait=False)
     wait_for_writes(store)
+    gate.opened.clear()
+    for _ in range(4):
+        store.put(device.allocate(MIB, CPU), wait=False)
+    device.synchronize()
     loaded = store.get(ticket, CPU)  # type: ignore[arg-type]
     assert device.copies_under_way == []
     assert torch.equal(loaded.data, data)
+    gate.opened.set()
 
 
 def test_a_drive_that_is_behind_means_keep(make_device: DeviceFactory, make_store: StoreFactory) -> None:
@@ -300,10 +296,10 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
         for ticket in tickets:
             store.prefetch(ticket)  # type: ignore[arg-type]
         until(lambda: not slots_in_use(store), "the copies")
-    assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 4 * MIB
+    assert device.allocated_bytes == store.read_ahead.prefetched_bytes == 4 * MIB
     for ticket in tickets:
         store.release(ticket)  # type: ignore[arg-type]
-    assert device.allocated_bytes == store.space.read_ahead.prefetched_bytes == 0
+    assert device.allocated_bytes == store.read_ahead.prefetched_bytes == 0
 
 
 def test_a_capture_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ds_tba.storage.space import Part, SwapTicket
 def wait_for_writes(store: NvmeStore) -> None:
     """Wait until no write is queued or under way."""
     with store.lock:
-        while store.space.writes_under_way and not store.closed:
+        while store.writes and not store.closed:
             store.changed.wait(1.0)
 
 

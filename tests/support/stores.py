@@ -20,7 +20,7 @@ def noise(nbytes: int) -> torch.Tensor:
 
 def slots_in_use(store: NvmeStore) -> int:
     with store.lock:
-        store.space.settle_copies()
+        store.settle_copies()
         return store.ring.slots.used_bytes
 
 
@@ -40,14 +40,14 @@ def nothing_is_held(store: NvmeStore) -> None:
     until(lambda: slots_in_use(store) == 0, "staging to be free")
     until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
     assert all(path.extents.used_bytes == 0 for path in store.paths)
-    ahead = store.space.read_ahead
-    assert ahead.prefetched_bytes == ahead.unwritten_bytes == store.space.writes_under_way == 0
+    ahead = store.read_ahead
+    assert ahead.prefetched_bytes == ahead.unwritten_bytes == 0 and not store.writes
 
 
 def store_is_empty(store: NvmeStore) -> bool:
     for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
         with store.lock:
-            store.space.settle_copies()
+            store.settle_copies()
             if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
                 return True
         threading.Event().wait(0.001)

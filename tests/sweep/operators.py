@@ -362,7 +362,7 @@ class Sweep:
     def is_empty(self) -> bool:
         """Return whether the store holds nothing any more."""
         with self._store.lock:
-            self._store.space.settle_copies()
+            self._store.settle_copies()
             return not any(path.extents.used_bytes for path in self._store.paths)
 
     def _compare(self, program: Program) -> None:

@@ -259,22 +259,6 @@ def _build_directories(op: str) -> list[Path]:
     return list(Path(get_default_build_root()).glob(f"{tag}/{op}"))
 
 
-def requests_needed(config: AioConfig, handles: int) -> int:
-    """Return the kernel aio requests that so many handles reserve: a context per handle and one per thread of it.
-
-    The op ignores a failed ``io_setup`` (``csrc/aio/common/deepspeed_aio_types.cpp``), so it is counted beforehand.
-    """
-    return handles * (1 + config.intra_op_parallelism) * config.queue_depth
-
-
-def requests_free(proc: Path = Path("/proc/sys/fs")) -> int | None:
-    """Return the kernel aio requests that nobody here has reserved; None where the kernel does not tell."""
-    try:
-        return int((proc / "aio-max-nr").read_text()) - int((proc / "aio-nr").read_text())
-    except (OSError, ValueError):
-        return None
-
-
 # ---- asking the kernel ----
 
 # linux/aio_abi.h, asm/unistd.h: of io_setup, io_destroy, io_submit and io_pgetevents, which are all that the op calls.
@@ -285,18 +269,12 @@ _LONGEST_WAIT_S = 10
 _CHILD = "import ctypes, sys\nfor n in sys.argv[1:]: ctypes.CDLL(None).syscall(int(n), -1, 0, -1, 0, 0, 0)"
 
 
-def kernel_obstacle(config: AioConfig, handles: int, directories: Sequence[Path] = ()) -> str | None:
+def kernel_obstacle(config: AioConfig, directories: Sequence[Path] = ()) -> str | None:
     """Return what the op would run into in the kernel, with the repair; None if there is nothing.
 
     Args:
         directories: where swap files will be; an empty file is made in each for a moment.
     """
-    needed, free = requests_needed(config, handles), requests_free()
-    if free is not None and needed > free:
-        return (
-            f"aio needs {needed} kernel requests per rank and fs.aio-max-nr leaves {free}: raise it (sysctl "
-            "fs.aio-max-nr=1048576) or lower the lanes or the aio block's queue_depth"
-        )
     if platform.machine() not in _CALLS:
         return None  # their numbers are not known here
     repair = "let the container's seccomp profile allow io_setup, io_submit, io_pgetevents and io_destroy"
@@ -304,7 +282,10 @@ def kernel_obstacle(config: AioConfig, handles: int, directories: Sequence[Path]
         return f"a filter of system calls ends processes that use the kernel's aio: {repair}"
     with suppress(OSError):  # no descriptor, or no such call: the files are asked
         if refusal := _refused(os.memfd_create("ds_tba"), config.queue_depth):
-            return f"the kernel refuses {refusal}, without which DeepSpeed's aio op ends the process: {repair}"
+            return (
+                f"the kernel refuses {refusal}, without which DeepSpeed's aio op ends the process: {repair}, or raise "
+                "fs.aio-max-nr where that is used up (sysctl fs.aio-max-nr=1048576)"
+            )
     for directory in directories:
         with suppress(PathError), closing(SwapFile(directory, IO_ALIGNMENT_BYTES)) as file:  # a run says that better
             if not file.direct:
@@ -376,24 +357,18 @@ def _contexts() -> int:
 def _load_op() -> Any:
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
-    builder = AsyncIOBuilder()
-    repair = (
-        'Install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), g++ and ninja, or set "io": {"backend": "posix"}'
-    )
+    builder, instead = AsyncIOBuilder(), 'or set "io": {"backend": "posix"}.'
+    repair = f"Install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), g++ and ninja, {instead}"
     # Its check needs a standard error with a descriptor, which that of a notebook is not, and finds no libaio without.
     with redirect_stderr(sys.__stderr__ or sys.stderr):
-        return _loaded(builder, repair)
-
-
-def _loaded(builder: Any, repair: str) -> Any:
-    if not (is_built() or builder.is_compatible(verbose=False)):  # its compiler check takes a second
-        raise BackendUnavailableError(f"backend aio: DeepSpeed's {OP} op cannot be built here. {repair}.")
-    _warn_of_build()
-    try:
-        return builder.load(verbose=False)
-    except (RuntimeError, ImportError, OSError) as error:
-        if isinstance(error, OSError):  # of the cache, when another user has built the op
-            repair = 'Set TORCH_EXTENSIONS_DIR to a directory that you may write, or set "io": {"backend": "posix"}'
-        raise BackendUnavailableError(
-            f"backend aio: DeepSpeed's {OP} op did not build or load: {error}. {repair}."
-        ) from error
+        if not (is_built() or builder.is_compatible(verbose=False)):  # its compiler check takes a second
+            raise BackendUnavailableError(f"backend aio: DeepSpeed's {OP} op cannot be built here. {repair}")
+        _warn_of_build()
+        try:
+            return builder.load(verbose=False)
+        except (RuntimeError, ImportError, OSError) as error:
+            if isinstance(error, OSError):  # of the cache, when another user has built the op
+                repair = f"Set TORCH_EXTENSIONS_DIR to a directory that you may write, {instead}"
+            raise BackendUnavailableError(
+                f"backend aio: DeepSpeed's {OP} op did not build or load: {error}. {repair}"
+            ) from error

@@ -26,7 +26,6 @@ import importlib
 import logging
 import os
 import re
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -79,7 +78,7 @@ class KvikioBackend(IoBackend):
             raise BackendUnavailableError(f"io.backend {self.name}: {problem}; or {_INSTEAD}.")
         self._kvikio = imported("kvikio")
         self._device = device
-        self._shared: dict[int, Shared] = {}
+        self._sharers: dict[int, list[_KvikioHandle]] = {}  # of one file, by its descriptor
         why_not = _why_not_direct(self._kvikio.CompatMode, device, insist=direct)
         if direct and why_not is not None:
             raise BackendUnavailableError(
@@ -107,15 +106,12 @@ class KvikioBackend(IoBackend):
 
     def open_handle(self, fd: int) -> IoHandle:
         if not self.stages_on_device:
-            file = self._open(f"/proc/self/fd/{fd}")
-            return _KvikioHandle(file, file.close, on_device=False)
-        shared = self._shared.get(fd)
-        if shared is None or not shared.in_use:
-            with named(fd, self.name) as path:
-                file = self._open(str(path))
-            shared = self._shared[fd] = Shared(file, file.close)
-        shared.join()
-        return _KvikioHandle(shared.file, shared.leave, on_device=True)
+            return _KvikioHandle(self._open(f"/proc/self/fd/{fd}"), [], on_device=False)
+        sharers = self._sharers.setdefault(fd, [])
+        if sharers:
+            return _KvikioHandle(sharers[0].file, sharers, on_device=True)
+        with named(fd, self.name) as path:
+            return _KvikioHandle(self._open(str(path)), sharers, on_device=True)
 
     def _open(self, path: str) -> Any:
         try:
@@ -149,37 +145,37 @@ class KvikioBackend(IoBackend):
 
 
 class _KvikioHandle(IoHandle):
-    def __init__(self, file: Any, close: Callable[[], None], *, on_device: bool) -> None:
-        self._file = file
-        self._close = close
+    """One of the ``sharers`` of a ``CuFile``, the last of which closes it."""
+
+    def __init__(self, file: Any, sharers: list[_KvikioHandle], *, on_device: bool) -> None:
+        self.file = file
+        self._sharers = sharers
         self._on_device = on_device
+        sharers.append(self)
 
     def write(self, data: torch.Tensor, offset: int) -> None:
-        self._move("write", self._file.pwrite, data, offset)
+        self._move("write", self.file.pwrite, data, offset)
 
     def read(self, data: torch.Tensor, offset: int) -> None:
-        self._move("read", self._file.pread, data, offset)
+        self._move("read", self.file.pread, data, offset)
 
     def close(self) -> None:
-        self._close()
+        self._sharers.remove(self)
+        if not self._sharers:
+            self.file.close()
 
     def _move(self, verb: str, submit: Callable[..., Any], data: torch.Tensor, offset: int) -> None:
         request_bytes = data.numel() if self._on_device else HOST_REQUEST_BYTES
         for start in range(0, data.numel(), request_bytes):
             # The future holds neither memory nor file; both live until it is done because this frame does.
-            piece = data[start : start + request_bytes]
-            self._request(verb, submit, piece, offset + start)
-
-    def _request(self, verb: str, submit: Callable[..., Any], piece: torch.Tensor, offset: int) -> None:
-        # kvikio takes objects with a buffer or with __cuda_array_interface__.
-        memory = piece if self._on_device else host_view(piece)
-        wanted = piece.numel()
-        try:
-            moved = submit(memory, wanted, offset, TASK_BYTES).get()
-        except (RuntimeError, OSError) as error:  # RuntimeError with the kernel's words and without its number
-            raise TransferError(f"kvikio's {verb} of {wanted} bytes at offset {offset} failed: {error}") from error
-        if moved != wanted:
-            raise TransferError(f"kvikio's {verb} at offset {offset} was short: {moved} of {wanted} bytes")
+            piece, place = data[start : start + request_bytes], offset + start
+            wanted = piece.numel()
+            try:  # it takes objects with a buffer or with __cuda_array_interface__
+                moved = submit(piece if self._on_device else host_view(piece), wanted, place, TASK_BYTES).get()
+            except (RuntimeError, OSError) as error:  # RuntimeError with the kernel's words and without its number
+                raise TransferError(f"kvikio's {verb} of {wanted} bytes at offset {place} failed: {error}") from error
+            if moved != wanted:
+                raise TransferError(f"kvikio's {verb} at offset {place} was short: {moved} of {wanted} bytes")
 
 
 def driver_obstacle(library: str = DRIVER) -> str | None:
@@ -283,35 +279,6 @@ def named(fd: int, backend: str) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
-
-
-class Shared:
-    """A ``CuFile`` that several handles share, ended with the last of them.
-
-    Args:
-        end: called once, by whichever thread closes the last handle.
-    """
-
-    def __init__(self, file: Any, end: Callable[[], object]) -> None:
-        self.file = file
-        self._end = end
-        self._handles = 0
-        self._lock = threading.Lock()
-
-    @property
-    def in_use(self) -> bool:
-        return self._handles > 0
-
-    def join(self) -> None:
-        with self._lock:
-            self._handles += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._handles -= 1
-            last = self._handles == 0
-        if last:
-            self._end()
 
 
 def _remove_left_behind(directory: Path) -> None:

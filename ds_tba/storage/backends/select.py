@@ -55,15 +55,13 @@ def select_backend(
     """
     obstacle = None
     if zero_uses_nvme or config.io.backend == "aio" or (config.io.backend is None and aio.is_offered()):
-        abandoned = aio.abandoned_build()
-        if abandoned is not None and zero_uses_nvme:
-            logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, and will wait for ever: %s", abandoned)
-        obstacle = _lock_obstacle(config, aio_config, pinned) or abandoned
+        obstacle = aio.abandoned_build()
         if obstacle is None and (zero_uses_nvme or config.io.backend == "aio" or aio.is_built()):
             _check_descriptors(config, aio.AioBackend.name, aio.AioBackend.descriptors_per_handle)
-            obstacle = aio.kernel_obstacle(aio_config, _lanes(config) + 1, directories)
-            if obstacle is not None and zero_uses_nvme:
-                logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, which cannot run here: %s", obstacle)
+            obstacle = aio.kernel_obstacle(aio_config, directories)
+        if obstacle is not None and zero_uses_nvme:
+            logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, which cannot run here: %s", obstacle)
+        obstacle = obstacle or _lock_obstacle(config, aio_config, pinned)
     if config.io.backend is not None:
         backend = _named(config, aio_config, obstacle, device)
         selection = Selection(backend, "; ".join(filter(None, [NAMED, backend.remark])))
