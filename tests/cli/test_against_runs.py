@@ -77,10 +77,10 @@ TABLE = [
 ]  # fmt: skip
 
 
-def made(directory: Path, model: str, way: Way) -> Callable[[int, int], Subject]:
+def made(directory: Path, model: str, way: Way, lora_rank: int | None = None) -> Callable[[int, int], Subject]:
     """As ``ds_tba plan`` makes it, checkpointed as a user has it."""
     (directory / "config.json").write_text(json.dumps(MODELS[model]))
-    recipe = recipe_of(str(directory))
+    recipe = recipe_of(str(directory), lora_rank=lora_rank)
 
     def make(batch: int, sequence: int) -> Subject:
         subject = recipe(batch, sequence)
@@ -95,9 +95,9 @@ def made(directory: Path, model: str, way: Way) -> Callable[[int, int], Subject]
 
 def estimated(directory: Path, model: str, way: Way) -> DryRun:
     offload = OffloadConfig(enabled=False, min_tensor_bytes=MIN_BYTES)
-    training = Training({}, offload, AioConfig(), torch.bfloat16)
+    training = Training({}, offload, torch.bfloat16)
     device = Device("cpu", "made up", None, 1e12, 1e11, 1e10)
-    return dry_run(made(directory, model, way), BATCH, SEQUENCE, training, device, (), way.lora_rank)
+    return dry_run(made(directory, model, way, way.lora_rank), BATCH, SEQUENCE, training, device)
 
 
 def adapted(model: Any, rank: int) -> nn.Module:

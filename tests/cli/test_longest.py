@@ -75,7 +75,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int
 
 def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callable[[int], Setup]:
     offload = OffloadConfig.model_validate({**BLOCK, "enabled": False})
-    training = Training({"optimizer": {"type": "AdamW"}}, offload, AioConfig(), torch.bfloat16)
+    training = Training({"optimizer": {"type": "AdamW"}}, offload, torch.bfloat16)
     device = Device("cpu", "made up", 0, 1e12, 1e11, 1e10)
 
     def setup_of(sequence: int) -> Setup:
@@ -156,7 +156,7 @@ def made_up(sequence: int, power: int = 1) -> Setup:
     )  # fmt: skip
     config = {"zero_optimization": {"contiguous_gradients": False}}
     offload = OffloadConfig(enabled=False, rematerialize=False)
-    training = Training(config, offload, AioConfig(), torch.bfloat16)
+    training = Training(config, offload, torch.bfloat16)
     return Setup(run, training, Device("cpu", "", 1 << 30, 1e12, 1e12, 1e12), 1, 600.0, "/x")
 
 

@@ -18,7 +18,7 @@ import hjson  # of DeepSpeed
 import torch
 
 from ds_tba.cli.format import size
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed
+from ds_tba.config import BLOCK, OffloadConfig, parse_block, refuse_misnamed
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import GRADIENTS, PARAMETERS, STATES, ModelMemory
 from ds_tba.plan.timeline import Spans
@@ -57,7 +57,7 @@ class DryRun:
         hidden_size: of the model's config, else 0.
         attention, notes: the attention kernels that ran, and limitations of this result, for the reader.
         loose_bytes: that checkpointed layers leave to the allocator, and the head cannot use.
-        temporary: other tensors by time; None where that is not known.
+        temporary: other tensors by time.
     """
 
     trace: Trace = field(kw_only=False)
@@ -74,7 +74,7 @@ class DryRun:
     attention: Sequence[str] = ()
     notes: tuple[str, ...] = ()
     loose_bytes: int = 0
-    temporary: Spans | None = field(default=None, compare=False)
+    temporary: Spans = field(compare=False)
 
     @property
     def saved_bytes(self) -> int:
@@ -162,7 +162,6 @@ class Training:
 
     config: Mapping[str, Any]
     offload: OffloadConfig
-    aio: AioConfig
     dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
 
@@ -238,7 +237,6 @@ def read_training(path: Path | None) -> Training:
     parsed = parse_block(found)
     if parsed is None:
         notes += [] if path is None else [f'{path} has no enabled "{BLOCK}" block: its defaults are used']
-        parsed = OffloadConfig(enabled=False), AioConfig()
     if not _at(found, "optimizer.type"):
         notes.append(
             'no "optimizer" is named: the states of Adam and the temporary tensors of PyTorch\'s AdamW are counted; an '
@@ -255,7 +253,8 @@ def read_training(path: Path | None) -> Training:
     name, value = next((one for one in wanted if _at(found, f"{one[0]}.enabled") == one[1]), ("", None))
     if value == "auto":
         notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
-    return Training(found, *parsed, _DTYPES.get(name), tuple(notes))
+    offload = OffloadConfig(enabled=False) if parsed is None else parsed[0]
+    return Training(found, offload, _DTYPES.get(name), tuple(notes))
 
 
 def _at(config: Any, path: str) -> Any:
