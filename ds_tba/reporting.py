@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol, TextIO
@@ -23,7 +23,7 @@ from ds_tba.core.eligibility import Eligibility
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile, Writer
 from ds_tba.stats import readable
-from ds_tba.storage.tiers import Tiers
+from ds_tba.wear import PathWear
 
 logger = logging.getLogger("ds_tba")
 
@@ -45,6 +45,17 @@ class Summarized(Protocol):
         ...
 
 
+class Places(Summarized, Protocol):
+    """The places of moved bytes, as a report tells of them: ``Tiers`` documents these."""
+
+    @property
+    def offloaded_bytes(self) -> int: ...
+    def written_bytes(self) -> list[int]: ...
+    def bandwidth(self) -> list[dict[str, Any]]: ...
+    def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]: ...
+    def describe(self) -> list[str]: ...
+
+
 class ReportFiles:
     """The files that a block's ``report`` names.
 
@@ -63,7 +74,7 @@ class Core:
     """The parts of an offloader that are there whatever its keys ask for."""
 
     config: OffloadConfig
-    tiers: Tiers
+    tiers: Places
     cache: TensorCache
     accelerator: Accelerator
     files: ReportFiles
@@ -246,7 +257,7 @@ def show_log() -> None:
             logger.setLevel(os.environ.get("DS_TBA_LOG_LEVEL", "INFO").upper())
 
 
-def start_line(config: OffloadConfig, tiers: Tiers) -> str:
+def start_line(config: OffloadConfig, tiers: Places) -> str:
     """Return the start-up line of the log: where activations go, and by which rule."""
     parts, ignored = tiers.describe(), _ignored_keys(config)
     if not parts:
