@@ -32,7 +32,7 @@ from ds_tba.cli.plan.rows import (
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, gpu_of, held_of, read_training
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
-from ds_tba.explain.account import SAVED, TEMPORARY, remedy
+from ds_tba.explain.account import SAVED, TEMPORARY, Way, remedy
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 
@@ -476,7 +476,6 @@ def test_host_memory_is_recommended_before_a_drive_where_it_is_enough() -> None:
     assert by_name(list(fixed_rows(poor)))["+ checkpointing and host"].verdict == HOST_FULL
     chosen = recommended(rows_of(poor))
     assert chosen is None or not chosen.cost.host_bytes
-    assert poor.filled(by_name(list(fixed_rows(poor)))["+ checkpointing and host"]) > 1
 
 
 def test_rows_that_gain_neither_memory_nor_time_go() -> None:
@@ -575,12 +574,12 @@ def test_all_parameters_of_a_module_are_gathered_at_once(model: str, largest: in
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_a_smaller_batch_is_a_remedy_only_where_there_is_one(batch: int) -> None:
-    setup = replace(setup_of(stack(1)), batch=batch)
+    setup = replace(setup_of(stack(1)), way=Way(batch=batch))
     told = [remedy(name, setup.way) for name, _ in holders(rows_of(setup)[0], setup.run)]
     assert any("a smaller batch" in one for one in told) is (batch > 1)
     assert any("a fused loss" in one for one in told) and any("an MLP in tiles" in one for one in told)
-    aided = replace(setup, aids=frozenset(("--fused-loss", "--tiled-mlp")))
-    assert "fused" not in remedy(TEMPORARY, aided.way) and "tiles" not in remedy(TEMPORARY, aided.way)
+    aided = remedy(TEMPORARY, Way(aids=("--fused-loss", "--tiled-mlp")))
+    assert "fused" not in aided and "tiles" not in aided
 
 
 def test_the_block_of_checkpointing_is_the_one_of_the_guide() -> None:
@@ -622,16 +621,11 @@ def test_a_node_s_rating_is_as_given_or_that_of_each_of_its_drives() -> None:
         ("24GB", "RTX 4090", 23.6),
         ("80 GiB", "H100", 79.1),
         ("12GB", "T4", 10.95),
-        ("L40S", "L40S", 44.4),
-        ("A10", "A10", 22.0),
+        ("24", "RTX 4090", 23.6),
         ("rtx-3090", "RTX 3090", 23.6),
         ("NVIDIA A100", "A100", 79.1),
-        ("24", "RTX 4090", 23.6),
         ("NVIDIA A100-SXM4-80GB", "A100-80", 79.1),
-        ("A100-40GB", "A100-40", 39.4),
-        ("H100 NVL", "H100 NVL", 93.1),
         ("L4", "L4", 22.0),
-        ("A40", "A40", 44.4),
     ],
 )
 def test_a_gpu_is_a_size_or_a_name_and_pytorch_has_less(text: str, name: str, gib: float) -> None:

@@ -30,10 +30,10 @@ from ds_tba.cli.plan.rows import (
     rows_of,
 )
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
-from ds_tba.config import ASSUMED_RATIO, BLOCK
+from ds_tba.config import ASSUMED_RATIO, BLOCK, zero_block
 from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
-from ds_tba.explain.account import remedy
+from ds_tba.explain.account import Way, remedy
 from ds_tba.plan.trace import PathRates
 from ds_tba.stats import aligned, expanded, readable
 from ds_tba.storage.staging import with_staging
@@ -113,13 +113,20 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
 
     @cache
     def setup_of(sequence: int) -> Setup:
-        tokens = -(-sequence // sequence_ranks)
-        run = dry_run(recipe, options.batch, tokens, training, device, paths)
-        where = offload.nvme_path or "/local_nvme"
+        run = dry_run(recipe, options.batch, -(-sequence // sequence_ranks), training, device, paths)
         return Setup(
-            run, training, device, options.ranks or sharers, tbw / sharers, where, sharers, drives, options.batch,
-            aids, stored_share, host_memory_bytes,
-        )  # fmt: skip
+            run,
+            training,
+            device,
+            options.ranks or sharers,
+            tbw / sharers,
+            offload.nvme_path or "/local_nvme",
+            sharers,
+            drives,
+            Way(zero_block(training.config), options.batch, aids),
+            stored_share,
+            host_memory_bytes,
+        )
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}{f' on {options.lora_targets}' if targets else ''}" if options.lora else ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import itemgetter, le
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_tba.cli.plan.training import Beside, Device, DryRun, Training, beside, held_of
-from ds_tba.config import BLOCK, DsConfig, Placement, zero_block
+from ds_tba.config import BLOCK, DsConfig, Placement
 from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory, Way
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import peak_beside, replay
@@ -40,7 +40,7 @@ SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended
 CHECKPOINTING_TO_HOST = 'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"offload": True})'
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
-UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
+UNIT, MOST, NEAR = 16, 1 << 24, 0.03  # answers of --longest: multiples, bound, and no closer one is sought
 ADAPTIVE = "+ adaptive in a budget"
 HOST_FULL = "lacks host memory"
 HOST_AIR = 1.1  # of host_budget_bytes: segments of memory are not filled to the last byte
@@ -89,7 +89,7 @@ class Setup:
     Attributes:
         tbw: terabytes that this rank's part of the drives is rated for.
         sharers, drives: GPUs of a node that share its drives, and how many these are.
-        aids: of ``--fused-loss``, ``--liger`` and ``--tiled-mlp`` those that the run has.
+        way: what is done about memory already.
         stored_share: bytes that the drives are written for a byte of saved tensors.
         host_memory_bytes: that are free for the GPUs of a node together.
     """
@@ -102,8 +102,7 @@ class Setup:
     nvme_path: str | list[str]
     sharers: int = 1
     drives: int = 1
-    batch: int = 1
-    aids: frozenset[str] = frozenset()
+    way: Way = field(default_factory=Way)
     stored_share: float = 1.0
     host_memory_bytes: float = math.inf
 
@@ -145,11 +144,6 @@ class Setup:
         budget_bytes = max(0, int(room / (1 + FRAGMENTATION) - self.run.temporary_bytes))
         return replace(limits, activation_budget_bytes=budget_bytes)
 
-    @property
-    def way(self) -> Way:
-        """Return what is done about memory already."""
-        return Way(zero_block(self.training.config), self.batch, self.aids)
-
     def block(self, placement: str, **more: object) -> DsConfig:
         """Return a block with the drive to merge into ``ds_config.json``."""
         return {BLOCK: {"enabled": True, "nvme_path": self.nvme_path, "placement": placement, **more}}
@@ -163,11 +157,6 @@ class Setup:
             read_bytes = zero.parameter_read_bytes + cost.read_bytes
             moving_s = max(moving_s, read_bytes / resources.drives.read_bytes_per_s)
         return replace(cost, step_s=max(cost.step_s, moving_s + self.trace.optimizer_s))
-
-    def filled(self, row: Row) -> float:
-        """Return how full a row has the device, or host memory where activations go there; above 1 it is no fit."""
-        host = row.host_bytes * self.sharers / self.host_memory_bytes if row.cost.host_bytes else 0.0
-        return max(host, row.need_bytes / (TIGHT * (self.device.memory_bytes or math.inf)))
 
     def row(
         self, name: str, cost: Prediction, merged: DsConfig, advice: str = "", moving_bytes: int | None = None
@@ -327,21 +316,11 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
         return {row.name: row for row in fixed_rows(setup_of(sequence))}
 
     def longest(name: str) -> tuple[int, Row]:
-        """Double or halve until one length fits and another does not, then try on the line through the two."""
-        filled: dict[int, float] = {}
+        """Double or halve until one length fits and another does not, then halve what is between the two."""
         fits, fails, guess = 0, MOST + UNIT, first
         while fails - fits > max(UNIT, NEAR * fits):
-            filled[guess] = setup_of(guess).filled(rows(guess)[name])
-            fits, fails = (guess, fails) if filled[guess] <= 1 else (fits, guess)
-            if fails > MOST:
-                guess = min(MOST, 2 * fits)
-            elif not fits:
-                guess = max(UNIT, fails // 2)
-            else:
-                least = max(UNIT, NEAR / 2 * fits)  # away from both, or the line would come ever nearer to one
-                part = (1 - filled[fits]) / (filled[fails] - filled[fits])
-                guess = int(min(fails - least, max(fits + least, fits + part * (fails - fits))))
-            guess = guess // UNIT * UNIT
+            fits, fails = (guess, fails) if rows(guess)[name].verdict == "fits" else (fits, guess)
+            guess = min(MOST, 2 * fits) if fails > MOST else max(UNIT, (fits + fails) // 2 // UNIT * UNIT)
         return fits, rows(fits or UNIT)[name]
 
     first = min(MOST, max(UNIT, first // UNIT * UNIT))
