@@ -476,6 +476,7 @@ def test_host_memory_is_recommended_before_a_drive_where_it_is_enough() -> None:
     assert by_name(list(fixed_rows(poor)))["+ checkpointing and host"].verdict == HOST_FULL
     chosen = recommended(rows_of(poor))
     assert chosen is None or not chosen.cost.host_bytes
+    assert poor.filled(by_name(list(fixed_rows(poor)))["+ checkpointing and host"]) > 1
 
 
 def test_rows_that_gain_neither_memory_nor_time_go() -> None:

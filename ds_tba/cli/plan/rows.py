@@ -40,7 +40,7 @@ SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended
 CHECKPOINTING_TO_HOST = 'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"offload": True})'
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
-UNIT, MOST, NEAR = 16, 1 << 24, 0.03  # answers of --longest: multiples, bound, and no closer one is sought
+UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
 ADAPTIVE = "+ adaptive in a budget"
 HOST_FULL = "lacks host memory"
 HOST_AIR = 1.1  # of host_budget_bytes: segments of memory are not filled to the last byte
@@ -157,6 +157,11 @@ class Setup:
             read_bytes = zero.parameter_read_bytes + cost.read_bytes
             moving_s = max(moving_s, read_bytes / resources.drives.read_bytes_per_s)
         return replace(cost, step_s=max(cost.step_s, moving_s + self.trace.optimizer_s))
+
+    def filled(self, row: Row) -> float:
+        """Return how full a row has the device, or host memory where activations go there; above 1 it is no fit."""
+        host = row.host_bytes * self.sharers / self.host_memory_bytes if row.cost.host_bytes else 0.0
+        return max(host, row.need_bytes / (TIGHT * (self.device.memory_bytes or math.inf)))
 
     def row(
         self, name: str, cost: Prediction, merged: DsConfig, advice: str = "", moving_bytes: int | None = None
@@ -316,11 +321,21 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
         return {row.name: row for row in fixed_rows(setup_of(sequence))}
 
     def longest(name: str) -> tuple[int, Row]:
-        """Double or halve until one length fits and another does not, then halve what is between the two."""
+        """Double or halve until one length fits and another does not, then try on the line through the two."""
+        filled: dict[int, float] = {}
         fits, fails, guess = 0, MOST + UNIT, first
         while fails - fits > max(UNIT, NEAR * fits):
-            fits, fails = (guess, fails) if rows(guess)[name].verdict == "fits" else (fits, guess)
-            guess = min(MOST, 2 * fits) if fails > MOST else max(UNIT, (fits + fails) // 2 // UNIT * UNIT)
+            filled[guess] = setup_of(guess).filled(rows(guess)[name])
+            fits, fails = (guess, fails) if filled[guess] <= 1 else (fits, guess)
+            if fails > MOST:
+                guess = min(MOST, 2 * fits)
+            elif not fits:
+                guess = max(UNIT, fails // 2)
+            else:
+                least = max(UNIT, NEAR / 2 * fits)  # away from both, or the line would come ever nearer to one
+                part = (1 - filled[fits]) / (filled[fails] - filled[fits])
+                guess = int(min(fails - least, max(fits + least, fits + part * (fails - fits))))
+            guess = guess // UNIT * UNIT
         return fits, rows(fits or UNIT)[name]
 
     first = min(MOST, max(UNIT, first // UNIT * UNIT))
