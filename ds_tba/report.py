@@ -257,24 +257,17 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
         raise ConfigError(
             f"{key} {target} cannot be a file ({error.strerror}): name one in a directory that you may write to."
         ) from error
-    if not is_replaceable(target):  # os.replace() would put a file in the place of /dev/stdout
+    directory = Path(os.path.realpath(target.parent))  # Path's raises for loops
+    # Of the system are also symlinks such as /dev/stdout, in whose place os.replace() would put a file.
+    is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
+    is_free = target.is_file() or target.is_symlink() or not target.exists()
+    if is_of_system or target.is_dir() or not is_free:
         raise ConfigError(
             f"{key} {target} is a directory, a device, a pipe or a file of the system's: name a regular file."
         )
     if not os.access(target.parent, os.W_OK):
         raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
     return target
-
-
-def is_replaceable(path: Path) -> bool:
-    """Return whether :func:`write_file` may take the name: nothing, a file or a symlink is there.
-
-    Names in ``/dev`` and ``/proc`` are the system's, also those that are symlinks, such as ``/dev/stdout``.
-    """
-    directory = Path(os.path.realpath(path.parent))  # Path's raises for loops
-    is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
-    is_free = path.is_file() or path.is_symlink() or not path.exists()
-    return is_free and not is_of_system and not path.is_dir()
 
 
 def write_file(path: Path, text: str) -> None:
