@@ -64,12 +64,12 @@ def planned(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
     from ds_tba.cli.plan.model import recipe_of
     from ds_tba.cli.plan.rows import FRAGMENTATION, Setup, fixed_rows
     from ds_tba.cli.plan.training import Device, Training
-    from ds_tba.config import AioConfig, OffloadConfig
+    from ds_tba.config import OffloadConfig
     from ds_tba.plan.trace import PathRates
 
     io = {"staging_bytes": options.staging_mib * MIB}
     block = {"enabled": False, "min_tensor_bytes": options.min_tensor_kib * 1024, "rematerialize": False, "io": io}
-    training = Training({}, OffloadConfig.model_validate(block), AioConfig(), torch.float32)
+    training = Training({}, OffloadConfig.model_validate(block), torch.float32)
     device, recipe = Device("cpu", "CPU", None, 1e11, 1e10, 5e9), recipe_of(folder)
     found: dict[str, list[int]] = {name: [] for name in SETTINGS}
     for sequence in options.lengths:

@@ -7,6 +7,7 @@ This file knows JSON and every rule that needs no look at the machine. It cannot
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import numbers
 import os
@@ -104,21 +105,6 @@ def _not_per_cent(value: float) -> float:
     return value
 
 
-def _not_none_in_words(value: object) -> object:
-    """Refuse what is meant for null by who knows other configs."""
-    if value is False or (isinstance(value, str) and value.lower() in ("none", "null", "off")):
-        raise refusal("for no compression leave the key out, or write null")
-    return value
-
-
-def _aligned(value: int) -> int:
-    """Refuse a size that direct I/O could not transfer."""
-    if value % IO_ALIGNMENT_BYTES:
-        repair = -(-value // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES
-        raise refusal(f"it must be a multiple of 4096 bytes; {repair} is the next one")
-    return value
-
-
 def _path_or_paths(value: object) -> object:
     """Refuse with one message for the union; pydantic would print one for each branch."""
     paths = value if isinstance(value, list) else [value]
@@ -167,7 +153,7 @@ class IoConfig(Block):
     staging_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     swap_file_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
     integrity: Integrity = "sampled"
-    compression: Annotated[Compression, BeforeValidator(_not_none_in_words)] | None = None
+    compression: Compression | None = None
 
     @property
     def ring_bytes(self) -> int:
@@ -196,23 +182,18 @@ class AioConfig(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    block_size: Annotated[int, Field(ge=4096, le=1 << 30), BeforeValidator(number), AfterValidator(_aligned)] = 1 << 20
+    # Direct I/O transfers no other sizes.
+    block_size: Annotated[
+        int, Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30, multiple_of=IO_ALIGNMENT_BYTES), BeforeValidator(number)
+    ] = 1 << 20
     queue_depth: Annotated[int, Field(ge=1, le=65536), BeforeValidator(number)] = 8
     intra_op_parallelism: Lanes = 1
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
 
 
-_SWITCH, _DETAILS, _BY_NAME = "on or off", "in detail", "by name"  # the kinds of ``rematerialize`` and ``recompute``
-
-
-def _kind_of_rematerialize(value: object) -> str:
-    """Return which branch of the union validates: or pydantic would print the errors of both."""
-    return _SWITCH if isinstance(value, bool) else _DETAILS
-
-
-def _kind_of_recompute(value: object) -> str:
-    return _BY_NAME if isinstance(value, list) else _SWITCH
+# The kinds of ``rematerialize`` and ``recompute``: without them pydantic would print the errors of all branches.
+_SWITCH, _DETAILS, _BY_NAME = "on or off", "in detail", "by name"
 
 
 class RematerializeConfig(Block):
@@ -232,10 +213,11 @@ class OffloadConfig(Block):
     activation_budget_bytes: Bytes | None = None
     rematerialize: Annotated[
         Annotated[StrictBool, Tag(_SWITCH)] | Annotated[RematerializeConfig, Tag(_DETAILS)],
-        Discriminator(_kind_of_rematerialize),
+        Discriminator(lambda value: _SWITCH if isinstance(value, bool) else _DETAILS),
     ] = True
     recompute: Annotated[
-        Annotated[StrictBool, Tag(_SWITCH)] | Annotated[Patterns, Tag(_BY_NAME)], Discriminator(_kind_of_recompute)
+        Annotated[StrictBool, Tag(_SWITCH)] | Annotated[Patterns, Tag(_BY_NAME)],
+        Discriminator(lambda value: _BY_NAME if isinstance(value, list) else _SWITCH),
     ] = False
     blocks: list[NonEmptyStr] | None = None
     only: Patterns | None = None
@@ -287,58 +269,54 @@ class OffloadConfig(Block):
 
     @model_validator(mode="after")
     def _consistent(self) -> OffloadConfig:
-        for problem in self._problems():
-            raise refusal(problem)
-        return self
-
-    def _problems(self) -> Iterator[str]:
-        """Yield the values that contradict another key's, each with the repair."""
+        """Refuse values that contradict another key's, each with the repair."""
         least, io = self.min_tensor_bytes, self.io
         if self.enabled and self.uses_nvme and not self.nvme_paths:
-            yield (
+            raise refusal(
                 f'nvme_path is missing: placement "{self.placement}" needs a directory on an NVMe drive, for example '
                 '"nvme_path": "/local_nvme"; without a drive "placement": "keep" measures and rematerializes'
             )
         budget_bytes = self.activation_budget_bytes
         if self.enabled and budget_bytes is not None and 0 < budget_bytes < least:
             unit, shift = ("GiB", 30) if budget_bytes < 1024 else ("MiB", 20)
-            yield (
+            raise refusal(
                 f"activation_budget_bytes is {budget_bytes} bytes, below min_tensor_bytes {least}, so that it has room "
                 f"for no tensor that could be moved: {budget_bytes} {unit} are {budget_bytes << shift}; 0 asks for the "
                 "lowest peak"
             )
         if self.enabled and self.placement == "host" and self.host_budget_bytes == 0:
-            yield (
+            raise refusal(
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take, or null for '
                 "half of what is free"
             )
         repeated = sorted(path for path, count in Counter(self.blocks).items() if count > 1)
         if repeated:
-            yield f"blocks names {', '.join(repeated)} more than once; name each layer once"
+            raise refusal(f"blocks names {', '.join(repeated)} more than once; name each layer once")
         in_both = sorted(set(self.only or ()) & set(self.except_ or ()))
         if in_both:
-            yield f"only and except both name {', '.join(in_both)}; take it out of one of them"
+            raise refusal(f"only and except both name {', '.join(in_both)}; take it out of one of them")
         if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
-            yield (
+            raise refusal(
                 f"ssd.min_life_days is {self.ssd.min_life_days} without ssd.rated_endurance_tbw: a drive's life "
                 "follows from its rating; set it from the data sheet, in terabytes written"
             )
         if self.uses_nvme and io.swap_file_bytes is not None and least > io.swap_file_bytes:
-            yield (
+            raise refusal(
                 f"io.swap_file_bytes {io.swap_file_bytes} is below min_tensor_bytes {least}, so the swap file could "
                 "hold no tensor; raise io.swap_file_bytes to what one step saves, or leave it out: the free space is "
                 "the limit then"
             )
         if self.uses_nvme and io.backend == "gds" and io.compression is not None:
-            yield (
+            raise refusal(
                 f'io.compression is "{io.compression}", which works in host memory, and io.backend "gds" moves bytes '
                 "straight from device memory; leave io.compression out, or name another backend"
             )
         if self.uses_nvme and least > io.ring_bytes:
-            yield (
+            raise refusal(
                 f"min_tensor_bytes {least} is above the {io.ring_bytes} bytes of staging, so no tensor could ever be "
                 "staged; lower min_tensor_bytes, or set io.staging_bytes to more"
             )
+        return self
 
 
 def parse_block(ds_config: DsConfig) -> tuple[OffloadConfig, AioConfig] | None:
@@ -376,7 +354,6 @@ def block_of(ds_config: DsConfig, name: str, model: type[Validated], example: st
     block = ds_config[name]
     if not isinstance(block, Mapping):
         raise ConfigError(f'"{name}" is {block!r}: it must be an object, for example {example}.')
-    _refuse_auto(block, name)
     return validate(model, block, name)
 
 
@@ -427,14 +404,6 @@ def _block_like(key: str) -> str | None:
     return _NAMES[close[0]] if close else None
 
 
-def _refuse_auto(block: DsConfig, at: str) -> None:
-    for key, value in block.items():
-        if value == "auto":
-            raise ConfigError(f'"{at}.{key}" is "auto": this block has no "auto"; leave the key out for its default.')
-        if isinstance(value, Mapping):
-            _refuse_auto(value, f"{at}.{key}")
-
-
 def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
     """Return the validated block whose keys are the keyword arguments of a call.
 
@@ -444,27 +413,21 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
     # No keyword of Python may be "except".
     if {"except", "except_"} <= keys.keys():
         raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
-    block = _as_json({"except" if key == "except_" else key: value for key, value in keys.items()})
-    _refuse_auto(block, call)
+    named = {"except" if key == "except_" else key: value for key, value in keys.items()}
+    block = json.loads(json.dumps(named, default=_plain))
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
 
 
-def _as_json(value: Any) -> Any:
-    """Return a value of a program as a file has it: paths are strings, tuples lists, NumPy's numbers plain ones."""
+def _plain(value: object) -> object:
+    """Return a value of a program as a file has it: paths are strings, NumPy's numbers plain ones."""
     match value:
-        case Mapping():
-            return {key: _as_json(one) for key, one in value.items()}
-        case list() | tuple():
-            return [_as_json(one) for one in value]
         case os.PathLike():
             return os.fspath(value)
-        case bool():
-            return value
         case numbers.Integral():
             return int(value)
         case numbers.Real():
             return float(value)
-    return value
+    return repr(value)
 
 
 def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "ds_config.json") -> Validated:
@@ -486,6 +449,8 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     if steps[:1] == ["rematerialize"]:
         del steps[1:2]  # pydantic has the branch of the union there, which is no key
     key = ".".join([at, *map(str, steps)])
+    if value == "auto":
+        return f'"{key}" is "auto": this block has no "auto"; leave the key out for its default.'
     if kind == "extra_forbidden":
         keys = _keys_at(model, steps[:-1])
         closest = _did_you_mean(str(steps[-1]), keys) or f". The choices are {', '.join(keys)}."

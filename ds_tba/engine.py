@@ -24,7 +24,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import distributed
 
 from ds_tba.config import (
     BLOCK,
@@ -43,7 +42,7 @@ from ds_tba.core.tensors import mark_all_owned, mark_owned
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.ranks import VARIABLE, agree, machine, on_all_ranks, own_rank
+from ds_tba.ranks import VARIABLE, agree, agreement, machine, on_all_ranks, own_rank
 from ds_tba.reporting import show_log
 from ds_tba.stats import expanded
 from ds_tba.update import refuse_half_updated
@@ -207,7 +206,17 @@ def _build(
             used = "is used" if BLOCK not in param_dict else "is not used: the DeepSpeed config has the block itself"
             logger.info("%s of the environment %s", VARIABLE, used)
         _refuse_incompatible(ds_config)
-        return _new_offloader(*parsed, param_dict, device_rank, ranks_on_machine)
+        from deepspeed.accelerator import get_accelerator
+
+        if device_rank >= 0:  # before DeepSpeed has set it, every rank's current device may be the first
+            get_accelerator().set_device(device_rank)
+        return ActivationOffloader(
+            *parsed,
+            adapted(get_accelerator()),
+            zero_paths=zero_paths(param_dict),
+            rank=own_rank(),
+            ranks_on_node=ranks_on_machine,
+        )
 
     return on_all_ranks(make)
 
@@ -228,27 +237,6 @@ def _device_rank(args: object) -> int:
     """Return the index that ``DeepSpeedEngine._set_distributed_vars`` will make current; below 0 it changes nothing."""
     local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or -1
     return int(getattr(args, "device_rank", local_rank))
-
-
-def _new_offloader(
-    config: OffloadConfig,
-    aio_config: AioConfig,
-    param_dict: Mapping[str, object],
-    device_rank: int,
-    ranks_on_machine: int,
-) -> ActivationOffloader:
-    from deepspeed.accelerator import get_accelerator
-
-    if device_rank >= 0:  # before DeepSpeed has set it, every rank's current device may be the first
-        get_accelerator().set_device(device_rank)
-    return ActivationOffloader(
-        config,
-        aio_config,
-        adapted(get_accelerator()),
-        zero_paths=zero_paths(param_dict),
-        rank=own_rank(),
-        ranks_on_node=ranks_on_machine,
-    )
 
 
 def _refuse_incompatible(ds_config: object, block: str = BLOCK) -> None:
@@ -288,9 +276,9 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     try:
         _hook_methods(type(engine), _AROUND)
         config = offloader.config
-        everyone = _agreement() if config.is_planned or config.patterns else None
-        agreement = (_agreement_of_stage(engine) or everyone) if config.is_planned else None
-        offloader.watch(engine.module, agreement, everyone=everyone, meter=_EngineMemory(engine))
+        everyone = agreement() if config.is_planned or config.patterns else None
+        of_stage = (_agreement_of_stage(engine) or everyone) if config.is_planned else None
+        offloader.watch(engine.module, of_stage, everyone=everyone, meter=_EngineMemory(engine))
         engine.activation_offloader = offloader
         for module in engine.module.modules():
             # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
@@ -304,7 +292,6 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
         raise
     if own_rank() == 0:
         logger.info("%s", offloader.start_line())
-        logger.debug("%s", offloader.start_details())
 
 
 class _EngineMemory:
@@ -342,7 +329,7 @@ def _join_update(engine: Engine, config: UpdateConfig) -> None:
         raise
     engine.interleaved_optimizer_update = update
     _hook_methods(type(engine), _AROUND, _SAVING)
-    update.agree(_agreement().all_reduce_max)
+    update.agree(agreement().all_reduce_max)
     if own_rank() == 0:
         logger.info(update.start_line())
 
@@ -502,12 +489,6 @@ _SAVING: _Table = {
 
 
 # ---- ranks ----------------------------------------------------------------------------------------------------------
-
-
-def _agreement() -> Agreement:
-    from ds_tba.plan.agreement import Alone, Ranks
-
-    return Ranks() if distributed.is_initialized() and distributed.get_world_size() > 1 else Alone()
 
 
 def _agreement_of_stage(engine: Engine) -> Agreement | None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
 from ds_tba.core.hooks import skip_frames
@@ -22,11 +22,10 @@ from ds_tba.core.tensors import mark_all_owned
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.ranks import agree, machine, on_all_ranks, own_rank
+from ds_tba.ranks import agree, agreement, machine, on_all_ranks, own_rank
 from ds_tba.reporting import show_log
 
 if TYPE_CHECKING:
-    from ds_tba.plan.agreement import Agreement
     from ds_tba.report import OffloadReport
 
 logger = logging.getLogger("ds_tba")
@@ -66,8 +65,10 @@ class Offloader:
         self._offloader = _built(model, device, keys)
         # Without the context nobody may call close(). At interpreter exit the offloader closes by itself.
         weakref.finalize(self, self._offloader.close_soon).atexit = False
+        config = self._offloader.config
         try:
-            self._watch()
+            if model is not None:
+                self._offloader.watch(model, agreement() if config.is_planned or config.patterns else None)
         except BaseException:
             self._offloader.close()
             raise
@@ -97,8 +98,10 @@ class Offloader:
         skip_frames(())
         if self._model is not None:
             mark_all_owned(self._model)
-        if torch.is_grad_enabled():
-            self._end_micro_step()
+        # A loop does not say when a backward is over: it is once another forward begins.
+        if torch.is_grad_enabled() and self._has_forward and not self._offloader.cache.expects_forward:
+            self._has_forward = False
+            self._offloader.note_micro_step()
         with self._offloader.saving(inputs):
             yield
         self._has_forward = torch.is_grad_enabled()
@@ -140,27 +143,6 @@ class Offloader:
         if self._offloader.is_closed:
             raise StateError(f"{call}() after close(): make a new ds_tba.Offloader for another training.")
 
-    def _end_micro_step(self) -> None:
-        """End the micro-step of the last forward if its backward has begun: a loop does not say when it is over."""
-        if self._has_forward and not self._offloader.cache.expects_forward:
-            self._has_forward = False
-            self._offloader.note_micro_step()
-
-    def _watch(self) -> None:
-        if self._model is None:
-            return
-        agreement: Agreement | None = None
-        config = self._offloader.config
-        if (config.is_planned or config.patterns) and _ranks() > 1:
-            from ds_tba.plan.agreement import Ranks
-
-            agreement = Ranks()
-        self._offloader.watch(self._model, agreement)
-
-
-def _ranks() -> int:
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
 
 def _built(model: nn.Module | None, device: torch.device | str | None, keys: Mapping[str, Any]) -> ActivationOffloader:
     """Return an offloader of the core, and of the rooms that the keys ask for; ranks succeed or fail together."""
@@ -169,7 +151,7 @@ def _built(model: nn.Module | None, device: torch.device | str | None, keys: Map
     def make() -> ActivationOffloader:  # all that may fail: what fails before, on one rank, leaves the others waiting
         config = parse_keywords(keys, "ds_tba.Offloader")
         _refuse_untold(config, model)
-        accelerator = _accelerator_of(_device_of(model) if device is None else _named(device))
+        accelerator = _accelerator_of(_device_of(model, device))
         show_log()
         return ActivationOffloader(config, AioConfig(), accelerator, rank=own_rank(), ranks_on_node=ranks_on_node)
 
@@ -190,32 +172,23 @@ def _refuse_untold(config: OffloadConfig, model: nn.Module | None) -> None:
         )
     if not config.enabled:
         raise ConfigError("enabled is false: make no ds_tba.Offloader, contextlib.nullcontext() stands in.")
-    if model is None and config.patterns:
+    if model is None and (config.is_planned or config.patterns):
         raise ConfigError(
-            f"{' and '.join(config.patterns)} choose among the modules of a model: give it, as in "
-            "ds_tba.Offloader(model, ...)."
-        )
-    if model is None and config.is_planned:
-        asks = 'placement "adaptive" plans for' if config.placement == "adaptive" else "report.trace_path records"
-        raise ConfigError(
-            f"{asks} a model: give it, as in ds_tba.Offloader(model, ...), or set placement to "
-            '"nvme", "host" or "keep" without report.trace_path.'
+            f"a model is missing, for {config.shared_keys}: give it, as in ds_tba.Offloader(model, ...), or leave that "
+            'out; placement "nvme", "host" and "keep" need none.'
         )
 
 
-def _device_of(model: nn.Module | None) -> torch.device:
-    for parameter in () if model is None else model.parameters():
-        return parameter.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _named(device: object) -> torch.device:
-    """Return the device that the user names."""
+def _device_of(model: nn.Module | None, named: object) -> torch.device:
+    """Return the device that the user names, or that of the model."""
+    if named is None:
+        parameter = None if model is None else next(model.parameters(), None)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu") if parameter is None else parameter.device
     try:
-        return torch.device(device)  # type: ignore[call-overload]
+        return torch.device(named)  # type: ignore[call-overload]
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
-            f'the device is {device!r}, which is none to PyTorch: it must be one such as "cpu" or "cuda:0", or be '
+            f'the device is {named!r}, which is none to PyTorch: it must be one such as "cpu" or "cuda:0", or be '
             "left out, for that of the model."
         ) from error
 

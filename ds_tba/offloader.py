@@ -10,10 +10,10 @@ import atexit
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -50,29 +50,12 @@ CLOSE_LIMIT_S = 90.0
 _EXPLAINED = "_ds_tba_explained"  # of an error
 
 
-class Undo(Protocol):
-    """Takes back what was done to a model, as the ``remove`` of a hook's handle does."""
-
-    def __call__(self) -> object: ...
-
-
 def _host_bytes() -> int:
     """Return available host memory; 0 where the system does not tell, or no file descriptor is left to ask with."""
     try:
         return available_bytes()
     except OSError:
         return 0
-
-
-def _open_cache(config: OffloadConfig, tiers: Tiers, accelerator: Accelerator) -> TensorCache:
-    return TensorCache(
-        list(tiers.by_placement.values()),
-        accelerator.device(),
-        config.min_tensor_bytes,
-        wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
-        accelerator=accelerator,
-        released_bytes=config.io.ring_bytes,
-    )
 
 
 class Rooms:
@@ -304,14 +287,21 @@ class ActivationOffloader:
         self._forks = FORKS.count
         self.is_closed = False
         self._meter: ModelMeter | None = None
-        self._undo: list[Undo] = []
+        self._undo = ExitStack()
         self._kept: dict[int, ForwardHooks] = {}  # open after a forward, by thread
         files = ReportFiles(config.report, Writer(rank))
         self._tiers = tiers = Tiers(
             config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
         )
         try:
-            self.cache = _open_cache(config, tiers, accelerator)
+            self.cache = TensorCache(
+                list(tiers.by_placement.values()),
+                accelerator.device(),
+                config.min_tensor_bytes,
+                wait_for_staging=config.placement != "adaptive",  # a controller's own policy decides in its forwards
+                accelerator=accelerator,
+                released_bytes=config.io.ring_bytes,
+            )
             self._core = Core(config, tiers, self.cache, accelerator, files)
             self._reporter = Reporter(self._core)
             self._rooms = Rooms(self._core, tiers, self._reporter, ranks_on_node)
@@ -348,9 +338,9 @@ class ActivationOffloader:
         self._rooms.watch(model, agreement, planner, everyone)
         self.give_back()  # until its engine trains: a reference model's may have the config of one that does
 
-    def on_close(self, undo: Undo) -> None:
+    def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     # ---- called in training -------------------------------------------------------------------------------------
 
@@ -446,12 +436,17 @@ class ActivationOffloader:
         """Return eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
         return self._reporter.scalars()
 
-    def explain(self) -> str:
+    def explain(self, error: BaseException | None = None) -> str:
         """Return what fills the device: who holds saved bytes, what else is in use, and which key or call would help.
 
-        Within a forward of the steps 1, 2, 4, 8, ... it tells of now; else of the end of the last such forward.
+        Within a forward of the steps 1, 2, 4, 8, ... it tells of now; else of the end of the last such forward. Of an
+        error by which memory ran out it tells where that was.
         """
-        return self._explained()
+        from ds_tba.explain.out_of_memory import explained
+
+        core, samples = self._core, self._rooms.sampling()
+        where = f"rank {core.writer.rank}, step {core.writer.steps + 1}"
+        return explained(where, self.config, self.cache, core.accelerator, samples, self._meter, error)
 
     def note_failure(self, error: BaseException | None) -> None:
         """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""
@@ -460,26 +455,15 @@ class ActivationOffloader:
                 return
             # On the error itself: a reference to it would hold its frames, and all tensors in them, as long as we live.
             setattr(error, _EXPLAINED, True)
-            logger.error("memory ran out; %s", self._explained(error))
+            logger.error("memory ran out; %s", self.explain(error))
             self._reporter.refresh(now=True)
         except Exception:  # nothing may hide the user's error
             logger.exception("memory ran out, and what fills it cannot be told")
-
-    def _explained(self, error: BaseException | None = None) -> str:
-        from ds_tba.explain.out_of_memory import explained
-
-        core, samples = self._core, self._rooms.sampling()
-        where = f"rank {core.writer.rank}, step {core.writer.steps + 1}"
-        return explained(where, self.config, self.cache, core.accelerator, samples, self._meter, error)
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
         advice = allocator_advice() if self._core.accelerator.is_synchronous else ""
         return start_line(self.config, self._tiers) + ENGINES.beside(self) + (f"; {advice}" if advice else "")
-
-    def start_details(self) -> str:
-        """Return what else will run, for a log at level DEBUG."""
-        return "; ".join(self._tiers.details())
 
     def _is_forked(self) -> bool:
         """True in a forked child, which has neither our threads nor our memory nor our report."""
@@ -520,14 +504,10 @@ class ActivationOffloader:
             last.callback(atexit.unregister, self.close)
             last.callback(ENGINES.open.remove, self)
             last.callback(self._reporter.end)
-            last.callback(self._note_last_failure)
+            # Of a backward that no engine has called: the interpreter leaves its error here before it exits.
+            last.callback(self.note_failure, getattr(sys, "last_value", None))
             last.callback(self._tiers.close)
             last.callback(self.cache.settle)
             if self._rooms.controller is not None:
                 last.callback(self._rooms.controller.close)
-            while self._undo:
-                last.callback(self._undo.pop())
-
-    def _note_last_failure(self) -> None:
-        """Explain an error of a backward that no engine has called: the interpreter leaves it here before it exits."""
-        self.note_failure(getattr(sys, "last_value", None))
+            last.callback(self._undo.close)

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar, cast
 
 from torch import distributed
 
 from ds_tba.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds_tba.plan.agreement import Agreement
 
 # Of the environment: the block for configs that a trainer makes by itself, as JSON or as a file's path.
 VARIABLE = "DS_TBA_BLOCK"
@@ -41,17 +44,6 @@ class Built(Protocol):
         """Give back what it holds."""
 
 
-class KeyStore(Protocol):
-    """The store that ranks find each other by; see ``torch.distributed.Store``."""
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Return once all keys are set; raises where one is not set in time."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a key's value."""
-        ...
-
-
 class _Answer(TypedDict, total=False):
     """The answer of a rank (its problem, keys and machine), or the verdict for all of them (with all machines)."""
 
@@ -67,6 +59,13 @@ _Made = TypeVar("_Made", bound=Built | None)
 def own_rank() -> int:
     """Return this process's rank; 0 without a process group."""
     return distributed.get_rank() if distributed.is_initialized() else 0
+
+
+def agreement() -> Agreement:
+    """Return all ranks, as those that follow one plan."""
+    from ds_tba.plan.agreement import Alone, Ranks
+
+    return Ranks() if distributed.is_initialized() and distributed.get_world_size() > 1 else Alone()
 
 
 def on_all_ranks(make: Callable[[], _Made]) -> _Made:
@@ -129,7 +128,7 @@ def agree(problem: Exception | None, keys: str = "") -> dict[str, int]:
     raise ConfigError(found) if problem is None else problem
 
 
-def _verdict(store: KeyStore, build: int, size: int) -> _Answer:
+def _verdict(store: distributed.distributed_c10d.Store, build: int, size: int) -> _Answer:
     """Return the first problem that keeps ranks from training, None where all can; and the ranks of each machine."""
     machines, keys = Counter[str](), dict[str, int]()
     for rank in range(size):
@@ -152,7 +151,9 @@ def _verdict(store: KeyStore, build: int, size: int) -> _Answer:
     return {"problem": None, "machines": machines}
 
 
-def _answer(store: KeyStore, key: str, rank: int, timeout: timedelta | None = None) -> _Answer:
+def _answer(
+    store: distributed.distributed_c10d.Store, key: str, rank: int, timeout: timedelta | None = None
+) -> _Answer:
     try:
         store.wait([key], timeout or AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,10 @@ from ds_tba.wear import TERABYTE, PathWear, rated
 
 logger = logging.getLogger("ds_tba")
 
-# Maximum age of the JSON at report.path when the process is killed (or one step, where steps take longer): at first, so
-# that a run which ends early leaves one, and after some doublings.
-FIRST_REPORT_AGE_S, REPORT_AGE_S = 0.25, 10.0
+# Age of the JSON at report.path at most when the process is killed, or one step, where steps take longer.
+REPORT_AGE_S = 2.0
 NOTHING_OFFLOADED = "nothing was offloaded"
 SCHEMA = 1  # goes up when a field changes its meaning; one more field is no change
-
-
-# The parts of docs/reference/report.md, and the field that each begins with.
-PARTS = {
-    "state": "The run", "peak_saved_bytes": "Peaks", "offloaded_bytes": "What moved", "kept_bytes": "What stayed",
-    "plans": "The plan", "write_bytes_per_s": "The drives",
-}  # fmt: skip
 
 
 def told(meaning: str, row: str = "", default: Any = MISSING, *, factory: Any = MISSING) -> Any:
@@ -214,27 +206,21 @@ class OffloadReport:
         return [Holder(**_known(Holder, one)) for one in self.holders]
 
     def _plan_rows(self, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        yield "plan", f"{plan.get('planner', 'unknown')}, the {_ordinal(self.plans)}"
+        yield "plan", f"{plan.get('planner', 'unknown')}, number {self.plans}"
         for where, nbytes in plan.get("bytes", {}).items():
             yield f"  plan: {where}", readable(nbytes)
         if "peak_saved_bytes" in plan:
             measured = readable(self.step_peak_saved_bytes)
             yield "  plan: activations at the peak", f"{readable(plan['peak_saved_bytes'])} ({measured} measured)"
         if plan.get("kept_step_s") and "step_s" in plan:
-            yield "  plan: step", _step(plan["step_s"], plan["kept_step_s"], plan.get("measured_step_s"))
+            measured_s, kept = plan.get("measured_step_s"), f"{plan['kept_step_s']:.3g} s with everything kept"
+            measured = f"{measured_s:.3g} s measured" if measured_s else "not measured yet"
+            yield "  plan: step", f"{plan['step_s']:.3g} s ({measured}; {kept})"
 
     def holder_lines(self) -> list[str]:
         """Return the table of who held saved bytes; empty where no forward was looked at."""
         title = f"saved at the end of the forward of step {self.holders_step}:"
         return [title, *table(self.held())] if self.holders else []
-
-
-def parts() -> dict[str, list[Field[Any]]]:
-    """Return the fields by the part of the report that they belong to."""
-    found: dict[str, list[Field[Any]]] = {}
-    for one in fields(OffloadReport):
-        found.setdefault(PARTS.get(one.name) or next(reversed(found)), []).append(one)
-    return found
 
 
 NEEDED = frozenset(one.name for one in fields(OffloadReport) if one.default is one.default_factory is MISSING)
@@ -271,24 +257,17 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
         raise ConfigError(
             f"{key} {target} cannot be a file ({error.strerror}): name one in a directory that you may write to."
         ) from error
-    if target.is_dir():
-        raise ConfigError(f"{key} {target} is a directory: name a file, for example {target / 'report.json'}.")
-    # os.replace() would put a file in the place of /dev/stdout.
-    if not is_replaceable(target):
-        raise ConfigError(f"{key} {target} is a device, a pipe or a file of the system's: name a regular file.")
+    directory = Path(os.path.realpath(target.parent))  # Path's raises for loops
+    # Of the system are also symlinks such as /dev/stdout, in whose place os.replace() would put a file.
+    is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
+    is_free = target.is_file() or target.is_symlink() or not target.exists()
+    if is_of_system or target.is_dir() or not is_free:
+        raise ConfigError(
+            f"{key} {target} is a directory, a device, a pipe or a file of the system's: name a regular file."
+        )
     if not os.access(target.parent, os.W_OK):
         raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
     return target
-
-
-def is_replaceable(path: Path) -> bool:
-    """Return whether :func:`write_file` may take the name: nothing, a file or a symlink is there.
-
-    Names in ``/dev`` and ``/proc`` are the system's, also those that are symlinks, such as ``/dev/stdout``.
-    """
-    directory = Path(os.path.realpath(path.parent))  # Path's raises for loops
-    is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
-    return not is_of_system and (path.is_file() or path.is_symlink() or not path.exists())
 
 
 def write_file(path: Path, text: str) -> None:
@@ -340,15 +319,12 @@ class ReportFile:
         self._key = key
         self.writer = writer
         self.path = checked_path(key, path, writer.rank)
-        self._written_at, self._age_s, self._made_at_s = -math.inf, 0.0, time.time()
+        self._written_at, self._made_at_s = -math.inf, time.time()
 
     def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
-        if self.path is None or not (now or time.monotonic() - self._written_at >= self._age_s):
-            return
-        self.write(make())
-        # Young at first: a run that is killed in its first minute has a report, too.
-        self._age_s = min(max(FIRST_REPORT_AGE_S, 2 * self._age_s), REPORT_AGE_S)
+        if self.path is not None and (now or time.monotonic() - self._written_at >= REPORT_AGE_S):
+            self.write(make())
 
     def write(self, found: Mapping[str, object]) -> None:
         self.write_text(json.dumps(found, indent=2) + "\n")
@@ -366,32 +342,7 @@ class ReportFile:
         self._written_at = time.monotonic()
 
 
-def longer(part: float) -> str:
-    """Return in words that a step is longer than another by this part of it."""
-    return f"{abs(part):.1%} {'longer' if part >= 0 else 'shorter'}"
-
-
-def _step(planned_s: float, kept_s: float, measured_s: float | None) -> str:
-    planned = f"{planned_s:.3g} s, {longer(planned_s / kept_s - 1)}"
-    if measured_s is None:
-        return f"{planned} than estimated with everything kept, as planned; not measured yet"
-    measured = f"{measured_s:.3g} s, {longer(measured_s / kept_s - 1)}"
-    return f"{measured} than estimated with everything kept (planned: {planned})"
-
-
 def _wear(path: PathWear) -> str:
-    text = f"{path.all_bytes_per_day / TERABYTE:.2f} TB a day at this rate"
-    text += f" of {path.sharers} ranks" if path.sharers > 1 else ""
-    if path.life_days is None:
-        text += " (set ssd.rated_endurance_tbw to see how long the drive lasts)"
-    else:
-        text += (
-            f", {path.life_days:.0f} days to its rated {path.rated_endurance_tbw or 0:g} TBW, if the drive "
-            "amplifies these writes no more than those of its rating"
-        )
-    return text
-
-
-def _ordinal(number: int) -> str:
-    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
+    of = f" of {path.sharers} ranks" if path.sharers > 1 else ""
+    life = f"{path.days():.0f} days to {rated(path.rated_endurance_tbw)}"
+    return f"{path.all_bytes_per_day / TERABYTE:.2f} TB a day{of} at this rate, {life}"

@@ -148,7 +148,7 @@ class Reporter:
 
     def refresh(self, *, now: bool = False) -> None:
         """Write the JSON at ``report.path`` again where it is old, or ``now``."""
-        self._core.files.report.refresh(self._as_json, now=now)
+        self._core.files.report.refresh(lambda: self.report().to_dict(), now=now)
 
     def report(self) -> OffloadReport:
         """Return the counters of all parts as they are now."""
@@ -196,9 +196,6 @@ class Reporter:
             ("peak_saved_bytes_without", report.peak_saved_bytes_without),
             *changes,
         ]
-
-    def _as_json(self) -> dict[str, object]:
-        return self.report().to_dict()
 
     def _wear(self) -> list[dict[str, object]]:
         since_s, before, planned = self._started_at, list[int](), self._planned
@@ -262,23 +259,17 @@ def show_log() -> None:
 
 def start_line(config: OffloadConfig, tiers: Places) -> str:
     """Return the start-up line of the log: where activations go, and by which rule."""
-    parts = tiers.describe()
-    if parts:
-        return "; ".join([*parts, _planning_text(config)])
-    again = ", and made again where that is cheap" if config.rematerialize_enabled else ""
-    ignored = _ignored_keys(config)
-    return f'placement "keep": activations are measured, not moved{again}{ignored and f"; {ignored}"}'
-
-
-def _planning_text(config: OffloadConfig) -> str:
-    if config.placement == "adaptive":
-        return (
-            f"least time within {readable(config.activation_budget_bytes)}"
-            if config.activation_budget_bytes is not None
-            else f"steps +{config.max_step_overhead:.1%} at most"
-        )
-    rule, ignored = f'placement "{config.placement}" is a rule, not a plan', _ignored_keys(config)
-    return f"{rule}: {ignored}" if ignored else rule
+    parts, ignored = tiers.describe(), _ignored_keys(config)
+    if not parts:
+        again = ", and made again where that is cheap" if config.rematerialize_enabled else ""
+        return f'placement "keep": activations are measured, not moved{again}{ignored and f"; {ignored}"}'
+    if config.placement != "adaptive":
+        rule = f'placement "{config.placement}" is a rule, not a plan{ignored and f": {ignored}"}'
+    elif config.activation_budget_bytes is not None:
+        rule = f"least time within {readable(config.activation_budget_bytes)}"
+    else:
+        rule = f"steps +{config.max_step_overhead:.1%} at most"
+    return "; ".join([*parts, rule])
 
 
 def _ignored_keys(config: OffloadConfig) -> str:

@@ -138,14 +138,10 @@ class RecentRate:
         """Add a transfer that takes the path from ``min_s`` to ``max_s``; see [Note: Whose time]."""
         if nbytes <= 0 or max_s <= 0:
             return
-        took_s = min(max(nbytes * self.s_per_byte, min_s), max_s) if self.is_known else max_s
+        took_s = min(max(nbytes * self.s_per_byte, min_s), max_s) if self._moved[0] else max_s
         kept = 0.5 ** (nbytes / self._half_bytes)
         moved_bytes, seconds = self._moved
         self._moved = (moved_bytes * kept + nbytes, seconds * kept + took_s)
-
-    @property
-    def is_known(self) -> bool:
-        return self._moved[0] > 0
 
     @property
     def s_per_byte(self) -> float:

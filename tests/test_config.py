@@ -31,37 +31,6 @@ def refusal(block: Any, **more: Any) -> str:
     return str(caught.value)
 
 
-def test_defaults_are_those_of_the_design() -> None:
-    parsed = parse_block({BLOCK: GOOD})
-    assert parsed is not None
-    assert parsed[0].model_dump(by_alias=True) == {
-        "enabled": True,
-        "nvme_path": "/local_nvme",
-        "placement": "adaptive",
-        "min_tensor_bytes": 1048576,
-        "max_step_overhead": 0.02,
-        "activation_budget_bytes": None,
-        "rematerialize": True,
-        "recompute": False,
-        "blocks": None,
-        "only": None,
-        "except": None,
-        "host_budget_bytes": 0,
-        "until_backward": False,
-        "io": {
-            "backend": None,
-            "write_lanes": 2,
-            "read_lanes": 2,
-            "staging_bytes": None,
-            "swap_file_bytes": None,
-            "integrity": "sampled",
-            "compression": None,
-        },
-        "ssd": {"rated_endurance_tbw": None, "min_life_days": None},
-        "report": {"path": None, "trace_path": None, "timeline_path": None, "every_steps": 0},
-    }
-
-
 def test_names_choose_and_no_name_is_in_both_lists() -> None:
     parsed = parse_block({BLOCK: {**GOOD, "only": ["*.mlp"], "except": ["*.down"]}})
     assert parsed is not None and parsed[0].patterns == {"only": ["*.mlp"], "except": ["*.down"]}
@@ -241,14 +210,9 @@ def test_the_old_form_of_zero_optimization_says_no_stage(zero: bool) -> None:
         parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": zero})
 
 
-def test_choices_are_listed_once() -> None:
-    message = refusal({**GOOD, "io": {"backend": "zzz"}})
-    assert message.count("kvikio") == 1, message
-
-
 def test_aio_block_size_must_be_aligned() -> None:
     message = refusal(GOOD, aio={"block_size": 5000})
-    assert "5000" in message and "4096" in message and "8192" in message
+    assert '"aio.block_size" is 5000: it must be a multiple of 4096' in message
 
 
 def test_integral_floats_are_integers_as_in_other_deepspeed_blocks() -> None:

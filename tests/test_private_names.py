@@ -94,7 +94,6 @@ NAMES = [
     Name("torch._C._current_graph_task_id", ALL),
     Name("._engine_run_backward", "where memory ran out: it says forward",
          "torch.autograd.graph._engine_run_backward"),
-    Name("torch.autograd.profiler._is_profiler_enabled", ALL),
     # PyTorch: modes
     Name("torch._C.DisableTorchFunction", AGAIN),
     Name("torch._C.DisableTorchFunctionSubclass", ALL),

@@ -61,7 +61,6 @@ def test_what_compression_leaves_is_told_and_is_the_wear(tmp_path: Path, codec: 
     assert sum(one["tensor_bytes"] for one in report.bandwidth) == report.uncompressed_bytes
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes
     assert {"compression", "  before compression", "  ratio"} <= {name for name, _ in report.rows()}
-    assert f"compression {codec}" in offloader.start_details()
 
 
 def test_without_compression_nothing_of_it_is_told(tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     report = offloader.report()
     assert [one["path"] for one in report.wear] == paths
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes > 0
-    assert any("days to its rated 1 TBW, if the drive amplifies" in value for _, value in report.rows())
+    assert any("days to 1 TBW" in value for _, value in report.rows())
     assert "no effect" not in offloader.start_line()
     assert "TB a day" in replace(report, steps=1).summary()
     assert "TB a day" not in replace(report, steps=0).summary()
@@ -156,8 +155,7 @@ def test_a_run_that_is_steady_writes_the_json_seldom(tmp_path: Path, monkeypatch
     for _ in range(400):  # of a tenth of a second
         step(offloader)
         now_s[0] += 0.1
-    assert written_s[0] == 100.0 and written_s[1] < 101.0  # a run that is killed early has one
-    assert len([one for one in written_s if one >= 120.0]) <= 3
+    assert written_s[0] == 100.0 and 15 <= len(written_s) <= 21  # also a run that is killed early has one
     monkeypatch.undo()
     offloader.close()
 
@@ -211,7 +209,9 @@ def test_a_file_is_written_at_once_or_not_at_all(tmp_path: Path, monkeypatch: py
 def test_devices_and_pipes_are_refused(tmp_path: Path, key: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/null", "/dev/stdout", "/dev/report.json", "/proc/self/fd/1", "/dev/fd/1", tmp_path / "pipe"):
-        with pytest.raises(ConfigError, match=rf"report\.{key} {path} is a device, a pipe or .*: name a regular file"):
+        with pytest.raises(
+            ConfigError, match=rf"report\.{key} {path} is a directory, a device, .*: name a regular file"
+        ):
             make(tmp_path, report={key: str(path)})
     assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
 
@@ -335,8 +335,8 @@ def test_rows_have_the_measured_step_beside_the_planned_one(tmp_path: Path) -> N
         dict(replace(report, plan={**plan, "measured_step_s": measured_s}).rows())["  plan: step"]
         for measured_s in (None, 2.98)
     ]
-    assert said[0] == "2.03 s, 1.6% longer than estimated with everything kept, as planned; not measured yet"
-    assert said[1] == "2.98 s, 49.0% longer than estimated with everything kept (planned: 2.03 s, 1.6% longer)"
+    assert said[0] == "2.03 s (not measured yet; 2 s with everything kept)"
+    assert said[1] == "2.03 s (2.98 s measured; 2 s with everything kept)"
 
 
 def test_every_field_has_a_meaning_and_every_part_a_field() -> None:

@@ -18,7 +18,7 @@ from ds_tba.cli import doctor, page
 from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size
 from ds_tba.config import SUPPORTED_DEEPSPEED
 from ds_tba.errors import ReportError
-from ds_tba.report import OffloadReport, is_replaceable, write_file
+from ds_tba.report import OffloadReport, write_file
 
 _PLAN = """\
 Runs one forward and backward of the model on PyTorch's meta device (shapes without values), through the cache and the
@@ -142,10 +142,10 @@ def _write_page(text: str, target: Path) -> str:
     Raises:
         ReportError: the page cannot be written.
     """
-    if target.suffix not in (".html", ".htm") and is_replaceable(target):  # a report would be lost
+    if target.suffix not in (".html", ".htm"):  # a report would be lost
         raise ReportError(f"--html {target} is no name of a page: give it the ending .html.")
     try:
-        (write_file if is_replaceable(target) else Path.write_text)(target, text)
+        write_file(target, text)
     except OSError as error:
         raise ReportError(f"--html {target} cannot be written: {error.strerror}") from error
     return f"{target}: {len(text) / 1000:.0f} kB, opens in a browser without a network"

@@ -39,10 +39,6 @@ _HEAD = f"""<!DOCTYPE html>
 <body>
 """
 _COMPARED = ("report", "rank", "steps", "peak", "without", "change", "step", "TB a day", "stalled", "fallbacks")
-_RATES = {
-    "write_alone": "writes", "read_alone": "reads", "write_beside_read": "writes beside reads",
-    "read_beside_write": "reads beside writes",
-}  # fmt: skip
 
 
 def render(reports: Mapping[str, OffloadReport]) -> str:
@@ -73,18 +69,6 @@ def _details(report: OffloadReport) -> Iterator[str]:
     yield _element("h3", "What holds saved bytes at the end of a forward")
     (head, *rows) = cells(report.held())
     yield _table(head, rows) if report.holders else _element("p", "No forward was sampled.")
-    yield _element("h3", "Rates of the drives")
-    rates = list(_rates(report))
-    yield _table(("directory", "kind", "at start", "last"), rates) if rates else _element("p", "No drive was in use.")
-
-
-def _rates(report: OffloadReport) -> Iterator[tuple[str, ...]]:
-    starts = {one.get("path"): one for one in report.bandwidth_at_start}
-    for last in report.bandwidth:
-        start = starts.get(last.get("path"), {})
-        for key, kind in _RATES.items():
-            found = [one.get(f"{key}_bytes_per_s") for one in (start, last)]
-            yield (str(last.get("path")), kind, *(f"{rate / 1e9:.2f} GB/s" if rate else "-" for rate in found))
 
 
 def _compared(name: str, report: OffloadReport) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
 """Who saves bytes in one step, where, and when? The cache's hooks, looked at from around in the steps 1, 2, 4, 8, ...
 
 Answers which modules hold saved bytes (:mod:`ds_tba.holders`) and when bytes came and went
-(:mod:`ds_tba.explain.timeline`). In all other steps it is not there: the hooks are the cache's own. Under a
-profiler of the user's they have ranges, in every step. Cannot see which op saves a tensor: autograd calls its hook
-before it has the node; named is the op that made it, or the user's own Function that saves it.
+(:mod:`ds_tba.explain.timeline`). In all other steps it is not there: the hooks are the cache's own. Cannot see which op
+saves a tensor: autograd calls its hook before it has the node; named is the op that made it, or the user's own Function
+that saves it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch.autograd.profiler import record_function
 
 from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
@@ -69,9 +68,14 @@ class StepSamples:
     """
 
     def __init__(
-        self, cache: CacheStats, store: StoreStats, paths: Sequence[PathMeter], running: RunningModule,
-        file: ReportFile | None, step: int,
-    ) -> None:  # fmt: skip
+        self,
+        cache: CacheStats,
+        store: StoreStats,
+        paths: Sequence[PathMeter],
+        running: RunningModule,
+        file: ReportFile | None,
+        step: int,
+    ) -> None:
         self._stats, self._store, self._paths, self._file, self._step = cache, store, paths, file, step
         self.running = running
         self.holders: list[Holder] = []
@@ -85,8 +89,7 @@ class StepSamples:
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return the hooks of a forward that begins."""
-        hooks = self._looking(hooks) if self._is_sampled else hooks
-        return _ranged(hooks) if torch.autograd.profiler._is_profiler_enabled else hooks
+        return self._looking(hooks) if self._is_sampled else hooks
 
     def _looking(self, hooks: Hooks) -> Hooks:
         """Return hooks that look at what these do, for as long as this step lasts: those of a graph may live on."""
@@ -206,21 +209,6 @@ class StepSamples:
             # May be another than the config's, where an engine beside this one has that.
             "timeline_path": None if self._file is None else str(self._file.path),
         }
-
-
-def _ranged(hooks: Hooks) -> Hooks:
-    """Return hooks with ranges in the profile that the user takes."""
-    pack, unpack = hooks
-
-    def ranged_pack(tensor: torch.Tensor) -> object:
-        with record_function("ds_tba::pack"):
-            return pack(tensor)
-
-    def ranged_unpack(held: object) -> torch.Tensor:
-        with record_function("ds_tba::unpack"):
-            return unpack(held)
-
-    return ranged_pack, ranged_unpack
 
 
 def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[Holder] = ()) -> list[Holder]:

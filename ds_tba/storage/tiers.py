@@ -209,19 +209,6 @@ class Tiers:
             parts.append("no fallocate on this file system: the swap file is written once as it grows")
         return parts
 
-    def details(self) -> list[str]:
-        """Return more of the same, for who wants to know exactly."""
-        config = self._config
-        parts = [
-            f"saved storages of {config.min_tensor_bytes} bytes and more are moved",
-            f"io.staging_bytes {config.io.ring_bytes}",
-            f"{config.io.write_lanes} write and {config.io.read_lanes} read lanes, integrity {config.io.integrity}, "
-            f"compression {self._compression or 'none'}",
-        ]
-        if self.host is not None and not self._host_is_first:
-            parts.append(f"tensors refused by NVMe go to {self.host_in_words}")
-        return parts
-
     @property
     def host_in_words(self) -> str:
         """Return words for host memory and its bound."""

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support import runs
+from support.planned import peak_of, small
 from torch import nn
 
-from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
-from ds_tba.cli.plan.model import Subject, loss_of, recipe_of
+from ds_tba.cli.plan.dry_run import dry_run
+from ds_tba.cli.plan.model import Subject, recipe_of
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
@@ -29,24 +30,10 @@ pytest.importorskip("transformers")
 DOCS = runs.ROOT / "docs" / "guides" / "one_gpu.md"
 BATCH, SEQUENCE, MIN_BYTES = 2, 128, 4096
 SAVED_WITHIN, PEAK_WITHIN = 0.02, 0.1
-WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4}
-TEXT = {**WIDTHS, "vocab_size": 512, "max_position_embeddings": SEQUENCE}
-GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 16}
-MODELS: dict[str, dict[str, Any]] = {
-    "GPT-2": {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4,
-        "n_positions": SEQUENCE, "vocab_size": 512, "bos_token_id": 0, "eos_token_id": 0,
-    },
-    "Llama, grouped queries": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **GROUPED},
-    "Qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **GROUPED},
-    "Mixtral": {
-        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **GROUPED, "num_local_experts": 4,
-    },
-    "Gemma 2": {
-        "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], **GROUPED, "sliding_window": 64,
-    },
-    "BERT": {"model_type": "bert", "architectures": ["BertForMaskedLM"], **TEXT},
-}  # fmt: skip
+MODELS = {
+    name: small(name.partition(",")[0], 3, 512, SEQUENCE)
+    for name in ("GPT-2", "Llama, grouped queries", "Qwen3", "Mixtral", "Gemma 2", "BERT")
+}
 
 
 class Way(NamedTuple):
@@ -77,10 +64,10 @@ TABLE = [
 ]  # fmt: skip
 
 
-def made(directory: Path, model: str, way: Way) -> Callable[[int, int], Subject]:
+def made(directory: Path, model: str, way: Way, lora_rank: int | None = None) -> Callable[[int, int], Subject]:
     """As ``ds_tba plan`` makes it, checkpointed as a user has it."""
     (directory / "config.json").write_text(json.dumps(MODELS[model]))
-    recipe = recipe_of(str(directory))
+    recipe = recipe_of(str(directory), lora_rank=lora_rank)
 
     def make(batch: int, sequence: int) -> Subject:
         subject = recipe(batch, sequence)
@@ -95,9 +82,9 @@ def made(directory: Path, model: str, way: Way) -> Callable[[int, int], Subject]
 
 def estimated(directory: Path, model: str, way: Way) -> DryRun:
     offload = OffloadConfig(enabled=False, min_tensor_bytes=MIN_BYTES)
-    training = Training({}, offload, AioConfig(), torch.bfloat16)
+    training = Training({}, offload, torch.bfloat16)
     device = Device("cpu", "made up", None, 1e12, 1e11, 1e10)
-    return dry_run(made(directory, model, way), BATCH, SEQUENCE, training, device, (), way.lora_rank)
+    return dry_run(made(directory, model, way, way.lora_rank), BATCH, SEQUENCE, training, device)
 
 
 def adapted(model: Any, rank: int) -> nn.Module:
@@ -115,17 +102,10 @@ def ran(directory: Path, model: str, way: Way) -> tuple[OffloadReport, int]:
         subject = Subject(adapted(subject.model, way.lora_rank), subject.inputs)
     block = {"placement": "nvme" if way.offloaded else "keep", "min_tensor_bytes": MIN_BYTES, "rematerialize": False}
     config = OffloadConfig.model_validate({**block, "nvme_path": str(directory), "io": {"backend": "posix"}})
-    parameters = list(subject.model.parameters())
-    for one in parameters:
-        one.grad = torch.zeros_like(one) if one.requires_grad else None
-    held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
     offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
     try:
-        with PeakMeter(held) as meter:
-            with offloader.saving():
-                loss = loss_of(subject.forward())
-            loss.backward()
-        return offloader.report(), meter.peak_bytes
+        peak_bytes = peak_of(subject, offloader)
+        return offloader.report(), peak_bytes
     finally:
         offloader.close()
 

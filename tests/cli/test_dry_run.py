@@ -14,7 +14,7 @@ from support.estimate_models import ALL
 from ds_tba.cli.plan.dry_run import dry_run
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.cli.plan.training import Device, DryRun, Training
-from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_owned
 from ds_tba.errors import ConfigError, ModelError
@@ -35,7 +35,7 @@ Make = Callable[[int, int], Any]
 
 def estimated(make: Make, device: str, dtype: torch.dtype | None = None, **block: Any) -> DryRun:
     offload = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": MIN_BYTES, **block})
-    training = Training({}, offload, AioConfig(), dtype)
+    training = Training({}, offload, dtype)
     machine = Device(device, "made up", None, 1e12, 1e11, 1e10)
 
     def recipe(batch: int, sequence: int) -> Subject:

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import Cli
+from support.planned import peak_of, small
 from support.traces import resources
 
 from ds_tba.cli import main
 from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
-from ds_tba.cli.plan.model import Subject, loss_of, recipe_of
+from ds_tba.cli.plan.model import Subject, recipe_of
 from ds_tba.cli.plan.rows import FRAGMENTATION, MOST, NEAR, TIGHT, UNIT, Setup, longest_of
 from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
 from ds_tba.config import AioConfig, OffloadConfig
@@ -33,22 +33,7 @@ from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import BlockTrace, PathRates, StorageTrace, Trace
 
 MIN_BYTES = 4096
-WIDTHS = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6, "num_attention_heads": 4}
-TEXT = {**WIDTHS, "vocab_size": 256, "max_position_embeddings": 8192, "num_key_value_heads": 2, "head_dim": 16}
-MODELS: dict[str, dict[str, Any]] = {
-    "GPT-2": {
-        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 6, "n_head": 4,
-        "n_positions": 8192, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    },
-    "Llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT},
-    "Qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **TEXT},
-    "Mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **TEXT, "num_local_experts": 4},
-    "Phi-3": {
-        "model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **TEXT, "pad_token_id": 0, "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
-}  # fmt: skip
+MODELS = {name: small(name, 6, 256, 8192, 0.0) for name in ("GPT-2", "Llama", "Qwen3", "Mixtral", "Phi-3")}
 # Whether layers are checkpointed, and whether everything is offloaded.
 SETTINGS = {
     "as it is": (False, False),
@@ -75,7 +60,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int
 
 def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callable[[int], Setup]:
     offload = OffloadConfig.model_validate({**BLOCK, "enabled": False})
-    training = Training({"optimizer": {"type": "AdamW"}}, offload, AioConfig(), torch.bfloat16)
+    training = Training({"optimizer": {"type": "AdamW"}}, offload, torch.bfloat16)
     device = Device("cpu", "made up", 0, 1e12, 1e11, 1e10)
 
     def setup_of(sequence: int) -> Setup:
@@ -95,19 +80,6 @@ class TensorMeter(PeakMeter):
             super()._see(storage)
 
 
-def peak_of(subject: Subject, offloader: ActivationOffloader | None) -> int:
-    """The peak of all tensors but parameters and gradients in a micro-step with values."""
-    parameters = list(subject.model.parameters())
-    for one in parameters:
-        one.grad = torch.zeros_like(one)
-    held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
-    with TensorMeter(held) as meter:
-        with nullcontext() if offloader is None else offloader.saving():
-            loss = loss_of(subject.forward())
-        loss.backward()  # type: ignore[no-untyped-call]
-    return meter.peak_bytes
-
-
 def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(
     recipe: Callable[[int, int], Subject], tmp_path: Path
 ) -> None:
@@ -119,7 +91,7 @@ def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(
             if is_checkpointed:
                 subject.model.gradient_checkpointing_enable({"use_reentrant": False})
             with offloader_in(tmp_path) if is_offloaded else nullcontext() as offloader:
-                peak_bytes = peak_of(subject, offloader)
+                peak_bytes = peak_of(subject, offloader, TensorMeter)
             room_bytes = ROOM_BYTES - (STAGING_BYTES / (1 + FRAGMENTATION) if is_offloaded else 0)
             assert (peak_bytes <= room_bytes) is fits, (name, found[name], part, peak_bytes / room_bytes)
 
@@ -156,7 +128,7 @@ def made_up(sequence: int, power: int = 1) -> Setup:
     )  # fmt: skip
     config = {"zero_optimization": {"contiguous_gradients": False}}
     offload = OffloadConfig(enabled=False, rematerialize=False)
-    training = Training(config, offload, AioConfig(), torch.bfloat16)
+    training = Training(config, offload, torch.bfloat16)
     return Setup(run, training, Device("cpu", "", 1 << 30, 1e12, 1e12, 1e12), 1, 600.0, "/x")
 
 

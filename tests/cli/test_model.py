@@ -14,7 +14,7 @@ from torch import nn
 from ds_tba.cli.plan.dry_run import dry_run
 from ds_tba.cli.plan.model import _FusedLoss, fuse_kernels, fuse_loss, recipe_of, tile_mlps
 from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
-from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.config import OffloadConfig
 from ds_tba.errors import ModelError
 
 pytest.importorskip("transformers")
@@ -35,12 +35,13 @@ def planned(
     aids: Collection[str] = (),
     length: int = SEQUENCE,
     targets: Collection[str] = (),
-    **recipe: int,
+    **changes: int,
 ) -> DryRun:
     (directory / "config.json").write_text(json.dumps(config))
-    training = Training({}, OffloadConfig(enabled=False, min_tensor_bytes=4096), AioConfig(), torch.bfloat16)
+    training = Training({}, OffloadConfig(enabled=False, min_tensor_bytes=4096), torch.bfloat16)
     device = Device("cuda", "made up", None, 1e12, 1e11, 1e10)
-    return dry_run(recipe_of(str(directory), **recipe), 1, length, training, device, (), lora, aids, targets)
+    recipe = recipe_of(str(directory), lora_rank=lora, lora_targets=targets, aids=aids, **changes)
+    return dry_run(recipe, 1, length, training, device)
 
 
 def test_a_fused_loss_holds_a_chunk_of_logits_and_saves_gradients(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_weights_of_a_few_bits_count_as_such(
     linears = LAYERS * (4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE)
     assert plain.parameter_bytes - found.parameter_bytes == pytest.approx(linears * (2 - element_bytes), abs=2)
     assert found.temporary_bytes == plain.temporary_bytes + 2 * WIDTH * MIDDLE  # one of them as it is used
-    training = Training({}, OffloadConfig(enabled=False), AioConfig(), torch.bfloat16)
+    training = Training({}, OffloadConfig(enabled=False), torch.bfloat16)
     assert held_of(training, found, 1).always["gradients"] == 2 * found.trained  # adapters are not quantized
     with pytest.raises(ModelError, match="--lora 16"):
         planned(tmp_path, {**LLAMA, "quantization_config": quantization}, length=128)

@@ -116,13 +116,6 @@ def test_a_plan_needs_a_model(cli: Cli) -> None:
     assert "the following arguments are required: MODEL" in cli("plan", "--seq", "1k", status=2, exits=True).err
 
 
-def test_without_the_block_the_defaults_are_taken(directory: Path, plan: Any) -> None:
-    (directory / "ds_config.json").write_text("{}")
-    found = plan("--batch", "3")
-    assert found["batch"] == 3 and found["parameter_bytes"] == 4 * found["parameters"]
-    assert "its defaults are used" in " ".join(found["notes"])
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

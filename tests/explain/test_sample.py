@@ -19,7 +19,6 @@ from support.doubles import wait_for_writes
 from support.models import Mlp, Stack
 from support.stepping import forward, note_backward, offloader_of
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from ds_tba.core.tensors import form_of
 from ds_tba.offloader import ActivationOffloader
@@ -195,14 +194,6 @@ def test_the_timeline_is_on_the_clock_of_the_profiler(make: Make, tmp_path: Path
     assert max(one["resident"] for one in levels) <= report.peak_saved_bytes
     written = sum(one["args"]["bytes"] for one in spans if one["name"] == "write")
     assert written <= report.written_bytes
-
-
-def test_a_profile_of_the_user_shows_our_hooks(make: Make) -> None:
-    model, offloader = make(placement="nvme")
-    train(model, offloader, 2)
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        train(model, offloader, 1)
-    assert {"ds_tba::pack", "ds_tba::unpack"} <= {one.key for one in found.key_averages()}
 
 
 def test_explain_tells_who_holds_bytes_and_what_would_help(make: Make) -> None:

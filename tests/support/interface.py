@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,7 +23,7 @@ from pydantic import BaseModel
 import ds_tba
 from ds_tba.cli import main
 from ds_tba.config import BLOCK, UPDATE_BLOCK, OffloadConfig
-from ds_tba.report import OffloadReport, parts, unit_of
+from ds_tba.report import OffloadReport, unit_of
 from ds_tba.update.config import UpdateConfig
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +193,21 @@ def _value(action: argparse.Action) -> str:
 
 
 # ---- the report -----------------------------------------------------------------------------------------------------
+
+
+# The parts of the page, and the field that each begins with.
+PARTS = {
+    "state": "The run", "peak_saved_bytes": "Peaks", "offloaded_bytes": "What moved", "kept_bytes": "What stayed",
+    "plans": "The plan", "write_bytes_per_s": "The drives",
+}  # fmt: skip
+
+
+def parts() -> dict[str, list[Field[Any]]]:
+    """The fields by the part of the report that they belong to."""
+    found: dict[str, list[Field[Any]]] = {}
+    for one in fields(OffloadReport):
+        found.setdefault(PARTS.get(one.name) or next(reversed(found)), []).append(one)
+    return found
 
 
 def page_of_fields() -> str:

@@ -1,7 +1,54 @@
-"""The config.json of a small model, for ``ds_tba plan``."""
+"""Small models for ``ds_tba plan``, as their config.json has them, and the peak of one that runs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ds_tba.cli.plan.dry_run import PeakMeter
+from ds_tba.cli.plan.model import Subject, loss_of
+from ds_tba.offloader import ActivationOffloader
 
 WIDTH, LAYERS, WORDS = 256, 4, 512
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": WORDS, "hidden_size": WIDTH,
     "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4,
 }  # fmt: skip
+GROUPED = {"num_key_value_heads": 2, "head_dim": 16}
+ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+# By name: the type, the architecture, and what only it has.
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama": ("llama", "LlamaForCausalLM", GROUPED),
+    "Qwen3": ("qwen3", "Qwen3ForCausalLM", GROUPED),
+    "Mixtral": ("mixtral", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "Gemma 2": ("gemma2", "Gemma2ForCausalLM", {**GROUPED, "sliding_window": 64}),
+    "Phi-3": ("phi3", "Phi3ForCausalLM", {**GROUPED, **ENDS, "pad_token_id": 0}),
+    "BERT": ("bert", "BertForMaskedLM", {}),
+}
+
+
+def small(name: str, layers: int, words: int, positions: int, dropout: float = 0.1) -> dict[str, Any]:
+    """A model with layers of width 64; only GPT-2 has dropout."""
+    if name == "GPT-2":
+        widths = {"n_embd": 64, "n_layer": layers, "n_head": 4, "n_positions": positions, "vocab_size": words, **ENDS}
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **widths, **dropouts}
+    kind, architecture, own = KINDS[name]
+    widths = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": layers, "num_attention_heads": 4}
+    whole = {"model_type": kind, "architectures": [architecture], **widths, **own}
+    return {**whole, "vocab_size": words, "max_position_embeddings": positions}
+
+
+def peak_of(subject: Subject, offloader: ActivationOffloader | None, kind: type[PeakMeter] = PeakMeter) -> int:
+    """The peak of all tensors but parameters and gradients in a micro-step with values."""
+    parameters = list(subject.model.parameters())
+    for one in parameters:
+        one.grad = torch.zeros_like(one) if one.requires_grad else None
+    held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
+    with kind(held) as meter:
+        with nullcontext() if offloader is None else offloader.saving():
+            loss = loss_of(subject.forward())
+        loss.backward()  # type: ignore[no-untyped-call]
+    return meter.peak_bytes

@@ -30,10 +30,10 @@ from ds_tba.cli.plan.rows import (
     rows_of,
 )
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
-from ds_tba.config import ASSUMED_RATIO, BLOCK
+from ds_tba.config import ASSUMED_RATIO, BLOCK, zero_block
 from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
-from ds_tba.explain.account import remedy
+from ds_tba.explain.account import Way, remedy
 from ds_tba.plan.trace import PathRates
 from ds_tba.stats import aligned, expanded, readable
 from ds_tba.storage.staging import with_staging
@@ -102,17 +102,31 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
     targets = options.lora_targets.split(",") if options.lora_targets else ()
     aids = frozenset(name for name in _AIDS if getattr(options, name[2:].replace("-", "_")))
     stored_share = 1.0 if offload.io.compression is None else ASSUMED_RATIO
-    recipe = recipe_of(options.model, options.bits, tensor_ranks)
+    recipe = recipe_of(
+        options.model,
+        bits=options.bits,
+        tensor_parallel=tensor_ranks,
+        lora_rank=options.lora,
+        lora_targets=targets,
+        aids=aids,
+    )
 
     @cache
     def setup_of(sequence: int) -> Setup:
-        tokens = -(-sequence // sequence_ranks)
-        run = dry_run(recipe, options.batch, tokens, training, device, paths, options.lora, aids, targets)
-        where = offload.nvme_path or "/local_nvme"
+        run = dry_run(recipe, options.batch, -(-sequence // sequence_ranks), training, device, paths)
         return Setup(
-            run, training, device, options.ranks or sharers, tbw / sharers, where, sharers, drives, options.batch,
-            aids, stored_share, host_memory_bytes,
-        )  # fmt: skip
+            run,
+            training,
+            device,
+            options.ranks or sharers,
+            tbw / sharers,
+            offload.nvme_path or "/local_nvme",
+            sharers,
+            drives,
+            Way(zero_block(training.config), options.batch, aids),
+            stored_share,
+            host_memory_bytes,
+        )
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}{f' on {options.lora_targets}' if targets else ''}" if options.lora else ""
@@ -184,7 +198,7 @@ def _text(
 
 
 def _instructions(setup: Setup, row: Row) -> Iterator[str]:
-    """Say what to change for a row, what its node needs, and whether it wears drives out."""
+    """Say what to change for a row, and whether it wears drives out."""
     if row.advice:
         yield f"            {row.advice}"
     if row.merged:
@@ -192,12 +206,6 @@ def _instructions(setup: Setup, row: Row) -> Iterator[str]:
         yield from (f"  {line}" for line in json.dumps(row.merged, indent=2).splitlines())
     elif not row.advice:
         yield "            nothing has to be changed"
-    taken = {"host memory": row.host_bytes, "swap space": row.swap_bytes}
-    found = [f"{readable(setup.sharers * nbytes)} of {what}" for what, nbytes in taken.items() if nbytes]
-    if found and setup.sharers > 1:
-        yield f"            the {setup.sharers} GPUs of a node take {' and '.join(found)}"
-    elif found and setup.ranks > 1:
-        yield f"            each GPU of a node takes {' and '.join(found)}: --gpus-per-node adds them up"
     if not row.spares_drives:
         each_tbw = setup.tbw * setup.sharers / setup.drives
         keys = f'"ssd": {{"rated_endurance_tbw": {each_tbw:.4g}, "min_life_days": {SHORT_LIFE_DAYS:g}}}'

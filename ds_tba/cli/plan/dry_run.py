@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.cli.plan.model import Recipe, Subject, change, hidden_size_of, loss_of, quantized_linears
+from ds_tba.cli.plan.model import Recipe, Subject, hidden_size_of, loss_of, quantized_linears
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
@@ -53,15 +53,14 @@ from ds_tba.storage.staging import slots_bytes_of
 
 
 def dry_run(
-    recipe: Recipe, batch: int, sequence: int, training: Training, device: Device, paths: tuple[PathRates, ...] = (),
-    lora_rank: int | None = None, aids: Collection[str] = (), lora_targets: Collection[str] = (),
-) -> DryRun:  # fmt: skip
-    """Run one micro-step.
-
-    Args:
-        paths: the drives, for the trace.
-        lora_rank, lora_targets: of adapters, which are trained instead of the model, and the names of their layers.
-        aids: ``--fused-loss``, ``--liger`` and ``--tiled-mlp``, where the model has them.
+    recipe: Recipe,
+    batch: int,
+    sequence: int,
+    training: Training,
+    device: Device,
+    paths: tuple[PathRates, ...] = (),
+) -> DryRun:
+    """Run one micro-step; ``paths`` are the drives, for the trace.
 
     Raises:
         ConfigError: the config names what the model lacks.
@@ -74,10 +73,7 @@ def dry_run(
     doing = "making the model"
     try:
         with torch.device("meta"):
-            subject = recipe(batch, sequence)
-            owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
-            change(subject.model, lora_rank, aids, lora_targets)
-            subject = subject.to("meta", training.dtype)
+            subject = recipe(batch, sequence).to("meta", training.dtype)
             quantized = quantized_linears(subject)
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
@@ -94,6 +90,7 @@ def dry_run(
         raise ModelError(what) from error
     no_blocks = 'no repeated layers were found, so nothing is recomputed: name the layers in "blocks"'
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
+    owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
     trained = [one for one in parameters if one.requires_grad]
     resources = Resources(paths, copy, copy, slots_bytes_of(offload), is_synchronous=device.kind == "cpu")
     whole_bytes = [one.nbytes for one in quantized]  # of each while it is used
@@ -325,10 +322,18 @@ def device_kernels(target: str) -> Iterator[set[str]]:
 
 
 def _attend(
-    target: str, taken: set[str], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+    target: str,
+    taken: set[str],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     """Run the ``scaled_dot_product_attention`` of a device; see [Note: Which kernels]."""
     given, mask = (query, key, value), attn_mask
     chosen = attention_of(target, given, mask, dropout_p)

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_map_only
 from ds_tba.errors import ModelError
 from ds_tba.recompute.blocks import find_blocks
 
-# Architectures whose labels are tokens, and those whose labels are one class for each sequence.
+# Architectures whose labels are tokens. Of others the first output stands for the loss.
 _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForPreTraining")
-_CLASS_LABELS = ("ForSequenceClassification",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,27 @@ def loss_of(output: Any) -> torch.Tensor:
     return found.sum()
 
 
-def recipe_of(text: str, bits: int | None = None, tensor_parallel: int = 1) -> Recipe:
+def recipe_of(
+    text: str,
+    *,
+    bits: int | None = None,
+    tensor_parallel: int = 1,
+    lora_rank: int | None = None,
+    lora_targets: Collection[str] = (),
+    aids: Collection[str] = (),
+) -> Recipe:
     """Return what makes the subject for a batch and a sequence length.
 
     Args:
         text: the ``config.json``, folder or name of a Hugging Face model on this machine.
         bits: of the weights of linear layers, whatever the config says.
         tensor_parallel: ranks that divide heads, the width of MLPs and the vocabulary.
+        lora_rank, lora_targets: of adapters, which are trained instead of the model, and the names of their layers.
+        aids: ``--fused-loss``, ``--liger`` and ``--tiled-mlp``.
 
     Raises:
-        ModelError: ``text`` is none of these, or the ranks do not divide its widths.
+        ModelError: ``text`` is none of these, or the ranks do not divide its widths; when the subject is made, the
+            model has no place for an adapter or an aid.
     """
     try:
         import transformers
@@ -116,7 +126,17 @@ def recipe_of(text: str, bits: int | None = None, tensor_parallel: int = 1) -> R
         _divide(config, tensor_parallel)
 
     def make(batch: int, sequence: int) -> Subject:
-        found = _with_inputs(named[0], made(config), config, batch, sequence)
+        model = made(config)
+        found = _with_inputs(named[0], model, config, batch, sequence)
+        layers = [one.module for one in find_blocks(model, None)]
+        if lora_rank is not None:
+            add_lora(model, layers, lora_rank, lora_targets)
+        if "--liger" in aids:
+            fuse_kernels(model)
+        if {"--fused-loss", "--liger"} & set(aids):
+            fuse_loss(model)
+        if "--tiled-mlp" in aids:
+            tile_mlps(layers)
         return replace(found, notes=found.notes + notes, element_bytes=element_bytes)
 
     return make
@@ -156,10 +176,8 @@ def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, s
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in taken:
         raise ModelError(f"{architecture} takes no input_ids: inputs of other models than of text cannot be made up.")
-    inputs = {"input_ids": torch.zeros(batch, sequence, dtype=torch.int64)}
-    for ends, shape in ((_TOKEN_LABELS, (batch, sequence)), (_CLASS_LABELS, (batch,))):
-        if "labels" in taken and architecture.endswith(ends):
-            inputs["labels"] = torch.zeros(shape, dtype=torch.int64)
+    names = ["input_ids", *(["labels"] if "labels" in taken and architecture.endswith(_TOKEN_LABELS) else [])]
+    inputs = {name: torch.zeros(batch, sequence, dtype=torch.int64) for name in names}
     notes, longest = [], getattr(config, "max_position_embeddings", None) or math.inf
     if sequence > longest:
         notes.append(f"the config ends at max_position_embeddings {longest}: training of {sequence} tokens may fail")
@@ -173,23 +191,6 @@ def hidden_size_of(model: Any) -> int:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "hidden_size", 0) or 0
-
-
-def change(model: nn.Module, lora_rank: int | None, aids: Collection[str], targets: Collection[str] = ()) -> None:
-    """Put adapters into a model where a rank is given, and what the options in ``aids`` name.
-
-    Raises:
-        ModelError: the model has no place for one of them.
-    """
-    layers = [one.module for one in find_blocks(model, None)]
-    if lora_rank is not None:
-        add_lora(model, layers, lora_rank, targets)
-    if "--liger" in aids:
-        fuse_kernels(model)
-    if {"--fused-loss", "--liger"} & set(aids):
-        fuse_loss(model)
-    if "--tiled-mlp" in aids:
-        tile_mlps(layers)
 
 
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int, targets: Collection[str] = ()) -> None:

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import itemgetter, le
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_tba.cli.plan.training import Beside, Device, DryRun, Training, beside, held_of
-from ds_tba.config import BLOCK, DsConfig, Placement, zero_block
+from ds_tba.config import BLOCK, DsConfig, Placement
 from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory, Way
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import peak_beside, replay
@@ -36,7 +37,6 @@ TIGHT = 0.9
 # Of rows whose steps are as short within this factor, the first is taken: it changes least.
 SAME_STEP = 1.05
 SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
-TRANSFORMERS = "+ checkpointing, offload"  # of transformers
 CHECKPOINTING_TO_HOST = 'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"offload": True})'
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
@@ -89,7 +89,7 @@ class Setup:
     Attributes:
         tbw: terabytes that this rank's part of the drives is rated for.
         sharers, drives: GPUs of a node that share its drives, and how many these are.
-        aids: of ``--fused-loss``, ``--liger`` and ``--tiled-mlp`` those that the run has.
+        way: what is done about memory already.
         stored_share: bytes that the drives are written for a byte of saved tensors.
         host_memory_bytes: that are free for the GPUs of a node together.
     """
@@ -102,8 +102,7 @@ class Setup:
     nvme_path: str | list[str]
     sharers: int = 1
     drives: int = 1
-    batch: int = 1
-    aids: frozenset[str] = frozenset()
+    way: Way = field(default_factory=Way)
     stored_share: float = 1.0
     host_memory_bytes: float = math.inf
 
@@ -144,11 +143,6 @@ class Setup:
         room = TIGHT * device.memory_bytes - self.held.nbytes - self.staging_on_device
         budget_bytes = max(0, int(room / (1 + FRAGMENTATION) - self.run.temporary_bytes))
         return replace(limits, activation_budget_bytes=budget_bytes)
-
-    @property
-    def way(self) -> Way:
-        """Return what is done about memory already."""
-        return Way(zero_block(self.training.config), self.batch, self.aids)
 
     def block(self, placement: str, **more: object) -> DsConfig:
         """Return a block with the drive to merge into ``ds_config.json``."""
@@ -200,32 +194,55 @@ class Setup:
         life = life_days(self.tbw, per_day)
         return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
-    def fixed_row(self, name: str, placement: Placement, merged: DsConfig, *, recompute: bool = False) -> Row:
+    def fixed_row(self, setting: Setting) -> Row:
         """Return the row of a setting that makes no plan; see :func:`assign`."""
-        assigned = assign(self.trace, placement, recompute=recompute)
-        moving_bytes = None if self.run.temporary is None else peak_beside(*assigned, self.run.temporary)
-        advice = CHECKPOINTING if recompute else NO_CHECKPOINTING if placement is Placement.NVME else ""
+        assigned = assign(self.trace, setting.placement, recompute=setting.recompute)
         cost = replay(*assigned).cost
-        if name == TRANSFORMERS:  # which copies on the compute stream, both ways
-            copied_s = 2 * self.training.micro_steps * cost.host_bytes / self.device.copy_bytes_per_s
+        block: DsConfig = {}
+        if setting.waits_for_copies:
             kept = replay(*assign(self.trace, Placement.KEEP, recompute=True)).cost
-            cost, advice = replace(cost, step_s=kept.step_s + copied_s), CHECKPOINTING_TO_HOST
-        elif placement is Placement.HOST:  # null would take half of what is free
-            merged = {BLOCK: {**merged[BLOCK], "host_budget_bytes": int(HOST_AIR * cost.host_bytes)}}
-        return self.row(name, cost, merged, advice, moving_bytes)
+            copied_s = 2 * self.training.micro_steps * cost.host_bytes / self.device.copy_bytes_per_s
+            cost = replace(cost, step_s=kept.step_s + copied_s)
+        elif setting.placement is Placement.NVME:
+            block = self.block("nvme")
+        elif setting.placement is Placement.HOST:  # null would take half of what is free
+            host_bytes = int(HOST_AIR * cost.host_bytes)
+            block = {BLOCK: {"enabled": True, "placement": "host", "host_budget_bytes": host_bytes}}
+        return self.row(setting.name, cost, block, setting.advice, peak_beside(*assigned, self.run.temporary))
+
+
+class Setting(NamedTuple):
+    """A setting that makes no plan.
+
+    Attributes:
+        name: of its row.
+        placement: of what is saved; with ``recompute`` of what checkpointed layers save.
+        waits_for_copies: transformers does it, which copies on the compute stream, both ways.
+    """
+
+    name: str
+    placement: Placement = Placement.KEEP
+    advice: str = ""
+    recompute: bool = False
+    waits_for_copies: bool = False
+
+
+SETTINGS = (
+    Setting("as it is"),
+    Setting("+ checkpointing", Placement.KEEP, CHECKPOINTING, recompute=True),
+    Setting("+ checkpointing, offload", Placement.HOST, CHECKPOINTING_TO_HOST, recompute=True, waits_for_copies=True),
+    Setting("+ checkpointing and host", Placement.HOST, CHECKPOINTING, recompute=True),
+    Setting("+ checkpointing and NVMe", Placement.NVME, CHECKPOINTING, recompute=True),
+    Setting("offload all", Placement.NVME, NO_CHECKPOINTING),
+)
 
 
 def fixed_rows(setup: Setup) -> Iterator[Row]:
-    """Yield settings that make no plan."""
-    yield setup.fixed_row("as it is", Placement.KEEP, {})
-    if setup.trace.blocks:
-        yield setup.fixed_row("+ checkpointing", Placement.KEEP, {}, recompute=True)
-        if not setup.trace.resources.is_synchronous:  # else host memory is the device's
-            yield setup.fixed_row(TRANSFORMERS, Placement.HOST, {}, recompute=True)
-            host = {BLOCK: {"enabled": True, "placement": "host"}}
-            yield setup.fixed_row("+ checkpointing and host", Placement.HOST, host, recompute=True)
-        yield setup.fixed_row("+ checkpointing and NVMe", Placement.NVME, setup.block("nvme"), recompute=True)
-    yield setup.fixed_row("offload all", Placement.NVME, setup.block("nvme"))
+    """Yield the rows of settings that make no plan, but for those that the model or the device has no use for."""
+    for setting in SETTINGS:
+        is_of_device = setting.placement is Placement.HOST and setup.trace.resources.is_synchronous
+        if not is_of_device and (setup.trace.blocks or not setting.recompute):
+            yield setup.fixed_row(setting)
 
 
 def rows_of(setup: Setup) -> list[Row]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import hjson  # of DeepSpeed
 import torch
 
 from ds_tba.cli.format import size
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_block, refuse_misnamed
+from ds_tba.config import BLOCK, OffloadConfig, parse_block, refuse_misnamed
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import GRADIENTS, PARAMETERS, STATES, ModelMemory
 from ds_tba.plan.timeline import Spans
@@ -57,7 +57,7 @@ class DryRun:
         hidden_size: of the model's config, else 0.
         attention, notes: the attention kernels that ran, and limitations of this result, for the reader.
         loose_bytes: that checkpointed layers leave to the allocator, and the head cannot use.
-        temporary: other tensors by time; None where that is not known.
+        temporary: other tensors by time.
     """
 
     trace: Trace = field(kw_only=False)
@@ -74,7 +74,7 @@ class DryRun:
     attention: Sequence[str] = ()
     notes: tuple[str, ...] = ()
     loose_bytes: int = 0
-    temporary: Spans | None = field(default=None, compare=False)
+    temporary: Spans = field(compare=False)
 
     @property
     def saved_bytes(self) -> int:
@@ -162,13 +162,15 @@ class Training:
 
     config: Mapping[str, Any]
     offload: OffloadConfig
-    aio: AioConfig
     dtype: torch.dtype | None = None
     notes: tuple[str, ...] = ()
 
     def at(self, path: str) -> Any:
         """Return the value at keys with dots between them; None where there is none."""
-        return _at(self.config, path)
+        found: Any = self.config
+        for key in path.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found
 
     def number(self, path: str) -> int | None:
         """Return the number above 0 that is there; None for anything else, such as "auto"."""
@@ -238,30 +240,23 @@ def read_training(path: Path | None) -> Training:
     parsed = parse_block(found)
     if parsed is None:
         notes += [] if path is None else [f'{path} has no enabled "{BLOCK}" block: its defaults are used']
-        parsed = OffloadConfig(enabled=False), AioConfig()
-    if not _at(found, "optimizer.type"):
+    training = Training(found, OffloadConfig(enabled=False) if parsed is None else parsed[0])
+    if not training.at("optimizer.type"):
         notes.append(
             'no "optimizer" is named: the states of Adam and the temporary tensors of PyTorch\'s AdamW are counted; an '
             "optimizer of 8 bits takes less"
         )
-    if set_keys := [
-        key for key in _NOT_COUNTED if _at(found, key) not in (None, False, 0, 1) or _at(found, key) is True
-    ]:
-        notes.append(f"NOT COUNTED, though they change memory: {', '.join(set_keys)}")
+    changed = [key for key in _NOT_COUNTED if training.at(key) is True or training.at(key) not in (None, False, 0, 1)]
+    if changed:
+        notes.append(f"NOT COUNTED, though they change memory: {', '.join(changed)}")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if found.get(key) == "auto":
             notes.append(f'"{key}" is "auto", which the trainer decides: 1 is assumed')
     wanted = ((name, value) for value in (True, "auto") for name in _DTYPES)
-    name, value = next((one for one in wanted if _at(found, f"{one[0]}.enabled") == one[1]), ("", None))
+    name, value = next((one for one in wanted if training.at(f"{one[0]}.enabled") == one[1]), ("", None))
     if value == "auto":
         notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
-    return Training(found, *parsed, _DTYPES.get(name), tuple(notes))
-
-
-def _at(config: Any, path: str) -> Any:
-    for key in path.split("."):
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return config
+    return replace(training, dtype=_DTYPES.get(name), notes=tuple(notes))
 
 
 def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> ModelMemory:
