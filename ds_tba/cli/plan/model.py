@@ -181,7 +181,7 @@ def change(model: nn.Module, lora_rank: int | None, aids: Collection[str], targe
     Raises:
         ModelError: the model has no place for one of them.
     """
-    layers = [one.module for one in find_blocks(model, None)]
+    layers = list(find_blocks(model, None).values())
     if lora_rank is not None:
         add_lora(model, layers, lora_rank, targets)
     if "--liger" in aids:
