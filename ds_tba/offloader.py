@@ -175,15 +175,14 @@ class Rooms:
             raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
         self._core.cache.gate.exclude(self._chosen)
 
-    def _open_sites(self) -> Sites | None:
+    def _open_sites(self) -> Sites:
         from ds_tba.remat.sites import open_sites
         from ds_tba.remat.store import RematStore
 
         core = self._core
         sites = open_sites(core.config, core.cache, core.accelerator, self.running)
-        if sites is not None:
-            core.cache.rematerialize(RematStore(core.cache, sites))
-            self._reporter.add(sites)
+        core.cache.rematerialize(RematStore(core.cache, sites))
+        self._reporter.add(sites)
         return sites
 
     def _open_controller(
