@@ -187,12 +187,6 @@ def _layer_norm(
     return torch.native_layer_norm(tensor, shape, weight, bias, eps)[0]
 
 
-def _group_norm(
-    tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, groups: int, eps: float
-) -> torch.Tensor:
-    return functional.group_norm(tensor, groups, weight, bias, eps)
-
-
 def _rms_norm(
     tensor: torch.Tensor, weight: torch.Tensor | None, shape: tuple[int, ...], eps: float | None
 ) -> torch.Tensor:
@@ -257,13 +251,6 @@ RULES: dict[str, Rule] = {
         "layer_norm", _NORM, _layer_norm, ("normalized_shape",), needs_epsilon=True
     ),
     "FusedRmsNormBackward0": Rule("rms_norm", _NORM[:2], _rms_norm, ("normalized_shape",), needs_epsilon=True),
-    "NativeGroupNormBackward0": Rule(
-        "group_norm",
-        # A bias that is not trained looks like none.
-        (Operand("input", 0), Operand("weight", 1, True), Operand("", 2)),
-        _group_norm,
-        ("group", "eps"),
-    ),
     "SoftmaxBackward0": Rule("softmax", _ONE, _softmax, ("dim",), "result", from_output=True),
     "NativeDropoutBackward0": Rule(
         "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)

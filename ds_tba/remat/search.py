@@ -171,7 +171,7 @@ class Search:
 
 
 def _of_node(node: Node, name: str) -> Any:
-    """Return an attribute of a node. Each PyTorch has its own: 2.14 holds no epsilon of a group norm any more."""
+    """Return an attribute of a node. Each PyTorch has its own."""
     try:
         return getattr(node, name)
     except AttributeError:
