@@ -712,16 +712,3 @@ def test_what_is_given_back_while_a_pass_is_recomputed_is_what_was_saved(make_st
         outcome.append({name: one.grad for name, one in model.named_parameters()})
     assert_same(outcome[0], outcome[1])
     assert bench.saved_again() and store.stats.offloaded_bytes > 0
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_of_the_users_inside_a_block(reentrant: bool) -> None:
-    class Checkpointed(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            wide = checkpoint(lambda h: self.drop(functional.gelu(self.up(h))), x, use_reentrant=reentrant)
-            return super().forward(x + wide[..., :WIDTH])
-
-    bench = Bench(Checkpointed)
-    bench.check(0, 1, 2, 3)
-    bench.check(0, 2, seed=2)
-    assert bench.saved_again()
