@@ -159,15 +159,14 @@ class Rooms:
             raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
         self._core.cache.gate.exclude(self._chosen)
 
-    def _open_sites(self) -> Sites | None:
+    def _open_sites(self) -> Sites:
         from ds_tba.remat.sites import open_sites
         from ds_tba.remat.store import RematStore
 
         core = self._core
         sites = open_sites(core.config, core.cache, core.accelerator, self.running)
-        if sites is not None:
-            core.cache.rematerialize(RematStore(core.cache, sites))
-            self._reporter.add(sites)
+        core.cache.rematerialize(RematStore(core.cache, sites))
+        self._reporter.add(sites)
         return sites
 
     def _open_controller(
@@ -176,17 +175,18 @@ class Rooms:
         from ds_tba.plan.agreement import Planning
         from ds_tba.plan.controller import Controller, Watched
         from ds_tba.plan.search import adaptive
-        from ds_tba.recompute.blocks import find_blocks, named_blocks
+        from ds_tba.recompute.blocks import find_blocks, matching
         from ds_tba.recompute.checkpoint import Blocks
 
         config, plans = self._core.config, self._core.config.placement == "adaptive"
         machine = self._open_machine(everyone)
-        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else []
+        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else {}
         chosen = self._chosen
         if chosen is not None:  # recomputing a block would free what these keep in it
-            found = [one for one in found if not chosen.excludes_part_of(one.module)]
-        named = named_blocks(found, config.recompute) if isinstance(config.recompute, list) else ()
-        blocks = Blocks(found if plans and config.recompute else [], self._core.cache, named)
+            found = {path: one for path, one in found.items() if not chosen.excludes_part_of(one)}
+        patterns = config.recompute if isinstance(config.recompute, list) else []
+        named = matching([*found], patterns, "recompute", "repeated layer")
+        blocks = Blocks(found if plans and config.recompute else {}, self._core.cache, named)
         watched = Watched(model, self.running, blocks)
         planning = Planning((planner or adaptive) if plans else None, agreement)
         return Controller(self._core.cache, machine, planning, watched, self._core.files.trace)

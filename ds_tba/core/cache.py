@@ -270,7 +270,7 @@ class TensorCache(Residency):
             self.ends.act()
             self.forward.micro_step = MicroStep()
         if self.rematerialization is not None:
-            self.rematerialization.end_micro_step()
+            self.rematerialization.wait_for_answers()
 
     # ---- pack ---------------------------------------------------------------------------------------------------
 
@@ -467,16 +467,9 @@ class TensorCache(Residency):
         self.watched = self.stores if store is None else (store, *self.stores)
 
     @poisons
-    def hold(self, record: SavedStorage, *, leaves: bool = False) -> bool:
-        """Hold the bytes of a record as if no store had them, because its store is about to give them up.
-
-        Args:
-            leaves: the next store may have them.
-
-        Returns:
-            Whether they are held: else nobody wants them any more.
-        """
-        is_wanted = is_held = False
+    def hold(self, record: SavedStorage) -> None:
+        """Hold the bytes of a record until the next store has them, because its store is about to give them up."""
+        is_wanted = False
         try:
             with self.lock:
                 is_wanted = record.state is not RecordState.DROPPED
@@ -488,11 +481,10 @@ class TensorCache(Residency):
             if is_wanted:
                 with self.lock:
                     if record.loaded is not None:
-                        is_held, record.loaded = True, replace(record.loaded, stored=False)
+                        record.loaded = replace(record.loaded, stored=False)
                     self._end_view(record, is_lent=True)
-                    if leaves and record.state is RecordState.LOADED:
+                    if record.state is RecordState.LOADED:
                         self.evict(record)
-        return is_held
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
 

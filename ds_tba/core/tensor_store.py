@@ -51,7 +51,3 @@ class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
         Raises:
             RematerializationError: as :meth:`take`.
         """
-
-    @abstractmethod
-    def end_micro_step(self) -> None:
-        """End a micro-step: as :meth:`wait_for_answers`, and hold what takes less than its operands do."""

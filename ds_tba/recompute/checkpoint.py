@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,14 +29,13 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
+from ds_tba.core.accounts import Accounts
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, skip_frames, uncompiled_hooks
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
-from ds_tba.recompute.blocks import Block
 
-_ABSENT = object()
 _NO_BACKWARD = -1  # autograd's number of the backward in this thread when there is none
 _OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
 _COLUMNS = 1024
@@ -57,182 +56,156 @@ class PassListener(Protocol):
     def leave(self) -> None: ...
 
 
-class Recomputations(Protocol):
-    """Counts the device memory of what blocks save when they run again: the cache."""
+class _Forwards(threading.local):
+    """The forwards that are open in this thread: for each who is told of passes, and None for a checkpointed one."""
 
-    def count_again(self, tensor: torch.Tensor) -> None: ...
-
-    def end_recomputations(self) -> None: ...
-
-
-class _Forward(threading.local):
-    """The forward of a micro-step, in the thread that runs it."""
-
-    is_open = False
-    listener: PassListener | None = None
+    def __init__(self) -> None:
+        self.listeners: list[PassListener | None] = []
 
 
 class Blocks:
-    """The blocks of one model.
-
-    Args:
-        blocks: from :func:`ds_tba.recompute.blocks.find_blocks`.
+    """The blocks of one model, by their paths in it.
 
     Attributes:
         chosen: paths of those that run under a checkpoint.
     """
 
-    def __init__(self, blocks: Sequence[Block], cache: Recomputations, chosen: Collection[str] = ()) -> None:
-        self.all = tuple(blocks)
+    def __init__(self, blocks: Mapping[str, nn.Module], cache: Accounts, chosen: Collection[str] = ()) -> None:
         self.chosen = frozenset(chosen)
         self.cache = cache
-        self.running = _Forward()
-        self.answers: list[tuple[str, torch.Tensor]] = []  # of the device: whether the output of a block differs
-        self._placed = [_InPlace(self, block) for block in blocks]
+        self.forwards = _Forwards()
+        self._placed = [_InPlace(self, path, block) for path, block in blocks.items()]
+        self._answers: list[tuple[str, torch.Tensor]] = []  # of the device: whether the output of a block differs
 
     @contextmanager
     def forward(self, listener: PassListener | None = None) -> Iterator[None]:
         """Open the forward of a micro-step. With a listener it is told of all passes, and none is checkpointed."""
         skip_frames((_InPlace.__call__,))
-        running = self.running
-        before, running.is_open, running.listener = (running.is_open, running.listener), True, listener
+        wanted = [one for one in self._placed if listener is not None or one.path in self.chosen]
+        self.forwards.listeners.append(listener)
+        placed = [one for one in wanted if one.put()]
         try:
-            with ExitStack() as placed:
-                for one in self._placed:
-                    if listener is not None or one.block.path in self.chosen:
-                        placed.enter_context(one.placed())
-                yield
+            yield
         finally:
-            running.is_open, running.listener = before
+            for one in placed:
+                one.take_away()
+            self.forwards.listeners.pop()
+
+    def compare(self, path: str, first: Sequence[_Digest], again: Sequence[_Digest]) -> None:
+        """Compare what a pass has returned with what it returns again, on its device.
+
+        Raises:
+            RecomputationError: the host knows already that it differs.
+        """
+        if [one.form for one in first] != [one.form for one in again]:
+            raise _differs(path)
+        pairs = zip(first, again, strict=True)
+        self._answers += [(path, (one.sums != other.sums).any()) for one, other in pairs]
+        if all(one.sums.device.type == _HOST for one in first):
+            self._read_answers()
 
     def end_backward(self) -> None:
-        """Read the answers of the device.
+        """End the recomputations of a backward, and read the answers of the device.
 
         Raises:
             RecomputationError: a block returned other bytes when it ran again, and the gradients are wrong.
         """
         self.cache.end_recomputations()
-        answers, self.answers = self.answers, []
+        self._read_answers()
+
+    def _read_answers(self) -> None:
+        answers, self._answers = self._answers, []
         for path, differs in answers:
             if differs.item():
                 raise _differs(path)
 
 
+def _differs(path: str) -> RecomputationError:
+    return RecomputationError(f"the output of the block {path!r} differs when its forward runs again: {_REPAIR}")
+
+
 class _InPlace:
     """Stands in the place of a block's ``forward``: one object for all forwards, or compiled code is compiled again."""
 
-    def __init__(self, blocks: Blocks, block: Block) -> None:
+    def __init__(self, blocks: Blocks, path: str, block: nn.Module) -> None:
+        self.path = path
         self.block = block
-        self._blocks = blocks
-        self._own: Any = block.module.forward
-        functools.update_wrapper(self, self._own, updated=())  # whoever inspects the signature sees the module's own
+        self.blocks = blocks
+        self.own: Any = block.forward
+        self._before: object = None  # an attribute of its own
+        functools.update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
 
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        attributes = self.block.module.__dict__  # past __setattr__, which torch.compile's module hands on
-        before = attributes.get("forward", _ABSENT)
-        if before is self:  # a forward inside of a forward
-            yield
-            return
-        self._own = self.block.module.forward
+    def put(self) -> bool:
+        """Take the place; False if a forward around this one has done so."""
+        attributes = self.block.__dict__  # past __setattr__, which torch.compile's module hands on
+        if attributes.get("forward") is self:
+            return False
+        self.own, self._before = self.block.forward, attributes.get("forward")
         attributes["forward"] = self
-        try:
-            yield
-        finally:
-            if attributes.get("forward") is self:
-                del attributes["forward"]
-                attributes.update({} if before is _ABSENT else {"forward": before})
+        return True
+
+    def take_away(self) -> None:
+        """Leave the place as it was, unless somebody has taken it meanwhile."""
+        attributes = self.block.__dict__
+        if attributes.get("forward") is self:
+            del attributes["forward"]
+            attributes.update({} if self._before is None else {"forward": self._before})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own, running = self._own, self._blocks.running
-        if torch.compiler.is_compiling() or is_being_compiled() or not running.is_open:
+        own, listeners = self.own, self.blocks.forwards.listeners
+        if torch.compiler.is_compiling() or is_being_compiled() or not listeners:
             return own(*args, **kwargs)
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
             return own(*args, **kwargs)
-        tensors, form = _taken_apart(args, kwargs)
-        if running.listener is None:
-            run = RecomputedPass(self.block, own, form, (args, kwargs), self._blocks)
+        one_pass, listener = _Pass(self, args, kwargs), listeners[-1]
+        if listener is None:
             with set_checkpoint_early_stop(False):
-                return checkpoint(run, *tensors, use_reentrant=False)
-        running.listener.enter(self.block.path, tensors)
+                return checkpoint(one_pass, *one_pass.values, use_reentrant=False)
+        listener.enter(self.path, [one for one in one_pass.values if isinstance(one, torch.Tensor)])
         try:
             return own(*args, **kwargs)
         finally:
-            running.listener.leave()
+            listener.leave()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _itself, (self._own,)  # a deep copy that is made in forward runs its own
+        return functools.partial, (self.own,)  # a deep copy that is made in forward runs its own
 
 
-def _itself(forward: object) -> object:
-    return forward
+class _Pass:
+    """One pass, which a checkpoint calls in forward, and in backward with the values that it has saved.
 
+    A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out. Each
+    object is one value, and one object again: attention asks whether query *is* key.
+    """
 
-class _Form(NamedTuple):
-    """The arguments of a call without their tensors: a checkpoint holds only tensors that it is given by position."""
-
-    values: list[object]
-    places: list[tuple[int, int]]
-    tree: Any
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        values = [*self.values]
-        for at, position in self.places:
-            values[at] = tensors[position]
-        args, kwargs = tree_unflatten(values, self.tree)
-        return args, kwargs
-
-
-def _taken_apart(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[torch.Tensor], _Form]:
-    """Return each tensor once (attention asks whether query *is* key), also of tuples, lists and dicts."""
-    values, tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
-    unique = {id(one): one for one in values if isinstance(one, torch.Tensor)}
-    number = {key: position for position, key in enumerate(unique)}
-    places = [(at, number[id(one)]) for at, one in enumerate(values) if isinstance(one, torch.Tensor)]
-    rest = [None if isinstance(one, torch.Tensor) else one for one in values]
-    return [*unique.values()], _Form(rest, places, tree)
-
-
-class RecomputedPass:
-    """One pass, which a checkpoint calls in forward and again in backward."""
-
-    def __init__(self, block: Block, own: Any, form: _Form, given: Any, blocks: Blocks) -> None:
-        self._block = block
-        self._own = own
-        self._form = form
-        self._given = given  # as the caller gave them; only until forward has run, or it would hold the tensors
-        self._blocks = blocks
-        self._users_stop = getattr(checkpointing, "_enable_checkpoint_early_stop", None)
+    def __init__(self, placed: _InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self._tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        unique = {id(one): one for one in leaves}
+        self.values = [*unique.values()]
+        self._order = [[*unique].index(id(one)) for one in leaves]
+        self._given: Any = args, kwargs  # until forward has run, which may fill a list of the caller's
+        self._users_stop: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", None)
+        self._placed, self._own = placed, placed.own
         self._digests: list[_Digest] = []
-        self._differs: bool | torch.Tensor = False
-        self._refusal: CheckpointError | None = None
 
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        if self._given is None:
-            return self.run_again(tensors)
-        (args, kwargs), self._given = self._given, None
-        with set_checkpoint_early_stop(self._users_stop), self._saving(is_again=False):  # type: ignore[arg-type]
-            output = self._own(*args, **kwargs)
-        self._digests = _digests(output)
-        return output
-
-    def run_again(self, tensors: Sequence[torch.Tensor]) -> Any:
-        args, kwargs = self._form.with_tensors(tensors)
-        with _gathered_stay(self._block.module), self._saving(is_again=True):
-            output = self._own(*args, **kwargs)
-        self._differs = _differ(self._digests, _digests(output))
-        if self._refusal is not None:
-            raise self._refused(self._refusal)
-        if isinstance(self._differs, torch.Tensor):
-            self._blocks.answers.append((self._block.path, self._differs))
-        elif self._differs:
-            raise _differs(self._block.path)
+    def __call__(self, *values: Any) -> Any:
+        own, placed = self._own, self._placed
+        if self._given is not None:
+            (args, kwargs), self._given, self.values = self._given, None, []  # or they would be held
+            with set_checkpoint_early_stop(self._users_stop), self._saving(is_again=False):
+                output = own(*args, **kwargs)
+            self._digests = _digests(output)
+            return output
+        args, kwargs = tree_unflatten([values[number] for number in self._order], self._tree)
+        with _gathered_stay(placed.block), self._saving(is_again=True):
+            output = own(*args, **kwargs)
+        placed.blocks.compare(placed.path, self._digests, _digests(output))
         return output
 
     @contextmanager
     def _saving(self, *, is_again: bool) -> Iterator[None]:
         """Keep parameters from the checkpoint's hooks, inside of which this is, and name the block in its errors."""
-        hooks = innermost_hooks()
+        hooks, placed = innermost_hooks(), self._placed
         if hooks is None:
             raise StateError("a block is recomputed outside of a checkpoint; this is a bug in ds_tba")
         checkpoint_pack, checkpoint_unpack = hooks
@@ -241,26 +214,17 @@ class RecomputedPass:
             if isinstance(tensor, nn.Parameter):
                 return PassedThrough(tensor)
             if is_again:
-                self._blocks.cache.count_again(tensor)
-            try:
-                return checkpoint_pack(tensor)
-            except CheckpointError as error:  # run to the end: whether the output differs says more
-                self._refusal = error
-                return None
+                placed.blocks.cache.count_again(tensor)
+            return checkpoint_pack(tensor)
 
         def unpack(held: object) -> torch.Tensor:
-            if isinstance(held, PassedThrough):
-                try:
-                    return held.restore()
-                except ActivationModifiedError as error:
-                    raise ActivationModifiedError(
-                        f"a parameter of the block {self._block.path!r} was modified between its forward and its "
-                        f"backward: {error}"
-                    ) from error
             try:
-                return checkpoint_unpack(held)
+                return held.restore() if isinstance(held, PassedThrough) else checkpoint_unpack(held)
             except CheckpointError as error:
-                raise self._refused(error) from error
+                told = f"PyTorch cannot recompute the block {placed.path!r} in backward: {error} {_REPAIR}"
+                raise RecomputationError(" ".join(told.split())) from error
+            except ActivationModifiedError as error:
+                raise ActivationModifiedError(f"what the block {placed.path!r} reads was modified: {error}") from error
 
         inside: Any = uncompiled_hooks(pack, unpack)
         # To a selective checkpoint inside they are none of a user's hooks, and what it saves stays with it.
@@ -268,24 +232,12 @@ class RecomputedPass:
         with inside:
             yield
 
-    def _refused(self, error: CheckpointError) -> RecomputationError:
-        if self._differs:  # waits for the device
-            return _differs(self._block.path)
-        words = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return RecomputationError(
-            f"PyTorch cannot recompute the block {self._block.path!r} in backward: {words} {_REPAIR}"
-        )
-
-
-def _differs(path: str) -> RecomputationError:
-    return RecomputationError(f"the output of the block {path!r} differs when its forward runs again: {_REPAIR}")
-
 
 class _Digest(NamedTuple):
-    """A tensor's form, and a digest of its bytes: a number of host memory; sums that stay on their device."""
+    """A tensor's form, and a digest of its bytes, on the tensor's device."""
 
     form: tuple[object, ...]
-    bits: int | torch.Tensor | None
+    sums: torch.Tensor
 
 
 def _digests(output: object) -> list[_Digest]:
@@ -295,13 +247,12 @@ def _digests(output: object) -> list[_Digest]:
 
 def _digest(tensor: torch.Tensor) -> _Digest:
     form: tuple[object, ...] = type(tensor), tensor.dtype, tensor.layout
-    if not has_plain_storage(tensor) or tensor.is_quantized or tensor.is_meta:
-        return _Digest(form, None)
-    form = (*form, tensor.shape)
+    if not has_plain_storage(tensor):
+        return _Digest(form, torch.zeros(0))
     numbers = integers_of(tensor).contiguous().view(-1)
-    if tensor.device.type == _HOST:
-        return _Digest(form, digest_of(numbers.view(torch.uint8)))
-    return _Digest(form, sums_of(numbers))
+    is_on_host = tensor.device.type == _HOST
+    sums = torch.tensor(digest_of(numbers.view(torch.uint8)) - (1 << 63)) if is_on_host else sums_of(numbers)
+    return _Digest((*form, tensor.shape), sums)
 
 
 def sums_of(numbers: torch.Tensor) -> torch.Tensor:
@@ -309,19 +260,6 @@ def sums_of(numbers: torch.Tensor) -> torch.Tensor:
     rows = numbers[: numbers.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
     rest = numbers[rows.numel() :].to(torch.int64)
     return torch.cat((rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest))
-
-
-def _differ(first: Sequence[_Digest], again: Sequence[_Digest]) -> bool | torch.Tensor:
-    """Return whether outputs differ; a flag on the device where that has to tell."""
-    if [one.form for one in first] != [one.form for one in again]:
-        return True
-    flags: list[torch.Tensor] = []
-    for one, other in zip(first, again, strict=True):
-        if isinstance(one.bits, torch.Tensor) and isinstance(other.bits, torch.Tensor):
-            flags.append(torch.ne(one.bits, other.bits).any())
-        elif one.bits != other.bits:
-            return True
-    return torch.stack(flags).any() if flags else False
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey
 from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter, nbytes_of
 from ds_tba.device.accelerator import Clock, Event
-from ds_tba.remat.rules import NoRecipeError, Saved, Step
+from ds_tba.remat.rules import NoRecipeError, Step
 
 logger = logging.getLogger(__name__)
 
@@ -69,11 +69,6 @@ class Site:
         """True if this visit is to be compared; see [Note: Proof, again]."""
         return not self.is_proven or self.visits >= self.next_visit  # a change in mid-run would go unseen for ever
 
-    @property
-    def seconds(self) -> float | None:
-        """Return the seconds that the recipe took when it was last compared; None unless it is proven."""
-        return self.measured_s if self.is_proven else None
-
     def compared(self) -> None:
         """Note that this visit is compared, and choose the next one that is."""
         interval = min(PERIOD, self.visits)
@@ -105,7 +100,7 @@ class Makeable(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        return self.site.seconds
+        return self.site.measured_s if self.site.is_proven else None
 
 
 class Kernels(NamedTuple):
@@ -207,7 +202,7 @@ class Recipe(NamedTuple):
         return self._replace(steps=tuple(steps))
 
     def make(
-        self, restore: Callable[[Saved], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
     ) -> torch.Tensor:
         """Return the output of the op, laid out as in forward.
 

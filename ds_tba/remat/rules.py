@@ -1,7 +1,7 @@
 """The ops whose outputs can be rematerialized from what autograd saves anyway, a line for each.
 
 Knows PyTorch's graph nodes (``torch/csrc/autograd/generated``; their saved attributes follow from
-``tools/autograd/derivatives.yaml``); does not know the cache.
+``tools/autograd/derivatives.yaml``); cannot see where storages go.
 
 [Note: Rules] A rule is found by the name of the node that made a tensor. The ``n``-th operand is the node's ``n``-th
 input: the node may hold it as an attribute, another node may have saved it, or a rule can rematerialize it.
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import Node
 from torch.nn import functional
 
+from ds_tba.core.saved import Held
 from ds_tba.errors import StateError
 
 Make = Callable[..., torch.Tensor]
@@ -62,7 +63,6 @@ class Rule:
         listed: attribute under which the node holds a list of more operands.
         needs_epsilon: True if the last constant is the ``eps`` of a norm; see ``search.py``.
         is_copy: True if the graph does not tell the strides of the output.
-        by_name: True if ``make`` takes the constants as keywords.
         from_output: True if ``make`` takes the :class:`Output`, too, last of all.
     """
 
@@ -75,7 +75,6 @@ class Rule:
     listed: str = ""
     needs_epsilon: bool = False
     is_copy: bool = False
-    by_name: bool = False
     from_output: bool = False
 
     def is_rounded_once(self, constants: tuple[object, ...]) -> bool:
@@ -88,16 +87,6 @@ class NoRecipeError(Exception):
     """A tensor cannot be rematerialized; the text is the reason, in the report's words."""
 
 
-class Saved(Protocol):
-    """The object that autograd holds in place of a saved tensor."""
-
-    def signature(self) -> tuple[object, ...]:
-        """Return the layout of the tensor."""
-
-    def restore(self) -> torch.Tensor:
-        """Return the tensor, if it was not modified since."""
-
-
 class Step(NamedTuple):
     """An op and its operands.
 
@@ -108,7 +97,7 @@ class Step(NamedTuple):
     """
 
     rule: Rule
-    operands: tuple[int | Saved | torch.Tensor | None, ...]
+    operands: tuple[int | Held | torch.Tensor | None, ...]
     constants: tuple[object, ...]
     output: Output
 
@@ -123,9 +112,8 @@ class Step(NamedTuple):
         Raises:
             NoRecipeError: it has another shape or dtype than in forward, as that of an op in place may have.
         """
-        rule, values = self.rule, (*operands, *(() if self.rule.by_name else self.constants))
-        keywords = dict(zip(rule.constants, self.constants, strict=True)) if rule.by_name else {}
-        made = rule.make(*values, self.output) if rule.from_output else rule.make(*values, **keywords)
+        values = (*operands, *self.constants, *((self.output,) if self.rule.from_output else ()))
+        made = self.rule.make(*values)
         if made.shape != self.output.shape or made.dtype != self.output.dtype:  # ``x.mul_(y)`` does not promote
             raise NoRecipeError("made again it has another shape or dtype")
         return made
@@ -135,7 +123,7 @@ class Step(NamedTuple):
         return (self.rule.op, self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
 
 
-def _look(one: int | Saved | torch.Tensor | None) -> object:
+def _look(one: int | Held | torch.Tensor | None) -> object:
     if one is None or isinstance(one, int):
         return one
     if isinstance(one, torch.Tensor):  # a number, in host memory
@@ -148,10 +136,10 @@ _ROUNDED_ONCE = frozenset(  # in any loop the same bits; see [Note: Order of ele
 )
 
 
-def _rule(op: str, operands: str, make: Make, constants: str = "", result: str = "", *, by_name: bool = False) -> Rule:
+def _rule(op: str, operands: str, make: Make, constants: str = "", result: str = "") -> Rule:
     """Return a rule; ``-`` stands for an operand that the node does not hold."""
     found = tuple(Operand("" if name == "-" else name, edge) for edge, name in enumerate(operands.split()))
-    return Rule(op, found, make, tuple(constants.split()), result, by_name=by_name)
+    return Rule(op, found, make, tuple(constants.split()), result)
 
 
 def _view(make: Make, constants: str = "", *, from_output: bool = False) -> Rule:
@@ -178,6 +166,10 @@ def _cast(tensor: torch.Tensor, output: Output) -> torch.Tensor:
     return tensor.to(output.dtype)
 
 
+def _addcmul(tensor: torch.Tensor, one: torch.Tensor, other: torch.Tensor, value: float) -> torch.Tensor:
+    return torch.addcmul(tensor, one, other, value=value)
+
+
 def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     scale = 0.0 if p == 1 else 1 / (1 - p)  # all is dropped, and 1 / 0 raises
     if tensor.device.type == "cpu":  # whose forward rounds the scale, and whose backward does not
@@ -193,12 +185,6 @@ def _layer_norm(
     eps: float,
 ) -> torch.Tensor:
     return torch.native_layer_norm(tensor, shape, weight, bias, eps)[0]
-
-
-def _group_norm(
-    tensor: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, groups: int, eps: float
-) -> torch.Tensor:
-    return functional.group_norm(tensor, groups, weight, bias, eps)
 
 
 def _rms_norm(
@@ -226,15 +212,15 @@ RULES: dict[str, Rule] = {
     # Products and sums of tensors. A number that multiplies or divides is held by the node, one that is added is not.
     "MulBackward0": _rule("mul", "self other", torch.mul),
     "DivBackward0": _rule("div", "self other", torch.div),
-    "AddBackward0": _rule("add", "- -", torch.add, "alpha", by_name=True),
-    "SubBackward0": _rule("sub", "- -", torch.sub, "alpha", by_name=True),
-    "AddcmulBackward0": _rule("addcmul", "- tensor1 tensor2", torch.addcmul, "value", by_name=True),
+    "AddBackward0": _rule("add", "- -", lambda a, b, alpha: torch.add(a, b, alpha=alpha), "alpha"),
+    "SubBackward0": _rule("sub", "- -", lambda a, b, alpha: torch.sub(a, b, alpha=alpha), "alpha"),
+    "AddcmulBackward0": _rule("addcmul", "- tensor1 tensor2", _addcmul, "value"),
     "MaximumBackward0": _rule("maximum", "self other", torch.maximum),
     "MinimumBackward0": _rule("minimum", "self other", torch.minimum),
     "WhereBackward0": Rule("where", (Operand("condition", None), Operand("", 0), Operand("", 1)), torch.where),
     # Activation functions.
     "SiluBackward0": _rule("silu", "self", functional.silu),
-    "GeluBackward0": _rule("gelu", "self", functional.gelu, "approximate", by_name=True),
+    "GeluBackward0": _rule("gelu", "self", lambda a, how: functional.gelu(a, approximate=how), "approximate"),
     "ReluBackward0": _rule("relu", "-", torch.relu, result="result"),
     "LeakyReluBackward0": _rule("leaky_relu", "self", functional.leaky_relu, "negative_slope"),
     "EluBackward0": _rule("elu", "self", torch.ops.aten.elu, "alpha scale input_scale"),
@@ -265,13 +251,6 @@ RULES: dict[str, Rule] = {
         "layer_norm", _NORM, _layer_norm, ("normalized_shape",), needs_epsilon=True
     ),
     "FusedRmsNormBackward0": Rule("rms_norm", _NORM[:2], _rms_norm, ("normalized_shape",), needs_epsilon=True),
-    "NativeGroupNormBackward0": Rule(
-        "group_norm",
-        # A bias that is not trained looks like none.
-        (Operand("input", 0), Operand("weight", 1, True), Operand("", 2)),
-        _group_norm,
-        ("group", "eps"),
-    ),
     "SoftmaxBackward0": Rule("softmax", _ONE, _softmax, ("dim",), "result", from_output=True),
     "NativeDropoutBackward0": Rule(
         "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)
@@ -281,10 +260,10 @@ RULES: dict[str, Rule] = {
     "CloneBackward0": Rule("copy", _ONE, torch.Tensor.contiguous, is_copy=True),
     "UnsafeViewBackward0": Rule("copy", _ONE, _reshaped, from_output=True),
     # What lies between: views, and ops that hold their own output.
-    "ViewBackward0": _view(_reshaped, from_output=True),
-    "UnsqueezeBackward0": _view(_reshaped, from_output=True),
-    "SqueezeBackward0": _view(_reshaped, from_output=True),
-    "SqueezeBackward1": _view(_reshaped, from_output=True),
+    **{
+        kind: _view(_reshaped, from_output=True)
+        for kind in ("ViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1")
+    },
     "ExpandBackward0": _view(_expanded, from_output=True),
     "TBackward0": _view(torch.t),
     "TransposeBackward0": _view(torch.transpose, "dim0 dim1"),
@@ -294,10 +273,9 @@ RULES: dict[str, Rule] = {
     "SplitBackward0": _view(_split, "split_size dim", from_output=True),
     "UnbindBackward0": _view(_unbound, "dim", from_output=True),
     **{
-        f"ScaledDotProduct{kind}AttentionBackward0": Rule("attention", (), _not_made, result="output")
-        for kind in ("Flash", "Efficient", "Cudnn")
+        f"ScaledDotProduct{kind}Backward0": Rule("attention", (), _not_made, result="output")
+        for kind in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")
     },
-    "ScaledDotProductFlashAttentionForCpuBackward0": Rule("attention", (), _not_made, result="output"),
 }  # fmt: skip
 
 # Nodes of Functions that return what they get, so that backward passes by: deepspeed/runtime/zero/parameter_offload.py
@@ -320,11 +298,5 @@ _SIGNED = 1 << 63  # a dimension from the end would be an index beyond all
 def constant(value: object) -> object:
     """Return a constant of a node. Negative dimensions come as unsigned numbers of 64 bits."""
     if isinstance(value, tuple):
-        return tuple(_signed(one) for one in value)
-    return _signed(value)
-
-
-def _signed(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= _SIGNED:
-        return value - 2 * _SIGNED
-    return value
+        return tuple(constant(one) for one in value)
+    return value - 2 * _SIGNED if isinstance(value, int) and value >= _SIGNED else value

@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -42,37 +42,30 @@ _NORMS: frozenset[CodeType] = frozenset(
 )
 
 
-class Searched(NamedTuple):
-    """The part of a graph that may be entered.
-
-    Attributes:
-        cache: owner of the saved views that are operands.
-        rules: rules by the names of nodes.
-        first_node: number of the first node of the forward that runs.
-    """
-
-    cache: Keeper
-    rules: Mapping[str, Rule]
-    first_node: float
-
-    def has(self, node: Node) -> bool:
-        """Return whether a node was made in the forward that runs."""
-        return bool(node._sequence_nr() >= self.first_node)
-
-
 class Search:
     """The steps of one recipe, as they are found.
+
+    Args:
+        cache: owner of the saved views that are operands.
+        rules: rules by the names of nodes.
+        first_node: number of the first node of the forward that runs: no earlier one is entered.
 
     Attributes:
         steps: ops, each behind those it needs.
     """
 
-    def __init__(self, searched: Searched) -> None:
+    def __init__(self, cache: Keeper, rules: Mapping[str, Rule], first_node: int) -> None:
         self.steps: list[Step] = []
-        self._searched = searched
+        self._cache = cache
+        self._rules = rules
+        self._first_node = first_node
         self._entered = 0
         self._found: dict[tuple[int, int], tuple[Node, int]] = {}  # with the node, so that its id stays its own
         self._is_copied: list[bool] = []  # of each step: whether its strides may be others than in forward
+
+    def has(self, node: Node) -> bool:
+        """Return whether a node was made in the forward that runs."""
+        return bool(node._sequence_nr() >= self._first_node)
 
     def add(self, node: Node, rule: Rule, number: int) -> int:
         """Return the number of the step that makes the output of a node; the same for the same output."""
@@ -82,7 +75,7 @@ class Search:
         self._entered += 1  # before those it needs: what is too large is not looked at to its end
         if self._entered > MAX_STEPS:
             raise NoRecipeError("too many steps")
-        if not self._searched.has(node):
+        if not self.has(node):
             raise NoRecipeError("made in an earlier forward")  # no graph tells what was changed in between
         operands = [self._operand(node, one) for one in rule.operands]
         if rule.listed:
@@ -118,7 +111,7 @@ class Search:
             is_parameter = isinstance(getattr(node, "variable", None), torch.nn.Parameter)
             raise NoRecipeError("a parameter" if is_parameter else "an input of the model")  # changed without a version
         metadata: Any = node.metadata  # a method by PyTorch's stub, which it is not
-        noted = metadata.get((_NOTE, number)) if self._searched.has(node) else None
+        noted = metadata.get((_NOTE, number)) if self.has(node) else None
         view = None if noted is None else noted()
         if view is not None:
             return self._usable(view)
@@ -127,10 +120,10 @@ class Search:
             if passed is None:
                 raise NoRecipeError(UNSAVED)
             return self._output(passed, number)
-        rule = self._searched.rules.get(type(node).__name__)
+        rule = self._rules.get(type(node).__name__)
         if rule is None or (number and not rule.is_view):
             raise NoRecipeError(UNSAVED)
-        if rule.result and self._searched.has(node):
+        if rule.result and self.has(node):
             found = self._attribute(node, rule.result)
             if found is not None:
                 return found
@@ -156,7 +149,7 @@ class Search:
         return self._usable(held)
 
     def _usable(self, held: Held) -> Held:
-        if not held.is_of(self._searched.cache):
+        if not held.is_of(self._cache):
             raise NoRecipeError("saved by hooks of another engine")  # whose lock guards its records, not ours
         if not isinstance(held, PassedThrough) and held.memory.is_of_function:  # which may write into it
             raise NoRecipeError("an operand that a custom Function has saved")
@@ -178,7 +171,7 @@ class Search:
 
 
 def _of_node(node: Node, name: str) -> Any:
-    """Return an attribute of a node. Each PyTorch has its own: 2.14 holds no epsilon of a group norm any more."""
+    """Return an attribute of a node. Each PyTorch has its own."""
     try:
         return getattr(node, name)
     except AttributeError:

@@ -30,14 +30,14 @@ from typing import Any
 import torch
 
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.core.saved import Keeper
+from ds_tba.core.saved import Held, Keeper
 from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, storage_bytes
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 from ds_tba.remat.recipe import Comparison, Kernels, Makeable, Recipe, Site, as_in_forward, is_of_a_module
-from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved
-from ds_tba.remat.search import UNSAVED, Search, Searched, made_by
+from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError
+from ds_tba.remat.search import Search, made_by
 from ds_tba.remat.where import RunningModule, position_in_code
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ MAX_BETWEEN_FACTOR = 4
 MAX_DEPTH = 4
 # Copies of parameters take no larger part of the result's bytes, each.
 MAX_COPIED_PART = 1 / 16
-# What is remembered: sites, outputs that are not looked at again, and forms of tensors without a recipe.
-MAX_SITES, MAX_UNSAVED, MAX_REFUSED = 1 << 18, 1 << 16, 4096
+# What is remembered: sites, and forms of tensors without a recipe.
+MAX_SITES, MAX_REFUSED = 1 << 18, 4096
 
 
 class Sites:
@@ -81,10 +81,10 @@ class Sites:
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
         self._sites: dict[int, Site] = {}
         self._numbers: Counter[Hashable] = Counter()  # of what comes more than once in a forward
-        self._unsaved: set[Hashable] = set()
         self._refused: dict[Hashable, str] = {}  # without a recipe: the reason, once for each form of tensors
         self._seconds = 0.0  # that making took, by what it took when it was measured
-        self._searched = Searched(cache, self.rules, 0)
+        self._cache = cache
+        self._first_node = 0  # of the forward that runs
         self._thread: threading.Thread | None = None
         self._has_other_threads = False
 
@@ -94,7 +94,7 @@ class Sites:
 
     def begin_forward(self) -> None:
         """Begin a forward: enter no nodes of earlier ones, and count sites from its first op on."""
-        self._searched = self._searched._replace(rules=self.rules, first_node=next_sequence_number())
+        self._first_node = next_sequence_number()
         self._thread = self._thread or threading.current_thread()
         # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
         self._has_other_threads |= threading.current_thread() != self._thread
@@ -106,28 +106,18 @@ class Sites:
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
         """Return a recipe for the storage of a tensor that is being saved; None without one."""
-        made = base_of(tensor)
-        if type(made.grad_fn).__name__ not in self._names:
-            return None
-        # Which of a forward's outputs of one op and shape this is: what was in vain there is not tried again.
-        look = type(made.grad_fn), made.shape
-        self._numbers[look] += 1
-        output = look, self._numbers[look]
-        if output in self._unsaved:
+        if type(base_of(tensor).grad_fn).__name__ not in self._names:
             return None
         try:
             recipe = self.find(tensor)
         except NoRecipeError as reason:
-            if str(reason) == UNSAVED and len(self._unsaved) < MAX_UNSAVED:
-                self._unsaved.add(output)
             self._note_refused(tensor, str(reason))
             return None
         # A node of another PyTorch, or one whose buffers are freed.
         except (AttributeError, LookupError, RuntimeError) as error:
             self._note_refused(tensor, f"its node cannot be read ({type(error).__name__})")
             return None
-        is_over = recipe is not None and recipe.site.reason and recipe.site.unseen_since is None
-        return None if is_over else recipe
+        return None if recipe is not None and recipe.site.reason else recipe
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
         """Return a recipe, whatever was proven; None where no rule is for the op.
@@ -144,7 +134,7 @@ class Sites:
             raise NoRecipeError("forwards run in several threads")
         if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
             raise NoRecipeError("changed in place, or a part of its storage")
-        search = Search(self._searched)
+        search = Search(self._cache, self.rules, self._first_node)
         search.add(node, rule, 0)
         steps, spec, nbytes = tuple(search.steps), ViewSpec.of(made), search.steps[-1].nbytes
         kernels = Kernels.present() if self._is_synchronous else None
@@ -167,11 +157,7 @@ class Sites:
         key = hash((place, self._numbers[place]))
         site = self._sites.get(key)
         if site is None:
-            site = Site(recipe.steps[-1].rule.op, key)
-            if len(self._sites) < MAX_SITES:
-                self._sites[key] = site
-            else:
-                site.reason = "too many sites"
+            site = self._sites[key] = Site(recipe.steps[-1].rule.op, key)
         site.visits += 1
         return site
 
@@ -259,7 +245,7 @@ class Sites:
         self._seconds += site.measured_s
         return made
 
-    def _restore(self, held: Saved) -> torch.Tensor:
+    def _restore(self, held: Held) -> torch.Tensor:
         """Return an operand, for the current stream; another may have allocated it."""
         operand = held.restore()
         if not self._is_synchronous and operand.device == self.accelerator.device():
@@ -314,29 +300,16 @@ def _remedy(recipe: Recipe) -> str:
     return f'set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or "rematerialize": false'
 
 
-def open_sites(
-    config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule | None = None
-) -> Sites | None:
-    """Return the sites of a run; None if the config leaves nothing to rematerialize.
-
-    Raises:
-        ConfigError: as :func:`excluded_ops`.
-    """
-    if not config.rematerialize_enabled:
-        return None
-    exclude = excluded_ops(config)
-    return Sites(cache, accelerator, exclude, running)
-
-
-def excluded_ops(config: OffloadConfig) -> frozenset[str]:
-    """Return the ops that are not rematerialized.
+def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule) -> Sites:
+    """Return the sites of a run.
 
     Raises:
         ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
     """
-    unknown = sorted(config.rematerialize_exclude - OPS)
-    if unknown:
+    exclude = config.rematerialize_exclude
+    if exclude - OPS:
         raise ConfigError(
-            f'"{BLOCK}.rematerialize.exclude" names {", ".join(unknown)}: the ops are {", ".join(sorted(OPS))}.'
+            f'"{BLOCK}.rematerialize.exclude" names {", ".join(sorted(exclude - OPS))}: the ops are '
+            f"{', '.join(sorted(OPS))}."
         )
-    return config.rematerialize_exclude
+    return Sites(cache, accelerator, exclude, running)

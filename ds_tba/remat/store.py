@@ -7,10 +7,6 @@ its operands; ``get`` runs it, and ``release`` drops them.
 and nobody waits for it: until then the ticket holds the bytes as a pending copy does, beside ``MAX_UNREAD_BYTES`` of
 others at most. What comes while there are more is saved, and compared another time. Bytes that turn out to differ go to
 the next store, as those of a failed write do, or stay where none takes them.
-
-[Note: Graphs that stay] A graph may outlive backward: a statistic that a script keeps until the next step, say. A
-storage that it still needs, and whose operands nobody else wants, is rematerialized once and held, where that takes
-less than its operands do.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
@@ -27,29 +22,17 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensor_store import TensorStore
 from ds_tba.core.tensors import storage_bytes, unmodified
-from ds_tba.device.accelerator import Accelerator, moment
+from ds_tba.device.accelerator import moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.device.memory import is_out_of_memory
-from ds_tba.errors import ActivationModifiedError, RematerializationError, StateError
+from ds_tba.errors import ActivationModifiedError, StateError
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe
 from ds_tba.remat.search import note
+from ds_tba.remat.sites import Sites
 from ds_tba.storage.base import Loaded, Refusal, Ticket
 
 # Bytes of storages that are held until a device has answered their comparison; one may be larger.
 MAX_UNREAD_BYTES = 256 << 20
-
-
-class Prover(Protocol):
-    """Finds recipes, and proves that they give the same bytes. ``Sites`` documents these methods."""
-
-    accelerator: Accelerator
-
-    def begin_forward(self) -> None: ...
-    def recipe(self, tensor: torch.Tensor, /) -> Recipe | None: ...
-    def compare(self, recipe: Recipe, tensor: torch.Tensor, /) -> Comparison | None: ...
-    def read(self, comparison: Comparison, /) -> bool: ...
-    def left_out(self, recipe: Recipe, /) -> None: ...
-    def make(self, recipe: Recipe, /) -> torch.Tensor: ...
 
 
 class RecipeTicket(Ticket):
@@ -107,13 +90,12 @@ class RematStore(TensorStore[RecipeTicket]):
         sites: find recipes, and prove that they give the same bytes.
     """
 
-    def __init__(self, cache: TensorCache, sites: Prover) -> None:
+    def __init__(self, cache: TensorCache, sites: Sites) -> None:
         self.sites = sites
         self._cache = cache
         self._accelerator = sites.accelerator
         self._pending: deque[PendingComparison] = deque()
         self._differed: deque[RecipeTicket] = deque()
-        self._tickets: dict[RecipeTicket, None] = {}  # with a record
         self._lock = threading.Lock()
 
     # ---- in forward ---------------------------------------------------------------------------------------------
@@ -125,7 +107,6 @@ class RematStore(TensorStore[RecipeTicket]):
         note(tensor, held)
         if isinstance(held, SavedView) and isinstance(held.record.ticket, RecipeTicket):
             held.record.ticket.record = held.record
-            self._tickets[held.record.ticket] = None
 
     def take(self, tensor: torch.Tensor, *, is_wanted: bool) -> tuple[Makeable | None, RecipeTicket | None]:
         recipe = self.sites.recipe(tensor)
@@ -139,7 +120,7 @@ class RematStore(TensorStore[RecipeTicket]):
 
     def _proven(self, tensor: torch.Tensor, recipe: Recipe) -> RecipeTicket | None:
         """Take the storage of a tensor if its recipe gives the same bytes, by a comparison where one is due."""
-        site, was_proven, owes = recipe.site, recipe.site.is_proven, recipe.site.unseen_since is not None
+        site, was_proven = recipe.site, recipe.site.is_proven
         own = self._own(recipe) if self._may_prove(tensor, recipe) else None
         if own is None:
             return None
@@ -149,18 +130,12 @@ class RematStore(TensorStore[RecipeTicket]):
         comparison = self._compare(own, tensor)
         if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
             return None
-        if was_proven or owes:
-            if not comparison.is_done:  # nothing of this forward waits for the answer
-                self._pending.append(PendingComparison(self, comparison, None))
-                if was_proven:
-                    self.sites.left_out(own)
-            elif not self.sites.read(comparison):
-                return None
-            return self._new_ticket(own, None) if was_proven else None  # else its kind was given up
         if comparison.is_done:
             return self._new_ticket(own, None) if self.sites.read(comparison) else None
-        ticket = self._new_ticket(own, tensor)
-        self._pending.append(PendingComparison(self, comparison, ticket))
+        if was_proven:  # nothing of this forward waits for the answer
+            self.sites.left_out(own)
+        ticket = self._new_ticket(own, None if was_proven else tensor)
+        self._pending.append(PendingComparison(self, comparison, None if was_proven else ticket))
         return ticket
 
     def _may_prove(self, tensor: torch.Tensor, recipe: Recipe) -> bool:
@@ -171,8 +146,7 @@ class RematStore(TensorStore[RecipeTicket]):
         unread_bytes = sum(one.nbytes for one in self.copies_out())
         if not site.is_proven and unread_bytes and unread_bytes + nbytes > MAX_UNREAD_BYTES:
             return False
-        comes_again = site.is_proven or site.unseen_since is not None or site.visits > 1
-        return comes_again or not any(one.load_bytes for one in _leaves(recipe))  # a length may never recur
+        return site.visits > 1 or not any(one.load_bytes for one in _leaves(recipe))  # a length may never recur
 
     def _own(self, recipe: Recipe) -> Recipe | None:
         """Return the recipe with operands of its own: the graph may go, or be used up by another backward."""
@@ -230,7 +204,7 @@ class RematStore(TensorStore[RecipeTicket]):
             if ticket is None or record is None:
                 continue
             with suppress(ActivationModifiedError):  # raised again where backward wants it
-                self._cache.hold(record, leaves=True)
+                self._cache.hold(record)
                 self.release(ticket)
 
     def read_answers(self, until: PendingComparison | None) -> None:
@@ -263,10 +237,6 @@ class RematStore(TensorStore[RecipeTicket]):
             self.read_answers(until=self._pending[-1])
         self.settle()
 
-    def end_micro_step(self) -> None:
-        self.wait_for_answers()
-        self._hold_cheaper()
-
     # ---- in backward --------------------------------------------------------------------------------------------
 
     def get(self, ticket: RecipeTicket, device: torch.device) -> Loaded:
@@ -288,26 +258,10 @@ class RematStore(TensorStore[RecipeTicket]):
 
     def release(self, ticket: RecipeTicket) -> None:
         with self._lock:
-            self._tickets.pop(ticket, None)
             ticket.recipe = ticket.held = ticket.record = None
 
     def close(self) -> None:
         """Give nothing back: there is nothing."""
-
-    def _hold_cheaper(self) -> None:
-        """Make what takes less than operands that nobody else wants, and hold it; see [Note: Graphs that stay]."""
-        cache = self._cache
-        with cache.lock:
-            found = [one for one in list(self._tickets) if _takes_more(one)]  # a list: others may release meanwhile
-        for ticket in found:
-            record = ticket.record
-            try:
-                if record is not None and cache.hold(record):
-                    self.release(ticket)  # it drops the operands; the cache holds the bytes
-            except RuntimeError as error:
-                # Raised again where backward wants it, or there will be room another time; but not what a site tells.
-                if isinstance(error, RematerializationError):
-                    raise
 
 
 def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:
@@ -315,12 +269,3 @@ def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:
     for one in recipe.records():
         inner = one.ticket.recipe if isinstance(one.ticket, RecipeTicket) and one.ticket.held is None else None
         yield from (one,) if inner is None or one.loaded is not None else _leaves(inner)
-
-
-def _takes_more(ticket: RecipeTicket) -> bool:
-    """Return whether a storage's operands that only recipes hold take more than its own bytes would."""
-    recipe, record = ticket.recipe, ticket.record
-    if recipe is None or record is None:
-        return False
-    only_lent = {one for one in _leaves(recipe) if one.views == one.lent and not one.load_bytes}
-    return sum(one.nbytes for one in only_lent) > (ticket.nbytes if record.loaded is None else 0)

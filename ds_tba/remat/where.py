@@ -85,7 +85,8 @@ class ChosenModules:
                 self._excluded.add(key)
         every = [path for places in paths.values() for path in places]
         return {
-            pattern: f"{key} has {pattern!r}, which matches no module of the model{_did_you_mean(pattern, every)}"
+            pattern: f"{key} has {pattern!r}, which matches no module of the model: the nearest are "
+            + ", ".join(difflib.get_close_matches(pattern, every, n=3, cutoff=0))
             for key, patterns in self._patterns.items()
             for pattern in patterns
             if not any(fnmatchcase(path, pattern) for path in every)
@@ -117,15 +118,3 @@ def _outer(path: str) -> Iterator[str]:
         yield path
         path = path.rpartition(".")[0]
     yield path
-
-
-def _did_you_mean(pattern: str, paths: Sequence[str]) -> str:
-    """Return the paths whose ends are nearest to a pattern without its outer wildcards."""
-    wanted = pattern.strip("*.")
-    ends: dict[str, str] = {}
-    for path in paths:
-        ends.setdefault(".".join(path.split(".")[-1 - wanted.count(".") :]), path)
-    close = difflib.get_close_matches(wanted, ends, n=3)
-    return (
-        f"; did you mean {', '.join(ends[one] for one in close)}?" if close else ": model.named_modules() has the paths"
-    )

@@ -12,9 +12,8 @@ need not know of them, and whatever is queued later on any stream, or done by th
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -22,57 +21,27 @@ from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
 from ds_tba.errors import StateError
 from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
 from ds_tba.update.formula import cast, scale
+from ds_tba.update.host import SubGroup
 
-
-class Update(Protocol):
-    """Updates master and moments in place; the gradient stays, scratch is overwritten."""
-
-    def __call__(
-        self,
-        master: torch.Tensor,
-        exp_avg: torch.Tensor,
-        exp_avg_sq: torch.Tensor,
-        gradient: torch.Tensor,
-        scratch: torch.Tensor,
-        /,
-    ) -> object: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One chunk on its way through the device. All tensors are 1-D, contiguous and equally long.
-
-    Attributes:
-        master, exp_avg, exp_avg_sq, gradient: pinned host tensors, fp32; final when the job is done.
-        target: parameters of this chunk on the device, in their own dtype; None where they are not there.
-        factor: factor of the gradient, in place, before the update.
-        update: the update itself, on tensors of the device.
-    """
-
-    master: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-    gradient: torch.Tensor
-    target: torch.Tensor | None
-    factor: float
-    update: Update
+Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+"""Updates master and two moments in place by a gradient, which stays; the last tensor is scratch. See ``update_``."""
 
 
 class _Slot:
-    """Device memory for one chunk, and the job that has it: held here, because its tensors must outlive their use."""
+    """Device memory for one chunk, and the part that has it: held here, because its tensors must outlive their use."""
 
-    __slots__ = ("_is_queued", "_written_back", "arrays", "job")
+    __slots__ = ("_is_queued", "_written_back", "arrays", "part")
 
     def __init__(self, arrays: list[torch.Tensor]) -> None:
         self.arrays = arrays
-        self.job: Job | None = None
+        self.part: SubGroup | None = None
         self._is_queued = False
         self._written_back: Event | None = None
 
-    def take(self, job: Job) -> list[torch.Tensor]:
-        """Hold a job, and return as much of each array as it needs."""
-        self.job, self._is_queued, self._written_back = job, False, None  # nobody else holds the gradient
-        return [array[: job.master.numel()] for array in self.arrays]
+    def take(self, part: SubGroup) -> list[torch.Tensor]:
+        """Hold a part, and return as much of each array as it needs."""
+        self.part, self._is_queued, self._written_back = part, False, None  # nobody else holds the gradient
+        return [array[: part.elements] for array in self.arrays]
 
     def queued(self, written_back: Event | None) -> None:
         """Note that the whole job was queued; ``written_back`` is its last event."""
@@ -149,7 +118,7 @@ class DevicePipeline:
         """Return whether a slot is free, that is, its last write-back is done. Never blocks."""
         while self._in_flight and self._in_flight[0].is_done():
             slot = self._in_flight.popleft()
-            slot.job = None
+            slot.part = None
             self._free.append(slot)
         return bool(self._free)
 
@@ -170,11 +139,12 @@ class DevicePipeline:
             if not self._in_flight or not self._in_flight[0].wait():
                 raise StateError("no slot of the device will be free: begin() had no memory, or a job failed")
 
-    def submit(self, job: Job) -> None:
-        """Queue all of one job. Never blocks.
+    def submit(self, part: SubGroup, update: Update) -> None:
+        """Queue one job: the update of a part of a sub-group in pinned memory, final when it is done. Never blocks.
 
-        Where ``job.update`` raises, nothing of the job was or will be written. Where something else fails, its tensors
-        may hold anything. Other jobs still run: call :meth:`drain`, which ends all writing.
+        The parameters are cast on the device, if the part has them. Where ``update`` raises, nothing of the job was or
+        will be written. Where something else fails, its tensors may hold anything. Other jobs still run: call
+        :meth:`drain`, which ends all writing.
 
         Raises:
             StateError: there is no room.
@@ -184,7 +154,7 @@ class DevicePipeline:
         slot = self._free.pop()
         self._in_flight.append(slot)
         with torch.no_grad():
-            slot.queued(self._queue(job, slot.take(job)))
+            slot.queued(self._queue(part, update, slot.take(part)))
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
         """Queue a copy of the bytes of parameters that the host has updated, and cast into pinned memory.
@@ -220,27 +190,27 @@ class DevicePipeline:
     def _allocate(self) -> torch.Tensor:
         return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)
 
-    def _queue(self, job: Job, arrays: list[torch.Tensor]) -> Event | None:
+    def _queue(self, part: SubGroup, update: Update, arrays: list[torch.Tensor]) -> Event | None:
         """Queue a job in a slot, and return the event of its write-back."""
         accelerator = self._accelerator
         master, exp_avg, exp_avg_sq, gradient, scratch = arrays
-        state = [(job.master, master), (job.exp_avg, exp_avg), (job.exp_avg_sq, exp_avg_sq)]
+        state = [(part.master, master), (part.exp_avg, exp_avg), (part.exp_avg_sq, exp_avg_sq)]
         with accelerator.on(self._up):
             self._upload_begins = moment(accelerator)
-            for on_host, on_device in [*state, (job.gradient, gradient)]:
+            for on_host, on_device in [*state, (part.gradient, gradient)]:
                 self._upload_bytes(on_host, on_device)
             uploaded = moment(accelerator)
         with accelerator.on(self._compute):
             self._compute.wait_event(uploaded)  # else the update reads the chunk before it is there
-            if job.factor != 1.0:
-                accelerator.launch(partial(scale, job.factor), gradient)
-            accelerator.launch(job.update, master, exp_avg, exp_avg_sq, gradient, scratch)
-            if job.target is not None:
-                accelerator.launch(cast, master, job.target)
+            if part.factor != 1.0:
+                accelerator.launch(partial(scale, part.factor), gradient)
+            accelerator.launch(update, master, exp_avg, exp_avg_sq, gradient, scratch)
+            if part.target is not None:
+                accelerator.launch(cast, master, part.target)
             updated = moment(accelerator)
         with accelerator.on(self._down):
             self._down.wait_event(updated)  # else the old values are written back
-            for on_host, on_device in state + ([(job.gradient, gradient)] if job.factor != 1.0 else []):
+            for on_host, on_device in state + ([(part.gradient, gradient)] if part.factor != 1.0 else []):
                 accelerator.copy(on_device.view(torch.uint8), on_host.view(torch.uint8))
                 self.written_back_bytes += on_host.nbytes
             return moment(accelerator)

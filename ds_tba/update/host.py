@@ -9,9 +9,8 @@ fetches it while the host works on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -23,10 +22,8 @@ SLICE_ELEMENTS = 1 << 20
 LEAST_BUFFERS = 8
 
 
-class Upload(Protocol):
-    """Queues a copy to the device and returns its event; None: the copy is done."""
-
-    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> Event | None: ...
+Upload = Callable[[torch.Tensor, torch.Tensor], Event | None]
+"""Queues a copy to the device and returns its event; None: the copy is done."""
 
 
 @dataclass(slots=True)
@@ -62,16 +59,9 @@ class SubGroup:
 
     def cut(self, start: int, stop: int) -> SubGroup:
         """Return a part of the sub-group, as views."""
-        return SubGroup(
-            self.master[start:stop],
-            self.exp_avg[start:stop],
-            self.exp_avg_sq[start:stop],
-            self.gradient[start:stop],
-            None if self.target is None else self.target[start:stop],
-            self.hyper,
-            self.step,
-            self.factor,
-        )
+        master, exp_avg, exp_avg_sq, gradient = (one[start:stop] for one in self.arrays)
+        target = None if self.target is None else self.target[start:stop]
+        return SubGroup(master, exp_avg, exp_avg_sq, gradient, target, self.hyper, self.step, self.factor)
 
 
 class WriteBack:

@@ -20,7 +20,7 @@ from ds_tba.device.accelerator import Accelerator
 from ds_tba.report import ReportFile
 from ds_tba.update.chunks import Chunk, Split, chunks_of, inside
 from ds_tba.update.config import UpdateConfig
-from ds_tba.update.device import DevicePipeline, Job
+from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import Powers, update_
 from ds_tba.update.host import HostUpdate, SubGroup
 from ds_tba.update.pinning import Registry
@@ -258,15 +258,7 @@ class _Update:
 
     def _submit(self, chunk: Chunk) -> None:
         part = self._part(chunk)
+        if not self._updater.target_on_device:
+            part.target = None
         self._device_chunks.append(chunk)
-        self._pipeline.submit(
-            Job(
-                part.master,
-                part.exp_avg,
-                part.exp_avg_sq,
-                part.gradient,
-                part.target if self._updater.target_on_device else None,
-                part.factor,
-                partial(update_, scalars=self._scalars[chunk.sub_group]),
-            )
-        )
+        self._pipeline.submit(part, partial(update_, scalars=self._scalars[chunk.sub_group]))

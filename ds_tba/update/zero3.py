@@ -16,7 +16,7 @@ collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeGuard
@@ -47,10 +47,8 @@ class HighestOfRanks(Protocol):
     def __call__(self, number: int, /) -> int: ...
 
 
-class Method(Protocol):
-    """A method of DeepSpeed's optimizer, or ours in its place."""
-
-    def __call__(self, *args: Any, **more: Any) -> Any: ...
+Method = Callable[..., Any]
+"""A method of DeepSpeed's optimizer, or ours in its place."""
 
 
 def _alone(number: int, /) -> int:

@@ -13,7 +13,7 @@ import torch
 from planners import PLANNERS
 from support import recomputed_training
 from support.doubles import CpuAccelerator
-from support.recomputed_training import DEPTH, WIDTH, Attends, Net, Plain, check
+from support.recomputed_training import DEPTH, WIDTH, Net, Plain, check
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint
@@ -50,19 +50,6 @@ class Inside(Plain):
 
 class InsideReentrant(Inside):
     use_reentrant = True
-
-
-class OfModule(Plain):
-    """Checkpoints a module inside, as selective checkpointing does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Attends()
-        own = self.inner.forward
-        self.inner.forward = lambda x: checkpoint(own, x, use_reentrant=False)  # type: ignore[method-assign]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.inner(x))
 
 
 class Twice(Inside):
@@ -130,7 +117,7 @@ class Elsewhere(Embedded):
         return type(layer).forward(layer, x)
 
 
-@pytest.mark.parametrize("block", [Inside, InsideReentrant, OfModule, Twice])
+@pytest.mark.parametrize("block", [Inside, InsideReentrant, Twice])
 def test_a_block_that_checkpoints_a_part_of_itself_is_recomputed(
     make: Callable[..., ActivationOffloader], block: Callable[[], nn.Module]
 ) -> None:

@@ -246,9 +246,12 @@ def test_what_compiled_code_saves_belongs_to_the_module_that_was_compiled(make: 
 @pytest.mark.parametrize(
     ("patterns", "told"),
     [
-        ({"only": ["*.mpl"]}, r"only has '\*.mpl', which matches no module of the model; did you mean layers.0.mlp?"),
-        ({"except": ["layer.0.*"]}, r"except has 'layer.0.\*'.*did you mean layers.0"),
-        ({"only": ["*.mlp", "transformer"]}, r"only has 'transformer'.*: model.named_modules\(\) has the paths"),
+        (
+            {"only": ["*.mpl"]},
+            r"only has '\*.mpl', which matches no module of the model: the nearest are layers.2.mlp, layers.1.mlp",
+        ),
+        ({"except": ["layer.0.*"]}, r"except has 'layer.0.\*'.*: the nearest are layers.0, layers.0.mlp"),
+        ({"only": ["*.mlp", "transformer"]}, r"only has 'transformer'.*: the nearest are layers.2.norm"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_paths(make: Any, patterns: Any, told: str) -> None:

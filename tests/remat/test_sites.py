@@ -489,54 +489,7 @@ def test_memory_that_runs_out_in_a_comparison_saves_the_tensor(monkeypatch: pyte
         assert run.nbytes == x.nbytes  # there was room another time
 
 
-# ---- graphs that outlive backward, and threads ----------------------------------------------------------------------
-
-
-def test_a_graph_that_is_collected_while_others_are_kept_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, x, y = Run(), tensor(), tensor(1)
-    kept = []
-    for _ in range(3):
-        with run.cache.saving():
-            made = functional.silu(x * 0.5) * (y * 1.5)
-            cycle: list[Any] = [(made * made).mean()]
-            cycle.append(cycle)  # goes with the next garbage collection
-            kept.append((made * made).mean())
-            made.sum().backward()
-            del made
-    make = run.sites.make
-
-    calls = []
-
-    def collected(*arguments: Any) -> torch.Tensor:
-        calls.append(len(kept))
-        del kept[:]
-        gc.collect()
-        return make(*arguments)
-
-    monkeypatch.setattr(run.sites, "make", collected)
-    del cycle
-    run.cache.end_micro_step()
-    assert calls
-    gc.collect()
-    run.cache.settle()
-    assert run.cache.live_records == 0
-
-
-def test_what_is_kept_after_backward_does_not_come_back_from_a_store(make_store: StoreFactory) -> None:
-    store = make_store()
-    run, x, y = Run(stores=(store,)), tensor(), tensor(1)
-    for _ in range(3):
-        with run.cache.saving():
-            made = functional.silu(x * 0.5) * (y * 1.5)
-            first, second = made.sum(), (made * made).mean()
-        wait_for_writes(store)
-        first.backward()
-        del made
-        run.cache.settle()
-        before = run.cache.stats.resident.now
-        run.cache.end_micro_step()
-        assert run.cache.stats.resident.now <= before
-        del first, second
+# ---- threads, and what is heard ----------------------------------------------------------------------
 
 
 def test_forwards_in_several_threads_make_nothing_again() -> None:

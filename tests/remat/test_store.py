@@ -38,74 +38,7 @@ def values(seed: int = 0) -> Parameter:
     return Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
 
 
-def live_bytes() -> int:
-    """Of all storages that Python holds a tensor of."""
-    gc.collect()
-    storages = {
-        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
-        for one in gc.get_objects()
-        if type(one) in (Tensor, Parameter) and one.layout is torch.strided
-    }
-    return sum(storages.values())
-
-
 # ---- what is held ---------------------------------------------------------------------------------------------------
-
-
-class Logging:
-    """A statistic of each step is kept until the next, with its graph, as scripts do by mistake."""
-
-    def __init__(self) -> None:
-        self.x, self.y, self.z = (values(seed) for seed in range(3))
-        self.logged: Tensor | None = None
-
-    def loss(self) -> Tensor:
-        gate, up = self.x @ self.y, self.y @ self.x  # not made again
-        made = functional.silu(gate) * up
-        out = torch.sin(made * self.z)
-        self.logged = (made * made).mean()
-        return out.sum()
-
-
-class LoggingSums(Logging):
-    """Likewise; what is logged is the sum of three outputs."""
-
-    def loss(self) -> Tensor:
-        parts = [self.x @ self.y, self.y @ self.z, self.z @ self.x]
-        out = sum(torch.cos(part) for part in parts)
-        made = parts[0] + parts[1] + parts[2]
-        out = torch.sin(made) + out
-        self.logged = torch.sin(made).mean()
-        return out.sum()
-
-
-@pytest.mark.parametrize("model", [Logging, LoggingSums])
-def test_operands_are_held_no_longer_than_what_is_made_of_them_is_worth(model: type[Logging]) -> None:
-    held: dict[bool, list[int]] = {False: [], True: []}
-    counted: dict[bool, list[int]] = {False: [], True: []}
-    without: dict[bool, list[int]] = {False: [], True: []}
-    for with_sites, one in held.items():
-        logging, cache = model(), cache_of(with_sites=with_sites)
-        parameters = (logging.x, logging.y, logging.z)
-        logging.loss()
-        for _ in range(STEPS):
-            logging.logged = None
-            before = live_bytes()
-            with cache.saving():
-                loss = logging.loss()
-            loss.backward()
-            cache.end_micro_step()
-            del loss
-            for parameter in parameters:
-                parameter.grad = None
-            cache.settle()
-            one.append(live_bytes() - before)
-            counted[with_sites].append(cache.stats.resident.now)
-            without[with_sites] += [cache.stats.saved.now, cache.stats.saved.peak]
-        del parameter, parameters
-    assert all(ours <= plain + KIB for ours, plain in zip(held[True], held[False], strict=True)), held
-    assert all(ours <= plain for ours, plain in zip(counted[True], counted[False], strict=True)), counted
-    assert without[True] == without[False]
 
 
 def unet(inputs: list[Parameter]) -> Tensor:

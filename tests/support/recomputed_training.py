@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from conftest import Closing
 from planners import PLANNERS
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from ds_tba.offloader import ActivationOffloader
 from support.models import Mlp, Stack
@@ -30,41 +27,6 @@ class Plain(Mlp):
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 0.1)
-
-
-class Attends(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x).view(1, 2, ROWS // 2, WIDTH)
-        return super().forward(functional.scaled_dot_product_attention(h, h, h, dropout_p=0.1).reshape(ROWS, WIDTH))
-
-
-class CountsInItsClass(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        type(self).calls = getattr(type(self), "calls", 0) + 1
-        return super().forward(x) * (1 + type(self).calls % 7 / 100)
-
-
-class Tracker:
-    """Megatron's: states of the default generator by name, put in and taken out again."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, Tensor] = {}
-
-    def reset(self) -> None:
-        self.states = {"model": torch.Generator().manual_seed(1234).get_state()}
-
-    @contextmanager
-    def fork(self) -> Iterator[None]:
-        before = torch.get_rng_state()
-        torch.set_rng_state(self.states["model"])
-        try:
-            yield
-        finally:
-            self.states["model"] = torch.get_rng_state()
-            torch.set_rng_state(before)
-
-
-TRACKER = Tracker()
 
 
 class Net(Stack):
@@ -89,9 +51,6 @@ def begin() -> None:
     """Every random number from its beginning."""
     torch.manual_seed(7)
     random.seed(7)
-    numpy.random.seed(7)
-    TRACKER.reset()
-    CountsInItsClass.calls = 0
 
 
 def steps(model: Net, offloader: ActivationOffloader | None, count: int = STEPS) -> Iterator[list[Any]]:

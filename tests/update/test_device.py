@@ -17,7 +17,9 @@ from support.late_device import LateDevice
 
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError
-from ds_tba.update.device import ARRAYS_PER_CHUNK, DevicePipeline, Job
+from ds_tba.update.device import ARRAYS_PER_CHUNK, DevicePipeline
+from ds_tba.update.formula import Hyper
+from ds_tba.update.host import SubGroup
 
 CPU = torch.device("cpu")
 CHUNK = 256
@@ -94,13 +96,16 @@ def bits_of(device: CpuAccelerator, memory: torch.Tensor) -> torch.Tensor:
     return seen
 
 
-def job_of(tensors: Tensors, target: torch.Tensor | None = None, factor: float = 1.0, rate: float = 0.125) -> Job:
-    return Job(tensors[0], tensors[1], tensors[2], tensors[3], target, factor, partial(update, rate))
-
-
-def submit(pipeline: DevicePipeline, job: Job) -> None:
-    until(pipeline.has_room)
-    pipeline.submit(job)
+def submit(
+    pipeline: DevicePipeline,
+    tensors: Tensors,
+    target: torch.Tensor | None = None,
+    factor: float = 1.0,
+    formula: Callable[..., object] | None = None,
+) -> None:
+    pipeline.submit(
+        SubGroup(*tensors, target, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), 1, factor), formula or partial(update, 0.125)
+    )
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -158,7 +163,7 @@ class Training:
             target = self.parameters[cut] if chance.random() < 0.8 else None
             missing += [] if target is not None else [cut]
             until(pipeline.has_room)
-            pipeline.submit(Job(*tensors, target, factor, partial(update, rate)))
+            submit(pipeline, tensors, target, factor, partial(update, rate))
             tensors.clear()  # the last hold on the gradient
         pipeline.drain()
 
@@ -214,7 +219,7 @@ def test_the_host_s_part_of_a_chunk_is_held_until_it_is_written_back(make_device
     pipeline.begin()
     tensors = [torch.randn(64) for _ in range(4)]
     held = [weakref.ref(tensor) for tensor in tensors]
-    pipeline.submit(Job(*tensors, None, 1.0, partial(update, 0.1)))
+    submit(pipeline, tensors)
     tensors.clear()
     assert None not in [one() for one in held]
     pipeline.drain()
@@ -260,7 +265,7 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     device.synchronize()
     gate = Held(device, held)
     assert pipeline.begin()
-    pipeline.submit(job_of(tensors, target, 0.5))
+    submit(pipeline, tensors, target, 0.5)
     event = pipeline.upload(staged, uploaded)
     if held in (COMPUTE, DOWN):  # an upload waits for neither
         until(event.query)
@@ -273,7 +278,7 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     assert held == DOWN or not bool(parameters_now(target).any())
     assert held in (COMPUTE, DOWN) or not (event.query() or bool(parameters_now(uploaded).any()))
     with pytest.raises(StateError, match="has_room"):
-        pipeline.submit(job_of(tensors, target))
+        submit(pipeline, tensors, target)
 
     drained = threading.Event()
     thread = threading.Thread(target=lambda: (pipeline.drain(), drained.set()))
@@ -325,14 +330,14 @@ def test_without_memory_for_a_slot_the_host_still_uploads(make_device: Callable[
     assert not pipeline.begin() and not pipeline.has_room()
     assert device.allocated_bytes == target.nbytes
     with pytest.raises(StateError, match="has_room"):
-        pipeline.submit(job_of(tensors, target))
+        submit(pipeline, tensors, target)
     pipeline.upload(torch.ones(CHUNK, dtype=torch.bfloat16), target)
     pipeline.drain()
     assert bool(parameters_now(target).all())
 
     device.arrays = 5  # type: ignore[attr-defined]
     assert pipeline.begin()
-    pipeline.submit(job_of(tensors, target))
+    submit(pipeline, tensors, target)
     pipeline.drain()
     assert same([parameters_now(target)], [tensors[0].bfloat16()])
 
@@ -383,14 +388,15 @@ def test_an_update_that_raises_leaves_its_chunk_as_it_was(
     expected = [*updated(chunks[0], 0.5), *updated(chunks[1], 0.5), *[tensor.clone() for tensor in chunks[2]]]
     assert pipeline.begin()
     for tensors, target in zip(chunks[:2], targets, strict=False):
-        submit(pipeline, job_of(tensors, target, 0.5))
+        until(pipeline.has_room)
+        submit(pipeline, tensors, target, 0.5)
     until(pipeline.has_room)
     gate = None
     if isinstance(device, LateDevice):
         until(lambda: pipeline.has_room() and len(pipeline._free) == 2)
         gate = Held(device, COMPUTE)
     with pytest.raises(UpdateError):
-        pipeline.submit(Job(*chunks[2], targets[2], 0.5, failing))
+        submit(pipeline, chunks[2], targets[2], 0.5, failing)
     pipeline.has_room()
     assert len(pipeline._free) == 1  # the other slot may still be written
     timer = threading.Timer(WRONG_SOON_S, gate.let_go if gate is not None else bool)
@@ -407,7 +413,7 @@ def test_an_update_that_raises_leaves_its_chunk_as_it_was(
 
     again = updated(chunks[2], 0.5)
     assert pipeline.begin()
-    submit(pipeline, job_of(chunks[2], targets[2], 0.5))
+    submit(pipeline, chunks[2], targets[2], 0.5)
     pipeline.drain()
     assert same([*chunks[2], parameters_now(targets[2])], [*again, again[0].bfloat16()])
 
@@ -417,7 +423,7 @@ def test_misuse_is_refused() -> None:
     target = torch.zeros(CHUNK, dtype=torch.bfloat16)
     pipeline.drain()
     with pytest.raises(StateError, match="has_room"):
-        pipeline.submit(job_of(tensors))
+        submit(pipeline, tensors)
     with pytest.raises(StateError, match=r"begin\(\)"):
         pipeline.upload(target, target.clone())
     assert pipeline.begin()
@@ -431,7 +437,7 @@ def test_tensors_that_require_grad_are_updated_as_their_data() -> None:
     expected, parameter = updated(tensors), torch.nn.Parameter(torch.zeros(CHUNK, dtype=torch.bfloat16))
     tensors[0].requires_grad_()
     assert pipeline.begin()
-    pipeline.submit(job_of(tensors, parameter))
+    submit(pipeline, tensors, parameter)
     pipeline.drain()
     assert same([tensor.detach() for tensor in tensors], expected)
     assert same([parameter.detach()], [expected[0].bfloat16()])
@@ -443,7 +449,7 @@ def test_stats_count_what_was_moved(make_device: Callable[..., LateDevice]) -> N
     for factor, written_back in ((1.0, 12), (0.5, 16)):
         before = pipeline.written_back_bytes
         assert pipeline.begin()
-        submit(pipeline, job_of([tensor[:128] for tensor in tensors], target[:128], factor))
+        submit(pipeline, [tensor[:128] for tensor in tensors], target[:128], factor)
         pipeline.upload(torch.zeros(128, dtype=torch.bfloat16), target[128:])
         pipeline.drain()
         assert pipeline.written_back_bytes - before == 128 * written_back

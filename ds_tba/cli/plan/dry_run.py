@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.library import Library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,7 +45,7 @@ from ds_tba.errors import ConfigError, ModelError
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.recompute.blocks import Block, find_blocks
+from ds_tba.recompute.blocks import find_blocks
 from ds_tba.recompute.checkpoint import Blocks
 from ds_tba.remat.where import ChosenModules, RunningModule
 from ds_tba.stats import Gauge
@@ -116,7 +117,7 @@ def dry_run(
 
 
 def _micro_step(
-    subject: Subject, blocks: Sequence[Block], training: Training, cache: TensorCache, clock: OpClock
+    subject: Subject, blocks: Mapping[str, nn.Module], training: Training, cache: TensorCache, clock: OpClock
 ) -> Recorder:
     """Run one forward and one backward."""
     model = subject.model
@@ -126,7 +127,7 @@ def _micro_step(
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
     cache.gate.exclude(chosen)
-    blocks = [block for block in blocks if not chosen.excludes_part_of(block.module)]
+    blocks = {path: block for path, block in blocks.items() if not chosen.excludes_part_of(block)}
     recorder = Recorder(Scene(cache, clock, running))
     for module in model.modules():
         mark_owned(module)
@@ -150,12 +151,12 @@ def _micro_step(
     return recorder
 
 
-def left_by_layers(subject: Subject, blocks: Sequence[Block]) -> int:
+def left_by_layers(subject: Subject, blocks: Mapping[str, nn.Module]) -> int:
     """Return the memory that checkpointed layers leave in segments too small for the head; see [Note: Segments]."""
     seen: list[tuple[int, int]] = []
     with torch.no_grad(), OpClock(1.0, 1.0) as clock:
         clock.ignore(one.untyped_storage() for one in subject.model.parameters())
-        hook = blocks[-1].module.register_forward_hook(
+        hook = list(blocks.values())[-1].register_forward_hook(
             lambda *_: seen.append((clock.peak_bytes - clock.now_bytes, clock.largest_bytes))
         )
         subject.forward()

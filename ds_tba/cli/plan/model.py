@@ -128,7 +128,7 @@ def recipe_of(
     def make(batch: int, sequence: int) -> Subject:
         model = made(config)
         found = _with_inputs(named[0], model, config, batch, sequence)
-        layers = [one.module for one in find_blocks(model, None)]
+        layers = list(find_blocks(model, None).values())
         if lora_rank is not None:
             add_lora(model, layers, lora_rank, lora_targets)
         if "--liger" in aids:
