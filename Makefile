@@ -10,7 +10,8 @@
 #                        (GPU_ARGS="--minutes 40": and more; "--pieces headline --again": this, once more)
 # make gpu REHEARSE=1    the eight minutes on the CPU, tiny, in 2
 # make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
-# make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
+# make reference         the pages of keys, commands, report and Python, and the JSON Schema, from the code; make freeze:
+#                        the frozen names too
 # make canary            private names, hooks, operators that write late, on the newest pre-releases of PyTorch and DeepSpeed
 # make frameworks        environments of Lightning, Ray Train, LLaMA-Factory and ms-swift, for their tests: gigabytes
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
