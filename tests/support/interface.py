@@ -22,8 +22,8 @@ from unittest import mock
 from pydantic import BaseModel
 
 import ds_tba
-from ds_tba.cli import main
 from ds_tba import errors
+from ds_tba.cli import main
 from ds_tba.config import BLOCK, UPDATE_BLOCK, OffloadConfig
 from ds_tba.engine import attach
 from ds_tba.loop import Offloader
