@@ -10,7 +10,9 @@
 #                        (GPU_ARGS="--minutes 40": and more; "--pieces headline --again": this, once more)
 # make gpu REHEARSE=1    the eight minutes on the CPU, tiny, in 2
 # make site              the documentation as a site, in .cache/site; a link that leads nowhere is an error
-# make reference         the pages of keys and commands, and the JSON Schema, from the code; make freeze: the frozen names too
+# make reference         the pages of keys, commands, report and Python, and the JSON Schema, from the code; make freeze:
+#                        the frozen names too
+# make sbom              .cache/ds_tba.cdx.json: what pip installs with the package today, with hashes, as CycloneDX
 # make canary            private names, hooks, operators that write late, on the newest pre-releases of PyTorch and DeepSpeed
 # make frameworks        environments of Lightning, Ray Train, LLaMA-Factory and ms-swift, for their tests: gigabytes
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
@@ -54,7 +56,7 @@ demo: export DS_ACCELERATOR ?= cpu
 PRECISION ?= --fp32
 endif
 
-.PHONY: help demo check test test-all lint site reference freeze reliability compatibility frameworks rematerialize operators mutants bench gpu soak venv aio cpu_ops ops libaio canary clean
+.PHONY: help demo check test test-all lint site reference freeze reliability compatibility frameworks rematerialize operators mutants bench gpu soak sbom venv aio cpu_ops ops libaio canary clean
 
 help:
 	@sed -n 's/^# make/make/p' $(MAKEFILE_LIST)
@@ -167,6 +169,15 @@ canary:
 	$(CANARY)/bin/pip install -q --pre deepspeed pydantic numpy packaging xxhash jinja2 pytest hypothesis ninja expecttest
 	$(CANARY)/bin/pip install -q --no-deps -e .
 	$(CANARY)/bin/python -m pytest --basetemp=.cache/pytest_canary -m "not aio and not slow" $(CANARY_TESTS)
+
+# Of the versions that the requirements come to, found and not installed: gigabytes come with torch.
+SBOM_VENV := .cache/sbom_venv
+sbom:
+	$(PYTHON) -m venv $(SBOM_VENV)
+	$(SBOM_VENV)/bin/pip install -q --no-compile cyclonedx-bom uv
+	$(SBOM_VENV)/bin/uv pip compile -q --generate-hashes pyproject.toml -o .cache/requirements.txt
+	$(SBOM_VENV)/bin/cyclonedx-py requirements .cache/requirements.txt --pyproject pyproject.toml --mc-type library \
+	    --output-reproducible -o .cache/ds_tba.cdx.json
 
 venv: $(BIN)/.installed
 

@@ -41,8 +41,7 @@ def on_post_page(output: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return the page without the Sphinx roles of docstrings, and with the titles of columns in the cells of tables."""
-    html = re.sub(r":(?:class|func|meth|data):(?=<code>)|<p>::</p>", "", html)
+    """Return the page with the titles of columns in the cells of tables."""
     return TABLE.sub(lambda found: titled(found[0]), html)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support import interface, runs
 
+import ds_tba
 from ds_tba.config import BLOCK
 
 HINT = "a change for users: say it in CHANGELOG.md, then make freeze"
@@ -31,12 +32,18 @@ def test_what_is_frozen_has_every_kind() -> None:
         (interface.KEYS, interface.page_of_keys),
         (interface.COMMANDS, interface.page_of_commands),
         (interface.FIELDS, interface.page_of_fields),
+        (interface.PYTHON, interface.page_of_python),
         (interface.SCHEMA, interface.schema_of_config),
     ],
-    ids=["keys", "commands", "fields", "schema"],
+    ids=["keys", "commands", "fields", "python", "schema"],
 )
 def test_the_reference_is_that_of_the_code(path: Path, text: Callable[[], str]) -> None:
     assert path.read_text() == text(), "make reference writes it anew"
+
+
+def test_each_name_that_python_imports_is_on_its_page() -> None:
+    page = interface.PYTHON.read_text()
+    assert [name for name in ds_tba.__all__ if f"`ds_tba.{name}`" not in page and f"`{name}`" not in page] == []
 
 
 def test_each_key_is_described() -> None:

@@ -101,8 +101,9 @@ def _aio(paths: Sequence[str]) -> Iterator[Check]:
     built = aio.is_built()
     unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
     yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
-    for lock in aio.build_locks():
-        yield None, f"{lock} exists: another build is running, or was killed; if none is running, remove the lock"
+    for lock in aio.build_locks(("*",)):
+        waits = "another build is running, or was killed, and then whatever loads this op waits for ever"
+        yield None, f"{lock} exists: {waits}. If none is running: rm {lock}"
     obstacle = aio.abandoned_build() or aio.kernel_obstacle(AioConfig())
     if obstacle is not None:
         yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"

@@ -106,10 +106,24 @@ def test_a_script_reads_the_doctor_s_verdicts(cli: Cli) -> None:
     assert found["checks"][-1]["what"].startswith("nvme_path /nowhere does not exist")
 
 
-def test_a_lock_is_told_at_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("op", [aio.OP, "deepspeed_shm_comm"])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_lock_of_any_op_is_told_at_once_with_the_repair(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str, is_named: bool
+) -> None:
     """Whether the build was abandoned shows only after a quarter of an hour."""
-    monkeypatch.setattr(aio, "build_locks", lambda: [tmp_path / "lock"])
-    assert f"--    {tmp_path / 'lock'} exists: another build is running, or was killed" in cli("doctor").out
+    root = tmp_path if is_named else tmp_path / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
+    (root / op).mkdir(parents=True)
+    if is_named:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    else:
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+        monkeypatch.setattr("torch.utils.cpp_extension.get_default_build_root", lambda: str(tmp_path))
+    lock = root / op / "lock"
+    assert str(lock) not in cli("doctor").out
+    lock.touch()
+    told = cli("doctor").out
+    assert f"--    {lock} exists: another build is running, or was killed" in told and f"rm {lock}\n" in told
 
 
 def test_an_abandoned_lock_ends_the_building_before_it_waits(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

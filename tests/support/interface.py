@@ -9,10 +9,11 @@ and goes into the schema.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,19 @@ from unittest import mock
 from pydantic import BaseModel
 
 import ds_tba
+from ds_tba import errors
 from ds_tba.cli import main
 from ds_tba.config import BLOCK, UPDATE_BLOCK, OffloadConfig
+from ds_tba.engine import attach
+from ds_tba.loop import Offloader
+from ds_tba.offloader import ActivationOffloader
 from ds_tba.report import OffloadReport, unit_of
 from ds_tba.update.config import UpdateConfig
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 KEYS, COMMANDS, FIELDS = REFERENCE / "keys.md", REFERENCE / "cli.md", REFERENCE / "report.md"
+PYTHON = REFERENCE / "python.md"
 SCHEMA = REFERENCE / "ds_config.schema.json"
 FROZEN = ROOT / "tests" / "interface.json"
 MODELS: dict[str, type[BaseModel]] = {BLOCK: OffloadConfig, UPDATE_BLOCK: UpdateConfig}
@@ -221,6 +227,62 @@ def page_of_fields() -> str:
     return text
 
 
+# ---- Python ---------------------------------------------------------------------------------------------------------
+
+# What the page shows of each class that users hold.
+METHODS: dict[type, list[str]] = {
+    ActivationOffloader: ["report", "explain", "close", "close_soon"],
+    Offloader: ["saving", "step", "report", "explain", "close"],
+}
+
+
+def page_of_python() -> str:
+    """``python.md``, with what lies behind :data:`BEGIN` made from signatures and docstrings."""
+    text = PYTHON.read_text().partition(BEGIN)[0] + BEGIN
+    text += "\n## `ds_tba.attach`\n" + _shown("attach", attach)
+    for made, names in METHODS.items():
+        # An ActivationOffloader is made by the engine alone.
+        head = _shown(made.__name__, made) if made is Offloader else "\n" + _markdown(made).partition("\n- ")[0]
+        text += f"\n## `ds_tba.{made.__name__}`\n{head}"
+        text += "".join(f"\n### `{made.__name__}.{name}`\n" + _shown(name, getattr(made, name)) for name in names)
+    text += "\n## Errors\n\n| error | is also | meaning |\n|---|---|---|\n"
+    return text + "".join(_row(one) for one in vars(errors).values() if inspect.isclass(one))
+
+
+def _shown(name: str, what: Callable[..., Any]) -> str:
+    signature = inspect.signature(what)
+    own = [one for one in signature.parameters.values() if one.name != "self"]
+    # Annotations are strings, and shown with quotes; no default is a string.
+    words = str(signature.replace(parameters=own)).replace("'", "")
+    return f"\n```python\n{name}{words}\n```\n\n{_markdown(what)}"
+
+
+def _markdown(what: Callable[..., Any]) -> str:
+    """A docstring as Markdown: paragraphs and code as they are, arguments and errors as items of a list."""
+    text = re.sub(r":\w+:(?=`)", "", inspect.getdoc(what) or "").replace("``", "`")
+    text = re.sub(r"::\n((?:\n+ {4}.*)+)", r":\n\n```python\1\n```", text).replace("```python\n\n", "```python\n")
+    shown, section, is_code = "", "", False
+    for line in text.splitlines():
+        is_code ^= line == "```" or line == "```python"
+        if line in ("Args:", "Raises:", "Attributes:"):
+            section = {"Raises:": "raises "}.get(line, "")
+            continue
+        item = re.fullmatch(r" {4}(\w[\w, ]*): (.*)", line)
+        if item is not None and not is_code:
+            line = f"- {section}`{'`, `'.join(item[1].split(', '))}`: {item[2]}"
+        elif line.startswith(" "):
+            line = line[4:] if is_code else f"  {line.strip()}"
+        shown += line + "\n"
+    return shown
+
+
+def _row(error: type) -> str:
+    meaning = " ".join(_markdown(error).partition("\n- ")[0].split())
+    home = "ds_tba" if error.__name__ in ds_tba.__all__ else "ds_tba.errors"
+    bases = ", ".join(f"`{one.__name__}`" for one in error.__bases__)
+    return f"| `{home}.{error.__name__}` | {bases} | {meaning} |\n"
+
+
 # ---- what is frozen -------------------------------------------------------------------------------------------------
 
 
@@ -277,3 +339,4 @@ if __name__ == "__main__":
     SCHEMA.write_text(schema_of_config())
     COMMANDS.write_text(page_of_commands())
     FIELDS.write_text(page_of_fields())
+    PYTHON.write_text(page_of_python())

@@ -194,9 +194,13 @@ def is_built() -> bool:
     return any((directory / f"{OP}.so").is_file() for directory in _build_directories(OP))
 
 
-def build_locks() -> list[Path]:
-    """List lock files of builds under way, or of builds that were killed: for the latter everyone waits for ever."""
-    just_in_time = [op for op in NEEDED_OPS if not _is_installed(op)]
+def build_locks(ops: Sequence[str] = NEEDED_OPS) -> list[Path]:
+    """List lock files of builds under way, or of builds that were killed: for the latter everyone waits for ever.
+
+    Args:
+        ops: Names of ops, as patterns: ``"*"`` is all that torch compiles at run time.
+    """
+    just_in_time = [op for op in ops if not _is_installed(op)]
     return [one / "lock" for op in just_in_time for one in _build_directories(op) if (one / "lock").exists()]
 
 
@@ -254,7 +258,7 @@ def _build_directories(op: str) -> list[Path]:
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root:
-        return [Path(root) / op]
+        return list(Path(root).glob(op))
     tag = f"py{sys.version_info.major}{sys.version_info.minor}*"
     return list(Path(get_default_build_root()).glob(f"{tag}/{op}"))
 
