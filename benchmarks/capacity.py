@@ -87,6 +87,10 @@ VARIANTS |= {
 }
 
 
+class Enough(Exception):  # noqa: N818 - it is no error
+    """The step has had its peak."""
+
+
 class Training:
     """A model, an engine and random bytes, for one variant."""
 
@@ -103,6 +107,7 @@ class Training:
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
         self._random = torch.Generator().manual_seed(1)
         self._rows, self._vocabulary, self._torch = options.rows, base.config.vocab_size, torch
+        self._layers = base.model.layers
         self._peer = contextlib.ExitStack()
         if peer := VARIANTS[options.variant].peer:
             self._peer.enter_context(around_as(peer, base, options.nvme_path))
@@ -119,10 +124,23 @@ class Training:
             self._engine.backward(loss)
             self._engine.step()
             last = loss.item()
+        except Enough:
+            last = loss.item()
         except self._torch.OutOfMemoryError:
             return {"loss": math.nan, "peak_bytes": math.inf, "step_s": 0.0, "cpu_s": 0.0}
         times = {"step_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
         return {"loss": last, "peak_bytes": float(self._peak_bytes()), **times}
+
+    def end_backward_after(self, count: int) -> None:
+        """End later steps when backward has run the last ``count`` layers. The highest peak is over by then."""
+
+        def end(_: Any) -> None:
+            raise Enough
+
+        def follow(_: Any, __: Any, output: Any) -> None:
+            output.register_hook(end)
+
+        self._layers[-1 - count].register_forward_hook(follow)
 
     def steps(self, sequence: int, count: int) -> dict[str, Any]:
         """Take steps, and return their highest peak and median time; the first of a new length takes longest."""
@@ -238,6 +256,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rest_bytes = resident_bytes()
     if options.limit_mib is None:
         options.limit_mib = rest_bytes // MIB + options.headroom_mib
+    if options.backward_layers:
+        training.end_backward_after(options.backward_layers)
     timed = training.steps(options.timed_sequence, options.timed_steps)
     found: dict[str, Any] = {"timed": timed, "lengths": [], "limit_mib": options.limit_mib}
     if options.account:
@@ -395,6 +415,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         min_tensor_kib=(32, "min_tensor_bytes of ours"),
         backend=("posix", "io.backend of ours"), block=("{}", "JSON with more keys of ours"),
         nvme_path=".", json=JSON, sweep=(False, argparse.SUPPRESS),
+        backward_layers=(0, "end a step when backward has run so many layers: its peak is over by then"),
         account=(False, "only say which bytes are there at the peak of a step of timed_sequence"),
         trainer=(False, "only measure the peak of a step of timed_sequence under the Hugging Face Trainer"),
     )  # fmt: skip
