@@ -49,7 +49,7 @@ INTERPOLATIONS = 3
 TILE_TOKENS = 256  # or a few more in each part of a tiled MLP
 BLOCK_OF_TOKENS = 64  # sequences are multiples of it
 STAYS = "stays after a step (staging, the allocator's)"
-SMALL_BYTES = 1 << 19
+SHOWN = 0.01  # of the peak
 
 
 @dataclass(frozen=True)
@@ -284,15 +284,12 @@ def measure_with_trainer(options: argparse.Namespace) -> dict[str, Any]:
             return iter([{"input_ids": one, "labels": one} for one in tokens])
 
     class Meter(TrainerCallback):  # type: ignore[misc]
-        rest_bytes, losses = 0, []
+        rest_bytes = 0
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             if not self.rest_bytes:
                 self.rest_bytes = resident_bytes()
                 reset_peak_memory()
-
-        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
-            self.losses += [logs["loss"]] if "loss" in logs else []
 
     meter = Meter()
     arguments = TrainingArguments(
@@ -300,8 +297,10 @@ def measure_with_trainer(options: argparse.Namespace) -> dict[str, Any]:
         lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
         disable_tqdm=True, use_cpu=not has_gpu(), output_dir=options.nvme_path,
     )  # fmt: skip
-    Trainer(model=model, args=arguments, train_dataset=InTurn(), callbacks=[meter]).train()
-    timed = {"sequence": lengths[-1], "peak_bytes": peak_memory_bytes(), "losses": meter.losses, "step_s": math.nan}
+    trainer = Trainer(model=model, args=arguments, train_dataset=InTurn(), callbacks=[meter])
+    trainer.train()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one][1:]
+    timed = {"sequence": lengths[-1], "peak_bytes": peak_memory_bytes(), "losses": losses, "step_s": math.nan}
     return {"timed": timed, "lengths": [], "limit_mib": meter.rest_bytes // MIB}
 
 
@@ -309,8 +308,7 @@ def account(training: Training, options: argparse.Namespace, peak_bytes: float, 
     """Account for what a step has in memory at its peak, beyond what the process holds anyway."""
     pieces = {STAYS: {"nbytes": resident_bytes() - rest_bytes, "count": 1}}
     for (module, operator, nbytes), count in live_at_peak(partial(training.step, options.timed_sequence)).items():
-        label = f"{module}, {operator}" if nbytes >= SMALL_BYTES else "smaller ones"
-        piece = pieces.setdefault(label, {"nbytes": 0, "count": 0})
+        piece = pieces.setdefault(f"{module}, {operator}", {"nbytes": 0, "count": 0})
         piece["nbytes"] += nbytes * count
         piece["count"] += count
     return {"peak_bytes": peak_bytes - rest_bytes, "pieces": pieces}
@@ -318,14 +316,17 @@ def account(training: Training, options: argparse.Namespace, peak_bytes: float, 
 
 def account_table(found: dict[str, Any], tokens: int) -> list[str]:
     """Return the Markdown table of an account, and what its sum is of the peak that was measured."""
-    pieces = sorted(found["pieces"].items(), key=lambda one: -one[1]["nbytes"])
-    rows = [
+    peak_bytes, pieces = found["peak_bytes"], found["pieces"]
+    total_bytes = sum(one["nbytes"] for one in pieces.values())
+    large = {label: one for label, one in pieces.items() if one["nbytes"] >= SHOWN * peak_bytes}
+    rest = {key: sum(one[key] for label, one in pieces.items() if label not in large) for key in ("nbytes", "count")}
+    lines = [*sorted(large.items(), key=lambda one: -one[1]["nbytes"]), ("smaller ones", rest)]
+    lines += [("sum", {"nbytes": total_bytes, "count": ""})]
+    lines += [(f"peak, {total_bytes / peak_bytes:.3f} of it in the sum", {"nbytes": peak_bytes, "count": ""})]
+    rows = (
         (label, one["count"], f"{one['nbytes'] / MIB:.1f}", f"{one['nbytes'] / tokens / 4:,.0f}")
-        for label, one in pieces
-    ]
-    total_bytes, peak_bytes = sum(one["nbytes"] for _, one in pieces), found["peak_bytes"]
-    rows.append(("sum", "", f"{total_bytes / MIB:.1f}", f"{total_bytes / tokens / 4:,.0f}"))
-    rows.append((f"peak, {total_bytes / peak_bytes:.3f} of it in the sum", "", f"{peak_bytes / MIB:.1f}", ""))
+        for label, one in lines
+    )
     return markdown_table(("who made it", "pieces", "MiB", "floats per token"), rows)
 
 

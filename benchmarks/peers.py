@@ -45,7 +45,6 @@ from ds_tba.cli.plan.dry_run import PeakMeter
 ENOUGH = 100.0  # an overhead that no plan reaches: the budget decides
 DROPOUT = 0.1
 AXOLOTL_DISK = "axolotl disk"
-DEEPSPEED, TRANSFORMERS = "DeepSpeed CheckpointHiddenStatesOffload", "transformers offload"
 TRL = "trl.models.activation_offloading:get_act_offloading_ctx_manager"
 VERSIONS = ("torch", "transformers", "deepspeed", "trl", "torchtune", "axolotl", "torch_remat")
 
@@ -176,8 +175,8 @@ def _torch_remat(model: Peered, is_cuda: bool) -> Iterator[None]:
 PEERS: dict[str, Callable[[Peered, bool], AbstractContextManager[Any]]] = {
     "torch checkpoint": _checkpointing,
     "torch save_on_cpu": lambda *_: save_on_cpu(pin_memory=True),
-    TRANSFORMERS: _transformers,
-    DEEPSPEED: _deepspeed,
+    "transformers offload": _transformers,
+    "DeepSpeed CheckpointHiddenStatesOffload": _deepspeed,
     "TRL OffloadActivations": lambda model, is_cuda: _made(TRL, is_cuda, model.llama),
     "torchtune OffloadActivations": lambda _, is_cuda: _made("torchtune.training:OffloadActivations", is_cuda),
     "axolotl hidden_states": _axolotl,

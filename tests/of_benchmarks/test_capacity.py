@@ -10,6 +10,7 @@ import pytest
 import torch
 from account import live_at_peak
 from capacity import MIB, VARIANTS, account_table, between, line, longest, with_compared
+from peers import PEERS
 from support import runs
 
 PEAKS = {1024: 600.0 * MIB, 2048: 700.0 * MIB, 4096: 900.0 * MIB}
@@ -53,6 +54,7 @@ def test_each_variant_runs_after_the_one_that_its_losses_are_compared_with() -> 
         other = VARIANTS[one.compared_with]
         assert one.is_tiled == other.is_tiled
         assert other.block is None and not other.is_checkpointed and not other.peer
+    assert {one.peer for one in VARIANTS.values() if one.peer} < set(PEERS)
 
 
 def test_an_account_has_the_memory_of_the_peak_by_who_made_it() -> None:
@@ -69,13 +71,13 @@ def test_an_account_has_the_memory_of_the_peak_by_who_made_it() -> None:
 
 
 def test_an_account_says_what_its_sum_is_of_the_peak() -> None:
-    pieces = {"Linear, aten::mm": {"nbytes": 3 * MIB, "count": 3}, "smaller ones": {"nbytes": MIB, "count": 40}}
-    found = {"peak_bytes": 5 * MIB, "pieces": pieces}
-    assert account_table(found, tokens=1024)[2:] == [
-        "| Linear, aten::mm | 3 | 3.0 | 768 |",
-        "| smaller ones | 40 | 1.0 | 256 |",
-        "| sum |  | 4.0 | 1,024 |",
-        "| peak, 0.800 of it in the sum |  | 5.0 |  |",
+    pieces = {"Linear, aten::mm": {"nbytes": 300 * MIB, "count": 3}}
+    pieces |= {name: {"nbytes": MIB, "count": 20} for name in ("one", "another")}
+    assert account_table({"peak_bytes": 400 * MIB, "pieces": pieces}, tokens=1 << 18)[2:] == [
+        "| Linear, aten::mm | 3 | 300.0 | 300 |",
+        "| smaller ones | 40 | 2.0 | 2 |",
+        "| sum |  | 302.0 | 302 |",
+        "| peak, 0.755 of it in the sum |  | 400.0 | 400 |",
     ]
 
 
