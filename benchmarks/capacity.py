@@ -132,7 +132,11 @@ class Training:
         return {"loss": last, "peak_bytes": float(self._peak_bytes()), **times}
 
     def end_backward_after(self, count: int) -> None:
-        """End later steps when backward has run the last ``count`` layers. The highest peak is over by then."""
+        """End later steps when backward has run the last ``count`` layers.
+
+        The peak is over by then, but for the gradients of parameters, which a whole step adds where its other memory
+        does not become less from layer to layer.
+        """
 
         def end(_: Any) -> None:
             raise Enough
@@ -416,7 +420,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         min_tensor_kib=(32, "min_tensor_bytes of ours"),
         backend=("posix", "io.backend of ours"), block=("{}", "JSON with more keys of ours"),
         nvme_path=".", json=JSON, sweep=(False, argparse.SUPPRESS),
-        backward_layers=(0, "end a step when backward has run so many layers: its peak is over by then"),
+        backward_layers=(0, "end a step when backward has run so many: its peak is over, but for gradients"),
         account=(False, "only say which bytes are there at the peak of a step of timed_sequence"),
         trainer=(False, "only measure the peak of a step of timed_sequence under the Hugging Face Trainer"),
     )  # fmt: skip
