@@ -29,6 +29,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from alternating import add_process_options, has_answered, in_a_process, rounds_of
+from account import live_at_peak
+from alternating import add_process_options, has_answered, has_gpu, in_a_process, rounds_of
 from benchmarking import JSON, MIB, Found, markdown_table, median, parser_of, ranged, ratios, write_json
 from step_time import EXAMPLES, resident_bytes
 
@@ -46,16 +48,19 @@ MMAP_THRESHOLD_BYTES = str(64 << 10)  # narrow tensors, too, are given back to t
 INTERPOLATIONS = 3
 TILE_TOKENS = 256  # or a few more in each part of a tiled MLP
 BLOCK_OF_TOKENS = 64  # sequences are multiples of it
+STAYS = "stays after a step (staging, the allocator's)"
+SHOWN = 0.01  # of the peak
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: arguments of Hugging Face's checkpointing, keys of our block, and if DeepSpeed tiles it."""
+    """One way to train: checkpointed or not, keys of our block, if DeepSpeed tiles it, one of ``peers.PEERS``."""
 
     title: str
-    checkpointing: dict[str, Any] | None = None
+    is_checkpointed: bool = False
     block: dict[str, Any] | None = None
     is_tiled: bool = False
+    peer: str = ""
 
     @property
     def compared_with(self) -> str:
@@ -66,14 +71,24 @@ class Variant:
 NVME, TILES = {"placement": "nvme"}, "DeepSpeed's tiled loss and MLP"
 VARIANTS = {
     "keep": Variant("keep (nothing)"),
-    "checkpoint": Variant("torch checkpointing of every layer", {}),
+    "checkpoint": Variant("torch checkpointing of every layer", True),
     "nvme": Variant('**ours**, `"placement": "nvme"`', block=NVME),
-    "checkpoint_nvme": Variant("torch checkpointing + **ours**", {}, block=NVME),
+    "checkpoint_nvme": Variant("torch checkpointing + **ours**", True, block=NVME),
     "tiled": Variant(TILES, is_tiled=True),
-    "checkpoint_tiled": Variant(f"torch checkpointing, {TILES}", {}, is_tiled=True),
+    "checkpoint_tiled": Variant(f"torch checkpointing, {TILES}", True, is_tiled=True),
     "nvme_tiled": Variant(f"{TILES} + **ours**", block=NVME, is_tiled=True),
-    "checkpoint_nvme_tiled": Variant(f"torch checkpointing, {TILES} + **ours**", {}, block=NVME, is_tiled=True),
+    "checkpoint_nvme_tiled": Variant(f"torch checkpointing, {TILES} + **ours**", True, block=NVME, is_tiled=True),
 }
+OWN = list(VARIANTS)
+VARIANTS |= {
+    "transformers_offload": Variant("transformers' `offload`", peer="transformers offload"),
+    "deepspeed_offload": Variant("DeepSpeed's hidden states", peer="DeepSpeed CheckpointHiddenStatesOffload"),
+    "axolotl_disk": Variant("axolotl's `disk`", peer="axolotl disk"),
+}
+
+
+class Enough(Exception):  # noqa: N818 - it is no error
+    """The step has had its peak."""
 
 
 class Training:
@@ -83,29 +98,19 @@ class Training:
         import deepspeed
         import torch
 
-        sys.path.insert(0, str(EXAMPLES))
-        from long_context import llama, tile_loss
+        model, base = models(options)
         from train_gpt import peak_memory_bytes, reset_peak_memory
 
-        self.variant = VARIANTS[options.variant]
         self._peak_bytes, self._reset_peak = peak_memory_bytes, reset_peak_memory
-        torch.manual_seed(1)
-        if options.model:
-            base = published(options.model)
-            model = with_lora(base, options.lora_rank)
-        else:
-            base = model = llama(options.width, options.layers, options.longest_sequence)
-        if self.variant.is_tiled:
-            tile_mlps(base)
-        if self.variant.is_tiled or options.model:
-            tile_loss(base, options.loss_tokens)
-        if self.variant.checkpointing is not None:
-            checkpoint_layers(model, **self.variant.checkpointing)
         config = ds_config(options)
         trained = [one for one in model.parameters() if one.requires_grad]
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
         self._random = torch.Generator().manual_seed(1)
         self._rows, self._vocabulary, self._torch = options.rows, base.config.vocab_size, torch
+        self._layers = base.model.layers
+        self._peer = contextlib.ExitStack()
+        if peer := VARIANTS[options.variant].peer:
+            self._peer.enter_context(around_as(peer, base, options.nvme_path))
 
     def step(self, sequence: int) -> dict[str, float]:
         """Take one step, and return loss, peak memory and time; the peak is infinite where memory ran out."""
@@ -119,10 +124,27 @@ class Training:
             self._engine.backward(loss)
             self._engine.step()
             last = loss.item()
+        except Enough:
+            last = loss.item()
         except self._torch.OutOfMemoryError:
             return {"loss": math.nan, "peak_bytes": math.inf, "step_s": 0.0, "cpu_s": 0.0}
         times = {"step_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
         return {"loss": last, "peak_bytes": float(self._peak_bytes()), **times}
+
+    def end_backward_after(self, count: int) -> None:
+        """End later steps when backward has run the last ``count`` layers.
+
+        The peak is over by then, but for the gradients of parameters, which a whole step adds where its other memory
+        does not become less from layer to layer.
+        """
+
+        def end(_: Any) -> None:
+            raise Enough
+
+        def follow(_: Any, __: Any, output: Any) -> None:
+            output.register_hook(end)
+
+        self._layers[-1 - count].register_forward_hook(follow)
 
     def steps(self, sequence: int, count: int) -> dict[str, Any]:
         """Take steps, and return their highest peak and median time; the first of a new length takes longest."""
@@ -141,6 +163,29 @@ class Training:
         return None if offloader is None else offloader.report().to_dict()
 
 
+def models(options: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the model of a variant, and the model of transformers' within it."""
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    from long_context import llama, tile_loss
+
+    variant = VARIANTS[options.variant]
+    torch.manual_seed(1)
+    if options.model:
+        base = published(options.model)
+        model = with_lora(base, options.lora_rank)
+    else:
+        base = model = llama(options.width, options.layers, options.longest_sequence)
+    if variant.is_tiled:
+        tile_mlps(base)
+    if variant.is_tiled or options.model:
+        tile_loss(base, options.loss_tokens)
+    if variant.is_checkpointed:
+        checkpoint_layers(model)
+    return model, base
+
+
 def ds_config(options: argparse.Namespace) -> dict[str, Any]:
     """Return the DeepSpeed config of this variant."""
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
@@ -149,16 +194,22 @@ def ds_config(options: argparse.Namespace) -> dict[str, Any]:
         return config
     io = {"backend": options.backend, "staging_bytes": options.staging_mib * MIB}
     common = {"min_tensor_bytes": options.min_tensor_kib * 1024, "nvme_path": options.nvme_path, "io": io}
-    return {**config, "activation_nvme_offload": {"enabled": True, **common, **block}}
+    return {**config, "activation_nvme_offload": {"enabled": True, **common, **block, **json.loads(options.block)}}
 
 
 def published(name: str) -> Any:
     """Return a model of a published shape, with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = json.loads((MODELS / f"{name}.json").read_text())
+    shape = shape_of(name)
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     return AutoModelForCausalLM.from_config(config)
+
+
+def shape_of(name: str) -> dict[str, Any]:
+    """Return the numbers of a published shape."""
+    shape: dict[str, Any] = json.loads((MODELS / f"{name}.json").read_text())
+    return shape
 
 
 def with_lora(model: Any, rank: int) -> Any:
@@ -168,13 +219,24 @@ def with_lora(model: Any, rank: int) -> Any:
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
 
 
-def checkpoint_layers(model: Any, **more: Any) -> None:
-    """Turn on gradient checkpointing, whose arguments have moved in transformers 5."""
+def checkpoint_layers(model: Any) -> None:
+    """Turn on gradient checkpointing, which has another name since transformers 5."""
     kwargs = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs, **more)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs | more)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+
+@contextlib.contextmanager
+def around_as(peer: str, model: Any, nvme_path: str) -> Iterator[None]:
+    """Train a model as a peer does, with the CPU in the place of the device where there is no other."""
+    from peers import PEERS, Peered, cpu_as_device
+
+    model.enable_input_require_grads()  # axolotl's function has no gradient where its input has none
+    tempfile.tempdir = nvme_path
+    with contextlib.nullcontext() if has_gpu() else cpu_as_device(), PEERS[peer](Peered(model), has_gpu()):
+        yield
 
 
 def tile_mlps(model: Any) -> None:
@@ -191,16 +253,85 @@ def tile_mlps(model: Any) -> None:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure in one process: time at one length, and with ``--sweep`` peak memory at growing lengths."""
+    if options.trainer:
+        return measure_with_trainer(options)
     training = Training(options)
     training.step(4 * BLOCK_OF_TOKENS)
+    rest_bytes = resident_bytes()
     if options.limit_mib is None:
-        options.limit_mib = resident_bytes() // MIB + options.headroom_mib
+        options.limit_mib = rest_bytes // MIB + options.headroom_mib
+    if options.backward_layers:
+        training.end_backward_after(options.backward_layers)
     timed = training.steps(options.timed_sequence, options.timed_steps)
     found: dict[str, Any] = {"timed": timed, "lengths": [], "limit_mib": options.limit_mib}
+    if options.account:
+        found["account"] = account(training, options, timed["peak_bytes"], rest_bytes)
     if options.sweep:
         found["lengths"] = list(sweep(training, options))
         found["threads"], found["report"] = training.threads, training.report()
     return found
+
+
+def measure_with_trainer(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one step that the Hugging Face Trainer takes, after a short one."""
+    model, base = models(options)
+    import torch
+    from train_gpt import peak_memory_bytes, reset_peak_memory
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    random = torch.Generator().manual_seed(1)
+    lengths = (4 * BLOCK_OF_TOKENS, options.timed_sequence)
+    tokens = [torch.randint(base.config.vocab_size, (length,), generator=random) for length in lengths]
+
+    class InTurn(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            return iter([{"input_ids": one, "labels": one} for one in tokens])
+
+    class Meter(TrainerCallback):  # type: ignore[misc]
+        rest_bytes = 0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if not self.rest_bytes:
+                self.rest_bytes = resident_bytes()
+                reset_peak_memory()
+
+    meter = Meter()
+    arguments = TrainingArguments(
+        deepspeed=ds_config(options), per_device_train_batch_size=1, max_steps=len(lengths), learning_rate=1e-3,
+        lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
+        disable_tqdm=True, use_cpu=not has_gpu(), output_dir=options.nvme_path,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=InTurn(), callbacks=[meter])
+    trainer.train()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one][1:]
+    timed = {"sequence": lengths[-1], "peak_bytes": peak_memory_bytes(), "losses": losses, "step_s": math.nan}
+    return {"timed": timed, "lengths": [], "limit_mib": meter.rest_bytes // MIB}
+
+
+def account(training: Training, options: argparse.Namespace, peak_bytes: float, rest_bytes: int) -> dict[str, Any]:
+    """Account for what a step has in memory at its peak, beyond what the process holds anyway."""
+    pieces = {STAYS: {"nbytes": resident_bytes() - rest_bytes, "count": 1}}
+    for (module, operator, nbytes), count in live_at_peak(partial(training.step, options.timed_sequence)).items():
+        piece = pieces.setdefault(f"{module}, {operator}", {"nbytes": 0, "count": 0})
+        piece["nbytes"] += nbytes * count
+        piece["count"] += count
+    return {"peak_bytes": peak_bytes - rest_bytes, "pieces": pieces}
+
+
+def account_table(found: dict[str, Any], tokens: int) -> list[str]:
+    """Return the Markdown table of an account, and what its sum is of the peak that was measured."""
+    peak_bytes, pieces = found["peak_bytes"], found["pieces"]
+    total_bytes = sum(one["nbytes"] for one in pieces.values())
+    large = {label: one for label, one in pieces.items() if one["nbytes"] >= SHOWN * peak_bytes}
+    rest = {key: sum(one[key] for label, one in pieces.items() if label not in large) for key in ("nbytes", "count")}
+    lines = [*sorted(large.items(), key=lambda one: -one[1]["nbytes"]), ("smaller ones", rest)]
+    lines += [("sum", {"nbytes": total_bytes, "count": ""})]
+    lines += [(f"peak, {total_bytes / peak_bytes:.3f} of it in the sum", {"nbytes": peak_bytes, "count": ""})]
+    rows = (
+        (label, one["count"], f"{one['nbytes'] / MIB:.1f}", f"{one['nbytes'] / tokens / 4:,.0f}")
+        for label, one in lines
+    )
+    return markdown_table(("who made it", "pieces", "MiB", "floats per token"), rows)
 
 
 def sweep(training: Training, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -287,10 +418,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         staging_mib=(32, "io.staging_bytes of ours"),
         # Per token, a tensor of width 128 has a 32nd of the bytes of one of width 4096.
         min_tensor_kib=(32, "min_tensor_bytes of ours"),
-        backend=("posix", "io.backend of ours"),
+        backend=("posix", "io.backend of ours"), block=("{}", "JSON with more keys of ours"),
         nvme_path=".", json=JSON, sweep=(False, argparse.SUPPRESS),
+        backward_layers=(0, "end a step when backward has run so many: its peak is over, but for gradients"),
+        account=(False, "only say which bytes are there at the peak of a step of timed_sequence"),
+        trainer=(False, "only measure the peak of a step of timed_sequence under the Hugging Face Trainer"),
     )  # fmt: skip
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", default=OWN, choices=VARIANTS)
     add_process_options(parser, list(VARIANTS))
     return parser.parse_args(argv)
 
@@ -300,7 +434,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     if has_answered(options, measure):
         return 0
-    variants = with_compared(options.variants)
 
     def turn(name: str, *more: str) -> dict[str, Any]:
         found = in_a_process(__file__, name, [*argv, *more], MALLOC_MMAP_THRESHOLD_=MMAP_THRESHOLD_BYTES)
@@ -310,7 +443,15 @@ def main(argv: list[str] | None = None) -> int:
 
     first: dict[str, Found] = {}
     rounds = [first]
-    for name in variants:  # keep is the first: its process says what the limit is
+    if options.account or options.trainer:
+        for name in options.variants:
+            first[name] = turn(name)
+            print(f"at rest {first[name]['limit_mib']} MiB, at the peak {first[name]['timed']['peak_bytes'] / MIB:.0f}")
+            if options.account:
+                print("\n".join(account_table(first[name]["account"], options.timed_sequence)), flush=True)
+        write_json(options.json, {"options": vars(options), "rounds": rounds})
+        return 0
+    for name in with_compared(options.variants):  # keep is the first: its process says what the limit is
         more = [] if options.limit_mib is None else ["--limit_mib", str(options.limit_mib)]
         first[name] = turn(name, "--sweep", *more)
         options.limit_mib = first[name]["limit_mib"]

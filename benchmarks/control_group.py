@@ -24,17 +24,16 @@ from typing import Any
 
 from alternating import add_process_options, has_answered, in_a_process
 from benchmarking import JSON, MIB, markdown_table, parser_of, write_json
-from capacity import MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant
+from capacity import MMAP_THRESHOLD_BYTES, VARIANTS, Training, Variant, shape_of
 from capacity import parse as parse_capacity
 
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 HOST: dict[str, Any] = {"placement": "host", "rematerialize": False}
+OTHERS = ("checkpoint", "transformers_offload", "deepspeed_offload")
 WAYS = {
-    "checkpoint": Variant("torch checkpointing", {}),
-    "hf_offload": Variant('Hugging Face\'s `gradient_checkpointing_kwargs={"offload": True}`', {"offload": True}),
-    "deepspeed_cpu": Variant("DeepSpeed's `cpu_checkpointing`", {}),
-    "nvme": Variant('**ours**, `"placement": "nvme"`', {}, block={"placement": "nvme", "rematerialize": False}),
-    "host": Variant("**ours**, host memory and the drive behind it", {}, block=HOST),
+    **{name: VARIANTS[name] for name in OTHERS},
+    "nvme": Variant('**ours**, `"placement": "nvme"`', True, block={"placement": "nvme", "rematerialize": False}),
+    "host": Variant("**ours**, host memory and the drive behind it", True, block=HOST),
 }
 
 
@@ -80,7 +79,9 @@ def available() -> str:
 
 def saved_bytes(options: argparse.Namespace) -> int:
     """Return the bytes of the layers' inputs."""
-    return int(options.layers * options.rows * options.sequence * options.width * 4)
+    shape = shape_of(options.model) if options.model else {}
+    layers, width = shape.get("num_hidden_layers", options.layers), shape.get("hidden_size", options.width)
+    return int(layers * options.rows * options.sequence * width * 4)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -91,42 +92,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     VARIANTS.update(WAYS)
     sized = parse_capacity([])
     sized.longest_sequence, sized.min_tensor_kib = options.sequence, 64
-    for name in ("variant", "width", "layers", "rows", "nvme_path"):
+    for name in ("variant", "model", "width", "layers", "rows", "loss_tokens", "nvme_path"):
         setattr(sized, name, getattr(options, name))
-    import transformers.modeling_utils as hugging_face
-
-    pinned = hugging_face.save_on_cpu
-    hugging_face.save_on_cpu = lambda **_: pinned(pin_memory=False)  # without a GPU there is no pinned memory
     training = Training(sized)
-    if options.variant == "deepspeed_cpu":
-        offload_as_deepspeed(training)
     training.step(64)
     found = training.steps(options.sequence, options.steps)
     losses = [loss.hex() for loss in found["losses"]]
     return {**found, "losses": losses, "threads": training.threads, "report": training.report()}
 
 
-def offload_as_deepspeed(training: Training) -> None:
-    """Put DeepSpeed's checkpointing in the place of torch's; on a CPU it offloads nothing, and keeps the inputs."""
-    import deepspeed
-
-    deepspeed.checkpointing.configure(None, partition_activations=False, checkpoint_in_cpu=True)
-    module = deepspeed.runtime.activation_checkpointing.checkpointing
-    to_device = module.copy_to_device
-
-    def copied(items: Any, device: Any, criterion_func: Any) -> Any:  # or it would empty the input itself
-        if not hasattr(device, "type"):
-            return to_device(items, device, criterion_func)
-        return [item.detach().clone() if criterion_func(item) else item for item in items]
-
-    module.copy_to_device = copied
-    for layer in training._engine.module.model.layers:
-        layer._gradient_checkpointing_func = lambda function, *args: deepspeed.checkpointing.checkpoint(function, *args)
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_of(
-        __doc__, width=128, layers=64, rows=8, sequence=512, steps=4, nvme_path=".", json=JSON,
+        __doc__, width=128, layers=64, rows=8, sequence=512, steps=4, loss_tokens=128,
+        model=("", "a shape of benchmarks/models, with LoRA, instead of width and layers"), nvme_path=".", json=JSON,
         group=(str, argparse.SUPPRESS),
     )  # fmt: skip
     add_process_options(parser, list(WAYS))
@@ -162,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(f"{inputs} of layers' inputs; the group may have {limit}, a quarter of them more than the {peak}", end=" ")
     print("of a process that has them on the drive", flush=True)
-    outcomes = {way: turn(way, limit_bytes) for way in ("checkpoint", "hf_offload", "deepspeed_cpu", "host")}
+    outcomes = {way: turn(way, limit_bytes) for way in (*OTHERS, "host")}
     columns = ("way", "outcome", "peak of the group, MiB", "s per step", "of the moved bytes in host memory")
     rows = [(WAYS[way].title, *figures(found, nvme)) for way, found in outcomes.items()]
     print("\n".join(markdown_table(columns, rows)))

@@ -49,25 +49,12 @@ TRL = "trl.models.activation_offloading:get_act_offloading_ctx_manager"
 VERSIONS = ("torch", "transformers", "deepspeed", "trl", "torchtune", "axolotl", "torch_remat")
 
 
-class Llama(nn.Module):
-    """Token numbers and targets in, the loss out."""
+class Peered(nn.Module):
+    """A model of transformers' whose layers a peer can checkpoint."""
 
-    def __init__(self, *, tiny: bool, is_cuda: bool) -> None:
+    def __init__(self, llama: Any) -> None:
         super().__init__()
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        width, layers, head, vocabulary = (64, 2, 32, 256) if tiny else (256, 6, 64, 2048)
-        if is_cuda and not tiny:
-            width, layers, head, vocabulary = 4096, 8, 128, 32000
-        sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
-        heads = {"num_attention_heads": width // head, "num_key_value_heads": width // head}
-        config = LlamaConfig(**sizes, **heads, vocab_size=vocabulary, use_cache=False)
-        torch.manual_seed(1)
-        self.llama = LlamaForCausalLM(config).train()
-
-    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.llama(input_ids=inputs, labels=targets).loss
-        return loss
+        self.llama = llama
 
     @contextmanager
     def checkpointed(self, by: Callable[..., Any]) -> Iterator[None]:
@@ -77,6 +64,26 @@ class Llama(nn.Module):
             yield
         finally:
             self.llama._set_gradient_checkpointing(enable=False)
+
+
+class Llama(Peered):
+    """Token numbers and targets in, the loss out."""
+
+    def __init__(self, *, tiny: bool, is_cuda: bool) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        width, layers, head, vocabulary = (64, 2, 32, 256) if tiny else (256, 6, 64, 2048)
+        if is_cuda and not tiny:
+            width, layers, head, vocabulary = 4096, 8, 128, 32000
+        sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+        heads = {"num_attention_heads": width // head, "num_key_value_heads": width // head}
+        config = LlamaConfig(**sizes, **heads, vocab_size=vocabulary, use_cache=False)
+        torch.manual_seed(1)
+        super().__init__(LlamaForCausalLM(config).train())
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.llama(input_ids=inputs, labels=targets).loss
+        return loss
 
     def drop_out(self, share: float) -> None:
         for layer in self.llama.model.layers:
@@ -93,12 +100,12 @@ def workload_of(options: argparse.Namespace, device: Device) -> Workload:
     return Workload.prepared(model, text, text)
 
 
-def _checkpointing(model: Llama, is_cuda: bool) -> AbstractContextManager[Any]:
+def _checkpointing(model: Peered, is_cuda: bool) -> AbstractContextManager[Any]:
     return model.checkpointed(partial(checkpoint, use_reentrant=False))
 
 
 @contextmanager
-def _transformers(model: Llama, is_cuda: bool) -> Iterator[None]:
+def _transformers(model: Peered, is_cuda: bool) -> Iterator[None]:
     model.llama.activation_checkpointing_enable(offload=True)
     try:
         yield
@@ -116,7 +123,7 @@ def _made(by: str, is_cuda: bool, *models: nn.Module) -> AbstractContextManager[
 
 
 @contextmanager
-def _deepspeed(model: Llama, is_cuda: bool) -> Iterator[None]:
+def _deepspeed(model: Peered, is_cuda: bool) -> Iterator[None]:
     from deepspeed.accelerator import get_accelerator
 
     accelerator, module = type(get_accelerator()), "deepspeed.runtime.activation_checkpointing.offload_activations"
@@ -126,7 +133,7 @@ def _deepspeed(model: Llama, is_cuda: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _axolotl(model: Llama, is_cuda: bool) -> Iterator[None]:
+def _axolotl(model: Peered, is_cuda: bool) -> Iterator[None]:
     module = "axolotl.monkeypatch.checkpoint_activation_offload"
     context = _made(f"{module}:get_checkpoint_hidden_states_offloading_ctx_manager", is_cuda)
     with _checkpointing(model, is_cuda), context:
@@ -134,7 +141,7 @@ def _axolotl(model: Llama, is_cuda: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _axolotl_disk(model: Llama, is_cuda: bool) -> Iterator[None]:
+def _axolotl_disk(model: Peered, is_cuda: bool) -> Iterator[None]:
     from axolotl.monkeypatch.gradient_checkpointing import offload_disk
 
     if offload_disk.Disco._manager is None:
@@ -145,7 +152,7 @@ def _axolotl_disk(model: Llama, is_cuda: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _torch_remat(model: Llama, is_cuda: bool) -> Iterator[None]:
+def _torch_remat(model: Peered, is_cuda: bool) -> Iterator[None]:
     import torch_remat
 
     def keeping(attend: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +172,7 @@ def _torch_remat(model: Llama, is_cuda: bool) -> Iterator[None]:
 
 
 # The context of a training step, made from the model and whether there is a GPU.
-PEERS: dict[str, Callable[[Llama, bool], AbstractContextManager[Any]]] = {
+PEERS: dict[str, Callable[[Peered, bool], AbstractContextManager[Any]]] = {
     "torch checkpoint": _checkpointing,
     "torch save_on_cpu": lambda *_: save_on_cpu(pin_memory=True),
     "transformers offload": _transformers,
@@ -178,7 +185,7 @@ PEERS: dict[str, Callable[[Llama, bool], AbstractContextManager[Any]]] = {
 }
 
 
-def contender(name: str, model: Llama, is_cuda: bool) -> Contender:
+def contender(name: str, model: Peered, is_cuda: bool) -> Contender:
     """Return a peer as a contender."""
     kept: list[saved_tensors_hooks] = []
 

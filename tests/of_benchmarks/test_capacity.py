@@ -7,7 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
-from capacity import MIB, VARIANTS, between, line, longest, with_compared
+import torch
+from account import live_at_peak
+from capacity import MIB, VARIANTS, account_table, between, line, longest, with_compared
+from peers import PEERS
 from support import runs
 
 PEAKS = {1024: 600.0 * MIB, 2048: 700.0 * MIB, 4096: 900.0 * MIB}
@@ -50,7 +53,32 @@ def test_each_variant_runs_after_the_one_that_its_losses_are_compared_with() -> 
     for one in VARIANTS.values():
         other = VARIANTS[one.compared_with]
         assert one.is_tiled == other.is_tiled
-        assert other.block is None and other.checkpointing is None
+        assert other.block is None and not other.is_checkpointed and not other.peer
+    assert {one.peer for one in VARIANTS.values() if one.peer} < set(PEERS)
+
+
+def test_an_account_has_the_memory_of_the_peak_by_who_made_it() -> None:
+    layer = torch.nn.Linear(256, 1024, bias=False)
+    inputs = torch.ones(256, 256)
+
+    def step() -> None:
+        torch.zeros(MIB, dtype=torch.uint8)  # gone before the peak
+        layer(inputs).sin().sum().backward()
+
+    pieces = {key: count for key, count in live_at_peak(step).items() if key[-1] == MIB}
+    in_backward = {("SinBackward0", "aten::cos", MIB): 1, ("SinBackward0", "aten::mul", MIB): 1}
+    assert pieces == {("Linear", "aten::mm", MIB): 1, **in_backward}
+
+
+def test_an_account_says_what_its_sum_is_of_the_peak() -> None:
+    pieces = {"Linear, aten::mm": {"nbytes": 300 * MIB, "count": 3}}
+    pieces |= {name: {"nbytes": MIB, "count": 20} for name in ("one", "another")}
+    assert account_table({"peak_bytes": 400 * MIB, "pieces": pieces}, tokens=1 << 18)[2:] == [
+        "| Linear, aten::mm | 3 | 300.0 | 300 |",
+        "| smaller ones | 40 | 2.0 | 2 |",
+        "| sum |  | 302.0 | 302 |",
+        "| peak, 0.755 of it in the sum |  | 400.0 | 400 |",
+    ]
 
 
 @pytest.mark.thorough
