@@ -290,9 +290,7 @@ class ActivationOffloader:
         self._undo = ExitStack()
         self._kept: dict[int, ForwardHooks] = {}  # open after a forward, by thread
         files = ReportFiles(config.report, Writer(rank))
-        self._tiers = tiers = Tiers(
-            config, aio_config, accelerator, zero_paths=zero_paths, rank=rank, ranks_on_node=ranks_on_node
-        )
+        self._tiers = tiers = Tiers(config, aio_config, accelerator, zero_paths=zero_paths, ranks_on_node=ranks_on_node)
         try:
             self.cache = TensorCache(
                 list(tiers.by_placement.values()),

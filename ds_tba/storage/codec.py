@@ -211,7 +211,12 @@ class BlockIo:
         stored = self._ring.view(self._buffers[handle])[: block.stored_bytes]
         transfer(stored, block.offset)
         problem = self._difference(block, stored)
-        return problem or _unpacked(self.codec, stored[: block.packed_bytes], target)
+        if not problem:
+            try:
+                self.codec.decompress(stored[: block.packed_bytes], target)
+            except TransferError as error:  # of bytes in which a checksum that samples has missed something
+                problem = str(error)
+        return problem
 
     def _pack(
         self, codec: Codec, data: torch.Tensor, buffer: torch.Tensor, item_bytes: int
@@ -237,12 +242,3 @@ class BlockIo:
             f"{mismatch.nbytes} bytes at file offset {block.offset + mismatch.offset} have checksum "
             f"{mismatch.found:#018x}, expected {mismatch.expected:#018x}"
         )
-
-
-def _unpacked(codec: Codec, packed: torch.Tensor, target: torch.Tensor) -> str:
-    """Decompress a block; return why that could not be done, which a checksum that samples may have missed."""
-    try:
-        codec.decompress(packed, target)
-    except TransferError as error:
-        return str(error)
-    return ""

@@ -60,11 +60,9 @@ class Tiers:
         accelerator: Accelerator,
         *,
         zero_paths: Sequence[str],
-        rank: int,
         ranks_on_node: int,
     ) -> None:
         self._config = config
-        self._rank = rank
         self._ranks_on_node = ranks_on_node
         self._accelerator = accelerator
         self._zero_paths = zero_paths

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,19 @@ class BackendContract:
         handle.read(target, 0)
         assert bool((target == 5).all())
         handle.close()
+
+    def test_a_handle_takes_no_more_descriptors_than_it_says(
+        self, backend: IoBackend, file: SwapFile, tmp_path: Path
+    ) -> None:
+        with closing(SwapFile(tmp_path, MIB)) as other:
+            other.grow(MIB)
+            backend.open_handle(other.fd).close()  # whatever is opened once
+            before = len(os.listdir("/proc/self/fd"))
+            handles = [backend.open_handle(file.fd) for _ in range(3)]
+            assert len(os.listdir("/proc/self/fd")) - before <= 3 * backend.descriptors_per_handle
+            for handle in handles:
+                handle.close()
+            assert len(os.listdir("/proc/self/fd")) == before
 
     def test_blocks_cover_a_transfer(self, backend: IoBackend) -> None:
         blocks = backend.blocks(5 * MIB + 4096 * 4)

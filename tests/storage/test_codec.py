@@ -204,7 +204,7 @@ def block(tmp_path: Path, **io: object) -> dict[str, object]:
 
 
 def opened(config: OffloadConfig) -> Tiers:
-    return Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), rank=0, ranks_on_node=1)
+    return Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), ranks_on_node=1)
 
 
 def test_without_the_package_it_is_refused_with_the_line_that_installs_it(

@@ -23,13 +23,16 @@ Script = Callable[[str, int], str | None]
 
 def test_its_zeroing_is_waited_for_and_a_slot_is_free_once_its_bytes_are_copied(make_store: StoreFactory) -> None:
     accelerator = EventAccelerator()
-    store = make_store(DeviceBackend(), accelerator=accelerator)
+    backend = DeviceBackend()
+    store = make_store(backend, accelerator=accelerator)
     store.open()
-    assert len(accelerator.waited) == 1  # the zeroing of staging
+    assert len(accelerator.waited) == len(backend.staging) == 1  # the zeroing of staging
     data = noise(MIB)
     loaded = store.get(stored(store, data), CPU).data
     assert torch.equal(loaded, data)
     until(lambda: store.ring.slots.used_bytes == 0, "the slot")
+    store.close()
+    assert backend.staging == []
 
 
 def test_each_lane_computes_in_a_stream_of_its_own(make_store: StoreFactory) -> None:
@@ -87,13 +90,3 @@ def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:
     ring.open()
     slot = ring.slots.allocate(1)
     assert slot is not None and slot.nbytes == 3 * 4096 and ring.view(slot).data_ptr() % 4096 == 0
-
-
-def test_staging_is_given_back_at_close(make_store: StoreFactory) -> None:
-    backend = DeviceBackend()
-    store = make_store(backend, accelerator=EventAccelerator())
-    stored(store, noise(MIB))
-    assert len(backend.staging) == 1
-    store.close()
-    store.close()
-    assert backend.staging == []

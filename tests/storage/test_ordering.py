@@ -260,18 +260,21 @@ def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceF
 def test_memory_beside_staging_is_there_until_it_was_copied(
     make_device: DeviceFactory, make_store: StoreFactory
 ) -> None:
-    device, gate = make_device(longest_pause_s=0.05), Gate()
+    device, gate = make_device(late_compute=True, longest_pause_s=0.05), Gate()
     gate.opened.set()
     store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
     data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
     ticket = store.put(data.clone(), wait=False)
+    device.synchronize()
     wait_for_writes(store)
     gate.opened.clear()
     for _ in range(4):
         store.put(device.allocate(MIB, CPU), wait=False)
     device.synchronize()
+    assert slots_in_use(store) == 4 * MIB
     loaded = store.get(ticket, CPU)  # type: ignore[arg-type]
     assert device.copies_under_way == []
+    device.synchronize()
     assert torch.equal(loaded.data, data)
     gate.opened.set()
 

@@ -19,7 +19,6 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection, select_backend
 from ds_tba.storage.swap_file import SwapFile
@@ -225,33 +224,6 @@ class TestSelection:
         assert select().name == backend
         limits[0] = resource.RLIM_INFINITY
         assert select().name == backend
-
-    @pytest.mark.parametrize(("name", "backend"), [("posix", PosixBackend), ("kvikio", None), ("aio", None)])
-    def test_a_handle_takes_no_more_descriptors_than_are_counted(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, backend: type[IoBackend] | None
-    ) -> None:
-        if name == "kvikio":
-            FakeKvikio().install(monkeypatch)
-            made: IoBackend = KvikioBackend(4, "cuda")
-        elif backend is None:
-            if not aio.is_built():
-                pytest.skip("DeepSpeed's aio op is not built: make aio")
-            made = aio.AioBackend(AioConfig())
-        else:
-            made = backend()
-        file = SwapFile(tmp_path, MIB)
-        file.grow(MIB)
-        first = SwapFile(tmp_path, MIB)
-        first.grow(MIB)
-        made.open_handle(first.fd).close()  # whatever is opened once
-        before = len(os.listdir("/proc/self/fd"))
-        handles = [made.open_handle(file.fd) for _ in range(3)]
-        assert len(os.listdir("/proc/self/fd")) - before <= 3 * made.descriptors_per_handle
-        for handle in handles:
-            handle.close()
-        assert len(os.listdir("/proc/self/fd")) == before
-        first.close()
-        file.close()
 
     @pytest.mark.parametrize("call", CALLS)
     @pytest.mark.parametrize("code", CODES)
