@@ -346,11 +346,6 @@ def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
     assert list(interface.parts()) == list(interface.PARTS.values())
 
 
-def test_the_command_shows_a_report(tmp_path: Path, cli: Cli) -> None:
-    finished(tmp_path, report={"path": str(tmp_path / "report.json")})
-    assert "activations at the peak, without" in cli("report", str(tmp_path / "report.json")).out
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
