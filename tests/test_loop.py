@@ -140,8 +140,9 @@ def model_of() -> nn.Module:
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({}, r'placement "adaptive" plans for a model: give it, as in ds_tba.Offloader\(model'),
-        ({"placement": "keep", "report": {"trace_path": "trace.json"}}, "report.trace_path records a model"),
+        ({}, r'a model is missing, for placement "adaptive": give it, as in ds_tba.Offloader\(model'),
+        ({"placement": "keep", "report": {"trace_path": "trace.json"}}, "is missing, for report.trace_path"),
+        ({"placement": "keep", "only": ["*.mlp"]}, "is missing, for only or except"),
         ({"placement": "keep", "until_backward": True}, "until_backward is true.*inside of saving"),
         ({"placement": "keep", "enabled": False}, "enabled is false: make no ds_tba.Offloader"),
         ({"placement": "keep", "colour": 1}, r'ds_tba.Offloader\(...\) is refused:\n  "ds_tba.Offloader.colour"'),

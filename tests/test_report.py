@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 from conftest import Cli, Closing
-from support import runs
+from support import interface, runs
 from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
@@ -340,15 +340,10 @@ def test_rows_have_the_measured_step_beside_the_planned_one(tmp_path: Path) -> N
 
 
 def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
-    named = [one for many in report_module.parts().values() for one in many]
+    named = [one for many in interface.parts().values() for one in many]
     assert [one.name for one in named] == list(OffloadReport.__dataclass_fields__)
     assert all(one.metadata["meaning"] for one in named)
-    assert list(report_module.parts()) == list(report_module.PARTS.values())
-
-
-def test_the_command_shows_a_report(tmp_path: Path, cli: Cli) -> None:
-    finished(tmp_path, report={"path": str(tmp_path / "report.json")})
-    assert "activations at the peak, without" in cli("report", str(tmp_path / "report.json")).out
+    assert list(interface.parts()) == list(interface.PARTS.values())
 
 
 @pytest.mark.parametrize(

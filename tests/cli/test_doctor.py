@@ -194,10 +194,6 @@ def test_env_tells_versions_and_no_secrets(cli: Cli, monkeypatch: pytest.MonkeyP
     assert json.loads(cli("env", "--json").out)["torch"].startswith("2.")
 
 
-def test_the_version_is_told(cli: Cli) -> None:
-    assert cli("--version", status=0, exits=True).out.startswith("ds_tba 0.")
-
-
 @pytest.mark.parametrize("arguments", [("doctor",), ("env",), ("plan", "config.json")])
 def test_without_deepspeed_a_line_has_the_repair(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]

@@ -112,10 +112,6 @@ def test_without_a_config_bf16_adamw_and_stage_2_are_assumed(directory: Path, cl
     assert f"of which {trained:,.1f} M are trained" in text
 
 
-def test_a_plan_needs_a_model(cli: Cli) -> None:
-    assert "the following arguments are required: MODEL" in cli("plan", "--seq", "1k", status=2, exits=True).err
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -117,7 +117,7 @@ def test_an_error_that_is_not_ours_reaches_the_others_too(
     def out_of_memory(*_: Any, **__: Any) -> Any:
         raise MemoryError("no memory for staging")
 
-    monkeypatch.setattr(engine, "_new_offloader", out_of_memory)
+    monkeypatch.setattr(engine, "ActivationOffloader", out_of_memory)
     two_ranks.set("ds_tba/1/1", '{"problem": null}')  # ranks are counted first
     with pytest.raises(MemoryError):
         engine._build(runs.with_block(runs.plain_config(), tmp_path), SimpleNamespace())

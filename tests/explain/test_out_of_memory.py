@@ -312,7 +312,7 @@ def test_who_asks_without_a_model_is_told_of_the_steps_from_then_on(closing: Clo
     config = OffloadConfig(placement="keep", min_tensor_bytes=1)
     one: ActivationOffloader = closing(ActivationOffloader)(config, AioConfig(), CpuAccelerator())
     x = torch.ones(64, requires_grad=True)
-    assert "rank 0, step 1." in one.explain() and one.report().holders == []
+    assert "rank 0, step 1." in one.explain() and "hold 0 B" in one.explain() and one.report().holders == []
     with one.saving():
         x.exp().sum().backward()
     one.note_step()

@@ -196,15 +196,6 @@ def test_the_timeline_is_on_the_clock_of_the_profiler(make: Make, tmp_path: Path
     assert written <= report.written_bytes
 
 
-def test_explain_tells_who_holds_bytes_and_what_would_help(make: Make) -> None:
-    model, offloader = make(placement="keep")
-    assert "hold 0 B" in offloader.explain()  # before the first step
-    train(model, offloader, 1)
-    text = offloader.explain()
-    assert "layers.*.down" in text
-    assert '"placement": "adaptive"' in text
-
-
 @pytest.mark.parametrize(
     ("error", "is_told"),
     [
