@@ -74,17 +74,19 @@ class Blocks:
         self.chosen = frozenset(chosen)
         self.cache = cache
         self.forwards = _Forwards()
-        self._placed = [_InPlace(self, path, block) for path, block in blocks.items()]
+        self._places = [_InPlace(self, path, block) for path, block in blocks.items()]
         self._answers: list[tuple[str, torch.Tensor]] = []  # of the device: whether the output of a block differs
 
     @contextmanager
     def forward(self, listener: PassListener | None = None) -> Iterator[None]:
         """Open the forward of a micro-step. With a listener it is told of all passes, and none is checkpointed."""
         skip_frames((_InPlace.__call__,))
-        wanted = [one for one in self._placed if listener is not None or one.path in self.chosen]
+        placed: list[_InPlace] = []
         self.forwards.listeners.append(listener)
-        placed = [one for one in wanted if one.put()]
         try:
+            for one in self._places:
+                if (listener is not None or one.path in self.chosen) and one.put():
+                    placed.append(one)
             yield
         finally:
             for one in placed:
