@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from contracts.backend import MIB
+from filelock import FileLock
 from support.cuda_doubles import FakeKvikio
 from support.machines import KILLED, run_python
+from torch.utils import cpp_extension
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
@@ -34,6 +36,7 @@ def build_lock(monkeypatch: pytest.MonkeyPatch, root: Path, *, unchanged_s: floa
         os.utime(file, (written, written))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
     monkeypatch.setattr(aio, "_is_installed", lambda op: False)
+    monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)  # as before PyTorch 2.14
     return directory / "lock"
 
 
@@ -169,6 +172,18 @@ class TestSelection:
         build_lock(monkeypatch, tmp_path, unchanged_s=3600)
         monkeypatch.setattr(aio, "_is_installed", lambda op: True)
         assert aio.abandoned_build() is None and aio.build_locks() == []
+
+    def test_the_file_of_a_lock_that_nobody_has_is_no_lock(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Since PyTorch 2.14 the file stays after each build, and the kernel frees the lock with its process."""
+        lock = build_lock(monkeypatch, tmp_path, unchanged_s=3600)
+        monkeypatch.delattr(cpp_extension, "FileBaton")
+        assert aio.build_locks() == [] and aio.abandoned_build() is None
+        with FileLock(lock):
+            os.utime(lock, (1, 1))
+            assert aio.build_locks() == [lock] and "Delete it if no other process" in str(aio.abandoned_build())
+        assert aio.build_locks() == []
 
     def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All of staging where nothing pins it, and the page of the first write."""

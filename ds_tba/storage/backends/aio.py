@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -198,10 +199,27 @@ def build_locks(ops: Sequence[str] = NEEDED_OPS) -> list[Path]:
     """List lock files of builds under way, or of builds that were killed: for the latter everyone waits for ever.
 
     Args:
-        ops: Names of ops, as patterns: ``"*"`` is all that torch compiles at run time.
+        ops: names of ops, as patterns: ``"*"`` is all that torch compiles at run time.
     """
     just_in_time = [op for op in ops if not _is_installed(op)]
-    return [one / "lock" for op in just_in_time for one in _build_directories(op) if (one / "lock").exists()]
+    locks = [one / "lock" for op in just_in_time for one in _build_directories(op)]
+    return [one for one in locks if _is_taken(one)]
+
+
+def _is_taken(lock: Path) -> bool:
+    """Return whether loading waits for a lock: while it is there, or from PyTorch 2.14 on while a process has it."""
+    from torch.utils import cpp_extension
+
+    if hasattr(cpp_extension, "FileBaton"):
+        return lock.exists()
+    try:
+        with lock.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another process has it; or the file system knows no such locks, and the file is the lock again
+        return True
+    return False
 
 
 def abandoned_build() -> str | None:
