@@ -148,7 +148,7 @@ MUTANTS = [
            "return not self.is_proven or self.visits >= self.next_visit", "return not self.is_proven",
            "tests/remat/test_sites.py"),
     Mutant("what a device has not answered yet is taken for equal", REMAT,
-           "        ticket = self._new_ticket(own, tensor)\n", "        ticket = self._new_ticket(own, None)\n",
+           "None if was_proven else tensor)", "None)",
            "tests/remat/test_sites.py"),
     Mutant("what differs late stays with its recipe", REMAT,
            "                    ticket.recipe = None\n                    self._differed.append(ticket)\n",

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey
 from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter, nbytes_of
 from ds_tba.device.accelerator import Clock, Event
-from ds_tba.remat.rules import NoRecipeError, Step
+from ds_tba.remat.rules import NoRecipeError, Saved, Step
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ class Recipe(NamedTuple):
         return self._replace(steps=tuple(steps))
 
     def make(
-        self, restore: Callable[[Held], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
+        self, restore: Callable[[Saved], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
     ) -> torch.Tensor:
         """Return the output of the op, laid out as in forward.
 

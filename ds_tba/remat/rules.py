@@ -1,7 +1,7 @@
 """The ops whose outputs can be rematerialized from what autograd saves anyway, a line for each.
 
 Knows PyTorch's graph nodes (``torch/csrc/autograd/generated``; their saved attributes follow from
-``tools/autograd/derivatives.yaml``); cannot see where storages go.
+``tools/autograd/derivatives.yaml``); does not know the cache.
 
 [Note: Rules] A rule is found by the name of the node that made a tensor. The ``n``-th operand is the node's ``n``-th
 input: the node may hold it as an attribute, another node may have saved it, or a rule can rematerialize it.
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import Node
 from torch.nn import functional
 
-from ds_tba.core.saved import Held
 from ds_tba.errors import StateError
 
 Make = Callable[..., torch.Tensor]
@@ -87,6 +86,16 @@ class NoRecipeError(Exception):
     """A tensor cannot be rematerialized; the text is the reason, in the report's words."""
 
 
+class Saved(Protocol):
+    """The object that autograd holds in place of a saved tensor."""
+
+    def signature(self) -> tuple[object, ...]:
+        """Return the layout of the tensor."""
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor, if it was not modified since."""
+
+
 class Step(NamedTuple):
     """An op and its operands.
 
@@ -97,7 +106,7 @@ class Step(NamedTuple):
     """
 
     rule: Rule
-    operands: tuple[int | Held | torch.Tensor | None, ...]
+    operands: tuple[int | Saved | torch.Tensor | None, ...]
     constants: tuple[object, ...]
     output: Output
 
@@ -123,7 +132,7 @@ class Step(NamedTuple):
         return (self.rule.op, self.rule.make, self.output, self.constants, *(_look(one) for one in self.operands))
 
 
-def _look(one: int | Held | torch.Tensor | None) -> object:
+def _look(one: int | Saved | torch.Tensor | None) -> object:
     if one is None or isinstance(one, int):
         return one
     if isinstance(one, torch.Tensor):  # a number, in host memory

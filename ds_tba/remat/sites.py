@@ -30,13 +30,13 @@ from typing import Any
 import torch
 
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.core.saved import Held, Keeper
+from ds_tba.core.saved import Keeper
 from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, storage_bytes
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 from ds_tba.remat.recipe import Comparison, Kernels, Makeable, Recipe, Site, as_in_forward, is_of_a_module
-from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError
+from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved
 from ds_tba.remat.search import Search, made_by
 from ds_tba.remat.where import RunningModule, position_in_code
 
@@ -245,7 +245,7 @@ class Sites:
         self._seconds += site.measured_s
         return made
 
-    def _restore(self, held: Held) -> torch.Tensor:
+    def _restore(self, held: Saved) -> torch.Tensor:
         """Return an operand, for the current stream; another may have allocated it."""
         operand = held.restore()
         if not self._is_synchronous and operand.device == self.accelerator.device():
