@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd.function import FunctionCtx
 
+from ds_tba.core.functions import keep_originals
 from ds_tba.core.hooks import ForwardHooks
 from ds_tba.errors import ActivationModifiedError
 
@@ -29,3 +32,28 @@ def test_what_passes_through_is_checked_and_freed_as_by_autograd_itself() -> Non
             changed.sum().backward()
     del loss, out, changed
     assert not packed and gone() is None
+
+
+class Weight(torch.autograd.Function):
+    """Its gradient is the weight that it saved."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, ctx.saved_tensors[0]
+
+
+def test_a_parameter_that_passes_through_shares_no_memory_with_its_gradient() -> None:
+    keep_originals()
+    weight = torch.nn.Parameter(torch.randn(64))
+    ours = ForwardHooks(lambda tensor: tensor, lambda tensor: tensor)
+    with ours:
+        ours.end()
+        ours.__enter__()
+        loss = Weight.apply(torch.randn(64, requires_grad=True), weight).sum()
+    loss.backward()
+    assert weight.grad is not None and weight.grad.data_ptr() != weight.data_ptr()
