@@ -297,7 +297,8 @@ def measure_with_trainer(options: argparse.Namespace) -> dict[str, Any]:
 
     meter = Meter()
     arguments = TrainingArguments(
-        deepspeed=ds_config(options), per_device_train_batch_size=1, max_steps=len(lengths), learning_rate=1e-3,
+        deepspeed={**ds_config(options), "zero_optimization": {"stage": 0}},
+        per_device_train_batch_size=1, max_steps=len(lengths), learning_rate=1e-3,
         lr_scheduler_type="constant", max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none",
         disable_tqdm=True, use_cpu=not has_gpu(), output_dir=options.nvme_path,
     )  # fmt: skip
