@@ -413,9 +413,18 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
     # No keyword of Python may be "except".
     if {"except", "except_"} <= keys.keys():
         raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
-    named = {"except" if key == "except_" else key: value for key, value in keys.items()}
-    block = json.loads(json.dumps(named, default=_plain))
+    block = {"except" if key == "except_" else key: _as_json(key, value, call) for key, value in keys.items()}
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
+
+
+def _as_json(key: str, value: object, call: str) -> object:
+    """Return the value of a keyword as a file has it."""
+    try:
+        return json.loads(json.dumps(value, default=_plain))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{call}({key}=...) is {value!r}, which no JSON file could have: give text, numbers, lists or objects."
+        ) from error
 
 
 def _plain(value: object) -> object:
@@ -427,7 +436,7 @@ def _plain(value: object) -> object:
             return int(value)
         case numbers.Real():
             return float(value)
-    return repr(value)
+    raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
 def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "ds_config.json") -> Validated:
@@ -446,7 +455,7 @@ def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "d
 def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     """Return one line for one pydantic error: key, value, rule, repair."""
     kind, value, steps = detail["type"], detail["input"], list(detail["loc"])
-    if steps[:1] == ["rematerialize"]:
+    if steps[:1] in (["rematerialize"], ["recompute"]):
         del steps[1:2]  # pydantic has the branch of the union there, which is no key
     key = ".".join([at, *map(str, steps)])
     if value == "auto":

@@ -126,7 +126,11 @@ class Offloader:
         return self._offloader.explain()
 
     def close(self) -> None:
-        """Give lanes, memory and disk space back, and write the last report. Idempotent."""
+        """Give lanes, memory and disk space back, and write the last report. Idempotent.
+
+        A signal handler that calls it in the middle of a save waits for its own thread, up to 90 s: set a flag there
+        instead, and close between two steps.
+        """
         if self._offloader.is_closed:
             return
         self._offloader.close()

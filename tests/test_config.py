@@ -13,9 +13,11 @@ from ds_tba.config import (
     BLOCK,
     BLOCKS,
     UPDATE_BLOCK,
+    OffloadConfig,
     parse_block,
     parse_keywords,
     refuse_misnamed,
+    validate,
     zero_paths,
 )
 from ds_tba.errors import ConfigError
@@ -300,3 +302,21 @@ def test_the_directories_of_zero_s_own_offload_are_those_on_nvme() -> None:
     for zero in ({"offload_param": None}, {"stage": 3}, True):
         assert zero_paths({"zero_optimization": zero}) == ()
     assert zero_paths({}) == ()
+
+
+@pytest.mark.parametrize("value", ["true", [], [""], [1], None, 1, "*", {}])
+def test_a_wrong_value_of_recompute_is_told_by_its_key(tmp_path: Path, value: object) -> None:
+    with pytest.raises(ConfigError, match=r'"activation_nvme_offload\.recompute(\.0)?" is'):
+        validate(OffloadConfig, {"nvme_path": str(tmp_path), "recompute": value}, "activation_nvme_offload")
+
+
+CIRCLE: dict[str, object] = {}
+CIRCLE["itself"] = CIRCLE
+
+
+@pytest.mark.parametrize(
+    "value", [{(1, 2): 3}, CIRCLE, b"/tmp", {"/tmp"}, object()], ids=["key", "circle", "bytes", "set", "object"]
+)
+def test_what_no_json_file_could_have_is_told_by_its_keyword(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^Offloader\(nvme_path=\.\.\.\) is .*no JSON file could have"):
+        parse_keywords({"nvme_path": value}, "Offloader")

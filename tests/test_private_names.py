@@ -77,6 +77,7 @@ NAMES = [
     Name("torch.optim.optimizer._global_optimizer_pre_hooks", UPDATE),
     Name("torch.optim.optimizer._global_optimizer_post_hooks", UPDATE),
     # PyTorch: the graph
+    Name("torch.utils.checkpoint._checkpoint_hook", ALL),
     Name("torch._C._autograd", AGAIN, "torch._C._autograd.SavedTensor"),
     Name(".unpack_hook", AGAIN, "saved.unpack_hook"),
     Name(".data", AGAIN, "saved.data"),
@@ -117,7 +118,6 @@ NAMES = [
          "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl", "2.14"),
     Name("._current_user_saved_tensors_hooks", SELECTIVE,
          "torch.utils.checkpoint._current_user_saved_tensors_hooks", "2.14"),
-    Name("torch.utils.checkpoint._CachingTorchDispatchMode", SELECTIVE),
     Name("._checkpoint_internal", SELECTIVE, "source of torch.utils.checkpoint", "2.14"),
     Name("._user_hooks", SELECTIVE, "source of torch.utils.checkpoint", "2.14"),
     # PyTorch: the compiler

@@ -121,6 +121,6 @@ def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
     report = offloader.report()
     assert report.wear[0]["written_bytes_per_day"] == pytest.approx(86400 * 10**6)
     assert report.wear[0]["life_days"] == pytest.approx(1e12 / (2 * 86400 * 10**6))
-    assert "0.17 TB a day" in report.summary() and "0.17 TB a day at this rate of 2 ranks, 6 days" in str(report.rows())
+    assert "0.17 TB a day" in report.summary() and "0.17 TB a day of 2 ranks at this rate, 6 days" in str(report.rows())
     monkeypatch.undo()
     offloader.close()

@@ -375,17 +375,17 @@ class TensorCache(Residency):
         storage = tensor.untyped_storage()
         memory = self.count(storage, key.nbytes)
         memory.is_of_function |= key.function > 0
-        stream, node = self._accelerator.current_stream(), next_sequence_number()
-        record = SavedStorage(key, forward.micro_step, storage, memory, stream, node, has_graph=has_graph(tensor))
+        stream = self._accelerator.current_stream()
+        record = SavedStorage(key, forward.micro_step, storage, memory, stream, has_graph=has_graph(tensor))
         if ticket is not None:
             self.count_until_free(storage)
             self.give(record, ticket)
-            record.index = record.micro_step.add(record, record.node)
+            record.index = record.micro_step.add(record, next_sequence_number())
         elif choice.stores or self.is_limited:
             self.count_until_free(storage)
             record.choice = choice
             self._of_thread.leaving.append(record)
-            self._of_thread.number = node
+            record.node = self._of_thread.number = next_sequence_number()
         else:
             self.meter.kept_bytes[choice.reason] += key.nbytes  # it never leaves
         forward.by_key[key] = record

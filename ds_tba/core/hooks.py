@@ -131,14 +131,23 @@ class ForwardHooks(saved_tensors_hooks):
 SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 
+_CHECKPOINT_HOOK = checkpointing._checkpoint_hook.__qualname__
+
+
 def innermost_hooks() -> tuple[Pack, Unpack] | None:
     """Return the pack and unpack functions that autograd calls at this point, if any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def take_off(hooks: saved_tensors_hooks | None) -> None:
+def is_in_checkpoint() -> bool:
+    """Return whether autograd hands what is saved at this point to a non-reentrant checkpoint."""
+    hooks = innermost_hooks()
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOK)
+
+
+def take_off(hooks: saved_tensors_hooks) -> None:
     """Take these hooks, if they are the innermost, off this thread's stack."""
-    if hooks is not None and innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):  # never others in their place
+    if innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):  # never others in their place
         hooks.__exit__()
 
 
@@ -159,7 +168,6 @@ _exchanging = threading.Lock()  # of two forwards that end at once one would lea
 
 class _Ours(threading.local):
     pack: object = None  # the hook of ours that is on in this thread
-    seen = 0  # selective checkpoints of this thread that have handed us what they save
 
 
 class SelectiveCheckpoints:
@@ -172,10 +180,9 @@ class SelectiveCheckpoints:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):  # what it says stays
-            forward, recomputation = contexts = options["context_fn"]()
+            _, recomputation = contexts = options["context_fn"]()
             options["context_fn"] = lambda: contexts  # a second call would make other contexts than those judged here
             options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)  # wants changes
-            self.ours.seen += isinstance(forward, checkpointing._CachingTorchDispatchMode)
         return self.checkpoint(*args, **options)
 
     def _concerns_us(self, context_fn: object) -> bool:
@@ -189,12 +196,6 @@ def _replacement() -> SelectiveCheckpoints | None:
     """Return the present replacement; None outside of forwards, and where PyTorch hands over nothing."""
     present = getattr(checkpointing, _CHECKPOINT, None)
     return present if isinstance(present, SelectiveCheckpoints) else None
-
-
-def selective_checkpoints_seen() -> int:
-    """Return how many selective checkpoints of this thread hand us what they save; counts up during a forward."""
-    replacement = _replacement()
-    return 0 if replacement is None else replacement.ours.seen
 
 
 @contextmanager

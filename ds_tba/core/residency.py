@@ -80,6 +80,10 @@ class Residency(Keeper, Poisoned):
         self._copied: list[CountedMemory] = []  # that copies out may hold, and no record any more
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
+    def note_exception(self, error: BaseException) -> None:
+        if FORKS.count == self._forks:  # a forked child that asks for its parent's graph may train a model of its own
+            super().note_exception(error)
+
     # ---- room ---------------------------------------------------------------------------------------------------
 
     def limit(self, nbytes: int | None, setting: str = "") -> None:
@@ -238,8 +242,6 @@ class Residency(Keeper, Poisoned):
         if record in self._ahead or record.living_source() is not None:  # which backward gets
             return True
         if not self._accelerator.is_synchronous:
-            if self.is_limited and ticket.passing_bytes:
-                return True  # it is read ahead part by part when it is wanted
             self._releases.settle()
             # The largest storage must fit as well: backward may want any other first.
             if self.is_exceeded_by(record.nbytes + self._largest_bytes):
@@ -360,34 +362,26 @@ class Residency(Keeper, Poisoned):
         if record.ticket is None or record.loaded is not None:
             return 0
         is_counted = record in self._ahead and not self._accelerator.is_synchronous
-        return (0 if is_counted else record.ticket.new_bytes) + self._passing_bytes(record.ticket)
-
-    def _passing_bytes(self, ticket: Ticket) -> int:
-        return 0 if self._accelerator.is_synchronous else ticket.passing_bytes
+        return 0 if is_counted else record.ticket.new_bytes
 
     def begin_load(self, record: SavedStorage) -> Loading:
-        """Have the calling thread load a record, once there is room for its bytes and for what they pass through."""
+        """Have the calling thread load a record, once there is room for its bytes."""
         ticket = record.ticket
         if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
         self.end_prefetch(record)  # or its bytes would be counted twice
-        loading = Loading(
-            threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes, self._passing_bytes(ticket)
-        )
-        counted_bytes = loading.new_bytes + loading.passing_bytes
-        self.make_room(counted_bytes)
+        loading = Loading(threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes)
+        self.make_room(loading.new_bytes)
         record.move(RecordState.LOADING)
         loading.done.acquire()
         record.loading = loading
-        self._gauge.add(counted_bytes)  # or another thread would take the room meanwhile
+        self._gauge.add(loading.new_bytes)  # or another thread would take the room meanwhile
         return loading
 
     def end_load(self, record: SavedStorage, loading: Loading, loaded: Loaded | None) -> None:
         """Hold the bytes of a record that were loaded; None if that has failed."""
         record.loading = None
         self._gauge.add(-loading.new_bytes)
-        if loading.passing_bytes:  # the current stream reads it from there
-            self._releases.add(loading.passing_bytes, (self._accelerator.current_stream(),))
         record.move(RecordState.AWAY if loaded is None else RecordState.LOADED)
         record.loaded = loaded  # before room is made: a device without memory for that loses no bytes
         loading.done.release()

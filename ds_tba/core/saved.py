@@ -125,14 +125,12 @@ class Loading(NamedTuple):
         thread: the one that loads them.
         done: taken until they are there, or have failed to come.
         new_bytes: device memory that is counted for them until then.
-        passing_bytes: device memory that they pass through.
     """
 
     thread: int
     ticket: Ticket
     done: threading.Lock
     new_bytes: int
-    passing_bytes: int
 
 
 class Origin(Protocol):
@@ -160,7 +158,7 @@ class SavedStorage(StateMachine):
     Attributes:
         source: the storage that was saved, not held: while it lives, it is what backward gets.
         stream: that saved it.
-        node: the sequence number of the node that saved it first.
+        node: the sequence number of the node that saved it first, if it leaves.
         has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
         choice: where it goes as soon as the operation that saves it is over.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
@@ -192,7 +190,6 @@ class SavedStorage(StateMachine):
         storage: torch.UntypedStorage,
         memory: CountedMemory,
         stream: Stream,
-        node: int,
         *,
         has_graph: bool = True,
     ) -> None:
@@ -200,7 +197,7 @@ class SavedStorage(StateMachine):
         self.state = RecordState.KEPT
         self.source = weakref.ref(storage)
         self.stream = stream
-        self.node = node
+        self.node = 0
         self.has_graph = has_graph
         self.choice = KEPT
         self.ticket: Ticket | None = None

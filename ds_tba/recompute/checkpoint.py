@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.core.accounts import Accounts
-from ds_tba.core.hooks import innermost_hooks, is_being_compiled, skip_frames, uncompiled_hooks
+from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
@@ -158,6 +158,8 @@ class _InPlace:
         if torch.compiler.is_compiling() or is_being_compiled() or not listeners:
             return own(*args, **kwargs)
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != _NO_BACKWARD:
+            return own(*args, **kwargs)
+        if is_in_checkpoint():  # a checkpoint of the model's own, which runs the block again
             return own(*args, **kwargs)
         one_pass, listener = _Pass(self, args, kwargs), listeners[-1]
         if listener is None:

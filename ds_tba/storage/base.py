@@ -62,16 +62,14 @@ class Ticket:
     """One storage in a store's care; each store has its own kind.
 
     Attributes:
-        passing_bytes: device memory that loading takes for a moment, in addition to that of the storage.
         new_bytes: device memory that loading takes for the storage itself; none where the store still holds it there.
     """
 
-    __slots__ = ("nbytes", "passing_bytes", "store")
+    __slots__ = ("nbytes", "store")
 
-    def __init__(self, nbytes: int, store: AnyStore, passing_bytes: int = 0) -> None:
+    def __init__(self, nbytes: int, store: AnyStore) -> None:
         self.nbytes = nbytes
         self.store = store
-        self.passing_bytes = passing_bytes
 
     @property
     def new_bytes(self) -> int:
@@ -80,7 +78,7 @@ class Ticket:
     @property
     def load_bytes(self) -> int:
         """Return the bytes of device memory that reloading takes at most, also of what the storage is made of."""
-        return self.new_bytes + self.passing_bytes
+        return self.new_bytes
 
 
 OwnTicket = TypeVar("OwnTicket", bound=Ticket)

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
+from ds_tba.core.functions import keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.recompute import checkpoint as checkpointing
 from ds_tba.recompute.blocks import find_blocks
@@ -187,6 +188,12 @@ def test_recomputed_passes_are_exact(wanted: tuple[int, ...], dropout: float, am
 
 
 # ---- who is told, and what the model is outside of forwards ----------------------------------------------------------
+
+
+def test_a_block_that_the_model_checkpoints_runs_again_under_its_checkpoint_alone() -> None:
+    bench = Bench(net=around_each(as_checkpoint))
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again() == 0
 
 
 def test_in_a_recorded_forward_all_passes_are_told_of_and_none_is_recomputed() -> None:
@@ -515,6 +522,7 @@ def test_a_function_that_returns_a_parameter_it_saved_gives_no_grad_its_memory()
         def forward(self, x: Tensor) -> Tensor:
             return x * returns_what_it_saved(self.weight, self.other)
 
+    keep_originals()
     bench = Bench(Returns)
     bench.check(0, 1, 2, 3)
     for layer in bench.model.layers:

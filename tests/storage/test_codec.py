@@ -237,12 +237,6 @@ def test_buffers_of_lanes_are_a_part_of_staging_and_plans_count_with_the_rest(
     tiers.close()
 
 
-@pytest.mark.parametrize("none", ["none", "None", "off", False])
-def test_what_is_meant_for_none_is_told_how_to_write_it(tmp_path: Path, none: object) -> None:
-    with pytest.raises(ConfigError, match=r'io.compression" is .*leave the key out, or write null'):
-        validate(OffloadConfig, block(tmp_path, compression=none), "activation_nvme_offload")
-
-
 def test_gds_and_a_codec_contradict_each_other(tmp_path: Path) -> None:
     without_drive = {**block(tmp_path, backend="gds"), "placement": "keep"}
     assert validate(OffloadConfig, without_drive, "activation_nvme_offload").io.compression == "lz4"
