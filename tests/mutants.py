@@ -167,7 +167,7 @@ MUTANTS = [
            "                self.end_load(record, loading, None)\n", "                pass\n",
            "tests/core/test_loads.py"),
     Mutant("bytes leave while their operation is under way", "ds_tba/core/cache.py",
-           "own.number != next_sequence_number() and", "True and", "tests/hazards/test_hazards.py"),
+           "mine.number != next_sequence_number() and", "True and", "tests/hazards/test_hazards.py"),
     Mutant("what a Function saves is shared", "ds_tba/core/functions.py",
            "        return number + 1 if is_of_function else 0", "        return 0", "tests/hazards/test_hazards.py"),
     Mutant("what has no graph leaves while it is in use", "ds_tba/core/saved.py",

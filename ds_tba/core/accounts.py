@@ -23,9 +23,9 @@ from ds_tba.stats import CacheStats
 class CountedMemory:
     """The account of a storage's device memory in one cache. Changed only under the cache's lock.
 
-    The end of a storage that is watched leaves its account to the finalizers. With consumers the event of the release
-    must come after all that the allocator records when the memory goes. It does: the storage's object goes before the
-    memory, and nobody acts on that within the finalizer.
+    The end of a storage that is watched is told with its account. With consumers the event of the release must come
+    after all that the allocator records when the memory goes. It does: the storage's object goes before the memory, and
+    nobody acts on that within the finalizer.
 
     Attributes:
         users: records and tensors that have it counted.

@@ -15,9 +15,9 @@ moves their bytes and holds them within the budget. A ``TensorStore`` may remate
    into that (``rrelu`` into its noise); a Function may have begun a collective for which its caller waits. Both are
    over at the next save with another sequence number, which each node of the graph takes, or when forward is over.
 
-[Note: Records] Every saved tensor becomes a ``SavedView``, the object that autograd holds in its place. Views of one
-storage share a ``SavedStorage``: the storage is written once, and every view is rebuilt from it. A record lives as long
-as one of its views. Records are shared within one forward only.
+[Note: Records] A saved tensor that may leave becomes a ``SavedView``, which autograd holds in its place. Views
+of one storage share a ``SavedStorage``: the storage is written once, and every view is rebuilt from it. A record lives
+as long as one of its views. Records are shared within one forward only.
 
 [Note: Saves] A save holds the lock while a store takes the bytes, also while that waits for staging or for a swap file
 to grow. So another thread that saves or loads waits, too.
@@ -282,8 +282,8 @@ class TensorCache(Residency):
         """
         try:
             self.meter.packed_tensors += 1
-            own = self._of_thread
-            if own.leaving and own.number != next_sequence_number() and not self._accelerator.is_capturing():
+            mine = self._of_thread
+            if mine.leaving and mine.number != next_sequence_number() and not self._accelerator.is_capturing():
                 self._end_operations()
             why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
             if why is Eligibility.PARAMETER:

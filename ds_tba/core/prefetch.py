@@ -36,7 +36,7 @@ class Phase(Enum):
 
 
 class MicroStep(Generic[Record]):
-    """The moved records of one micro-step, in pack order.
+    """The moved records of one micro-step, in the order in which they were placed.
 
     Attributes:
         is_interleaved: see [Note: Micro-steps].

@@ -307,7 +307,7 @@ class _Kept:
 
 
 class PassedThrough(_Kept):
-    """A parameter, or a view of one, in autograd's hands as it is: its bytes are not ours to keep or move.
+    """A tensor in autograd's hands as it is, of a parameter as a rule: its bytes are not ours to keep or move.
 
     The parameter itself is held: under ZeRO-3 backward reads what was gathered into it again.
     """

@@ -98,7 +98,7 @@ class Releases:
         return self._pending[0] if self._pending else None
 
     def add(self, nbytes: int, streams: Iterable[Stream]) -> None:
-        """Wait for these streams with memory that the host has freed, and they use."""
+        """Count freed memory until these streams, which may still use it, have come so far."""
         accelerator = self._accelerator
         # It is free at once, or nobody can tell: an event of a capture says nothing of the device.
         if accelerator.is_synchronous or accelerator.is_capturing():

@@ -222,7 +222,7 @@ class ReadAhead:
 class SwapSpace:
     """The half of a store in which nobody waits for another: what becomes of parts, and the tasks of its lanes.
 
-    All methods are called under the lock, except for the tasks, which lanes run without it.
+    All methods are called under the lock, except for the tasks, which lanes run without it, and what these do to files.
 
     Attributes:
         lock: guards the parts, slots and extents, the tickets included. Held for bookkeeping and for work that is only
