@@ -170,7 +170,7 @@ canary:
 	$(CANARY)/bin/pip install -q --no-deps -e .
 	$(CANARY)/bin/python -m pytest --basetemp=.cache/pytest_canary -m "not aio and not slow" $(CANARY_TESTS)
 
-# Of the versions that the requirements come to, found and not installed: gigabytes come with torch.
+# The SBOM lists the versions that pip would install. Nothing is installed, because gigabytes come with torch.
 SBOM_VENV := .cache/sbom_venv
 sbom:
 	$(PYTHON) -m venv $(SBOM_VENV)

@@ -502,7 +502,7 @@ class ActivationOffloader:
             last.callback(atexit.unregister, self.close)
             last.callback(ENGINES.open.remove, self)
             last.callback(self._reporter.end)
-            # Of a backward that no engine has called: the interpreter leaves its error here before it exits.
+            # The interpreter leaves here the error of a backward that no engine has called, before it exits.
             last.callback(self.note_failure, getattr(sys, "last_value", None))
             last.callback(self._tiers.close)
             last.callback(self.cache.settle)

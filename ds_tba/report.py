@@ -258,7 +258,7 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
             f"{key} {target} cannot be a file ({error.strerror}): name one in a directory that you may write to."
         ) from error
     directory = Path(os.path.realpath(target.parent))  # Path's raises for loops
-    # Of the system are also symlinks such as /dev/stdout, in whose place os.replace() would put a file.
+    # The system's are also symlinks such as /dev/stdout: os.replace() would put a file in their place.
     is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
     is_free = target.is_file() or target.is_symlink() or not target.exists()
     if is_of_system or target.is_dir() or not is_free:

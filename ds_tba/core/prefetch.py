@@ -1,4 +1,4 @@
-"""What backward wants next: the moved records of one micro-step, those of the last node first.
+"""Asks for the moved records of one micro-step before backward wants them, those of the last node first.
 
 Sees order alone, and how far it was asked for; cannot see whether bytes are on their way, which is the state of their
 record (``saved.py``), nor whether there is room (``residency.py``). The cache changes micro-steps, under its lock.

@@ -48,7 +48,7 @@ MAX_BETWEEN_FACTOR = 4
 MAX_DEPTH = 4
 # Copies of parameters take no larger part of the result's bytes, each.
 MAX_COPIED_PART = 1 / 16
-# What is remembered: sites, and forms of tensors without a recipe.
+# The store remembers at most so many sites, and so many forms of tensors without a recipe.
 MAX_SITES, MAX_REFUSED = 1 << 18, 4096
 
 

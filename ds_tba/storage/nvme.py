@@ -397,7 +397,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
         with self.lock:
             ahead = [part for part in ticket.parts if part in self.read_ahead]
-            # What was handed over by a get that failed half-way is nowhere else.
+            # A get that failed half-way has handed bytes over, and nothing else has them.
             if any(part.state in (_S.READING, _S.RELEASED) for part in ticket.parts):
                 return False
             if not ahead and ticket.destination is None:

@@ -103,7 +103,7 @@ def good_steps(model: Model, offloader: ActivationOffloader, count: int) -> None
 
 
 def train(model: Model, offloader: ActivationOffloader | None, phase: str) -> list[list[torch.Tensor]]:
-    """As a program that halves a batch which does not fit, and keeps its errors. In each step the first try fails."""
+    """A program halves a batch which does not fit, and keeps its errors. In each step the first try fails."""
     chance = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found, errors = [], []
