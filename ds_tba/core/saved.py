@@ -242,7 +242,7 @@ class SavedStorage(StateMachine):
 
     @property
     def load_bytes(self) -> int:
-        """Return the bytes that come into memory where the storage is wanted, all that it passes through included."""
+        """Return the bytes of device memory that loading the storage takes; 0 while they are there."""
         if self.is_kept or self.loaded is not None or self.ticket is None:
             return 0
         return self.ticket.load_bytes
