@@ -1,7 +1,8 @@
 """Accounts for the bytes in memory at the peak of a step, by the module that made them, with PyTorch's profiler.
 
-The profiler sees every allocation of PyTorch's CPU allocator in the thread that trains, also an operator's own memory, which no
-hook and no dispatch mode sees. It does not see staging, which is no tensor's memory, nor what the allocator keeps.
+The profiler sees every allocation of PyTorch's CPU allocator in the thread that trains, also an operator's own memory,
+which no hook and no dispatch mode sees. It does not see staging, which is no tensor's memory, nor what the allocator
+keeps.
 """
 
 from __future__ import annotations
