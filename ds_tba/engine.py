@@ -37,7 +37,7 @@ from ds_tba.config import (
     zero_block,
     zero_paths,
 )
-from ds_tba.core.hooks import KEPT, skip_frames, uncompiled
+from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
 from ds_tba.core.tensors import mark_all_owned, mark_owned
 from ds_tba.device.accelerator import adapted
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
@@ -368,7 +368,7 @@ def _wrapped(original: Callable[..., object], around: Around | None) -> Callable
         if around in (_forward, _save_checkpoint, None):
             refuse_half_updated(getattr(self, "optimizer", None))
         if around is _forward and offloader is None and torch.is_grad_enabled():
-            KEPT.close()  # of an engine that may be given up: an exception that the program keeps holds it
+            OPEN_HOOKS.close()  # of an engine that may be given up: an exception that the program keeps holds it
         if around is None or (offloader is None and around is not _destroy):
             return original(self, *args, **kwargs)
         try:

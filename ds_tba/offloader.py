@@ -22,7 +22,7 @@ from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.forks import FORKS
-from ds_tba.core.hooks import KEPT, SHOWS_HOOKS, ForwardHooks
+from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import allocator_advice, is_out_of_memory
@@ -353,7 +353,7 @@ class ActivationOffloader:
             StateError: an exception came in the middle of our bookkeeping.
         """
         if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
-            KEPT.close()
+            OPEN_HOOKS.close()
         self.cache.refuse_broken()
         if self._core.accelerator.is_capturing():
             raise IncompatibleError(
@@ -380,16 +380,16 @@ class ActivationOffloader:
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
         is_wanted = self.config.until_backward and torch.is_grad_enabled() and not self.is_closed
-        if not is_wanted or self._is_forked() or not KEPT.may_open():
+        if not is_wanted or self._is_forked() or not OPEN_HOOKS.may_open():
             return
         hooks = self._rooms.saver.after_forward()
         if hooks is not None:
             self._kept[threading.get_ident()] = hooks
-            KEPT.open(hooks, self)
+            OPEN_HOOKS.open(hooks, self)
 
     def stop_saving(self) -> None:
         """End that: backward begins."""
-        KEPT.close(self)
+        OPEN_HOOKS.close(self)
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Return the context of a whole step in which forwards and backwards of several micro-batches alternate.

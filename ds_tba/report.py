@@ -270,8 +270,8 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
     return target
 
 
-def write_file(path: Path, text: str) -> None:
-    """Put a file at ``path`` at once: a reader never sees half of it.
+def write_file(path: Path, text: str) -> tuple[int, int]:
+    """Put a file at ``path`` at once: a reader never sees half of it. Return its inode and time.
 
     A symlink at ``path`` is replaced, not followed, and the name in between cannot be foreseen: in a directory that
     others may write to, either could lead to a file that only this user may change.
@@ -281,10 +281,12 @@ def write_file(path: Path, text: str) -> None:
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
+        written = unfinished.stat()
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+    return written.st_ino, written.st_mtime_ns
 
 
 @dataclass(eq=False)
@@ -320,6 +322,7 @@ class ReportFile:
         self.writer = writer
         self.path = checked_path(key, path, writer.rank)
         self._written_at, self._made_at_s = -math.inf, time.time()
+        self._own: tuple[int, int] | None = None  # inode and time of the file as it was written last
 
     def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
@@ -334,12 +337,19 @@ class ReportFile:
             return
         try:
             # An engine without a step, such as a reference, leaves the path to one that trains beside it.
-            if not self.writer.steps and self.path.exists() and self.path.stat().st_mtime >= self._made_at_s:
+            if not self.writer.steps and self._is_of_another(self.path):
                 return
-            write_file(self.path, text)
+            self._own = write_file(self.path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
         self._written_at = time.monotonic()
+
+    def _is_of_another(self, path: Path) -> bool:
+        """Return whether another engine has written the file since this one was made."""
+        if not path.exists():
+            return False
+        present = path.stat()
+        return present.st_mtime >= self._made_at_s and (present.st_ino, present.st_mtime_ns) != self._own
 
 
 def _wear(path: PathWear) -> str:

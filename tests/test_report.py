@@ -160,6 +160,22 @@ def test_a_run_that_is_steady_writes_the_json_seldom(tmp_path: Path, monkeypatch
     offloader.close()
 
 
+def test_a_run_that_ends_in_its_first_step_says_so_but_not_over_the_report_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    short, other = (make(tmp_path, report={"path": str(path)}) for _ in range(2))
+    with short.saving():
+        pass
+    assert json.loads(path.read_text())["state"] == "running"
+    short.close()
+    assert json.loads(path.read_text())["state"] == "finished"
+    late = make(tmp_path, report={"path": str(path)})
+    with late.saving():  # it has written nothing yet, and ``other`` trains
+        step(other)
+    late.close()
+    assert json.loads(path.read_text())["steps"] == 1
+    other.close()
+
+
 def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
     offloader = make(tmp_path, report={"every_steps": 2})

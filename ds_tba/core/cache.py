@@ -17,7 +17,8 @@ moves their bytes and holds them within the budget. A ``TensorStore`` may remate
 
 [Note: Records] A saved tensor that may leave becomes a ``SavedView``, which autograd holds in its place. Views
 of one storage share a ``SavedStorage``: the storage is written once, and every view is rebuilt from it. A record lives
-as long as one of its views. Records are shared within one forward only.
+as long as one of its views. Records are shared within one forward only. What stays until backward (it is small, say, or
+the plan keeps it and there is no budget) is counted and has no record.
 
 [Note: Saves] A save holds the lock while a store takes the bytes, also while that waits for staging or for a swap file
 to grow. So another thread that saves or loads waits, too.
@@ -226,8 +227,8 @@ class TensorCache(Residency):
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
         """
         with self.lock:
-            step = self.forward.micro_step
-            if step.is_interleaved or not step.expects_forward:
+            step, has_saved = self.forward.micro_step, self.meter.saved.now > 0
+            if step.is_interleaved or not step.expects_forward(has_saved=has_saved):
                 return None
             self.forward = replace(self.forward, by_key={})
         if self.rematerialization is not None:
@@ -257,7 +258,7 @@ class TensorCache(Residency):
         """True if one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
         self.act_on_ends()
         with self.lock:
-            return self.forward.micro_step.expects_forward
+            return self.forward.micro_step.expects_forward(has_saved=self.meter.saved.now > 0)
 
     @poisons
     def end_micro_step(self) -> None:
@@ -285,17 +286,19 @@ class TensorCache(Residency):
             mine = self._of_thread
             if mine.leaving and mine.number != next_sequence_number() and not self._accelerator.is_capturing():
                 self._end_operations()
-            why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
+            why = self.eligibility_of(tensor)
             if why is Eligibility.PARAMETER:
                 self.meter.passed_through_tensors += 1
                 return PassedThrough(tensor)
             if why is Eligibility.ELIGIBLE:
-                excluded_by = self.gate.excluded_by()
-                return self._keep(tensor, why, excluded_by) if excluded_by else self._save(tensor)
+                return self._save(tensor)
+            if why is Eligibility.EXCLUDED:
+                return self._keep(tensor, self.gate.excluded_by(), SavedExcluded)
             if why in _FOREIGN:
                 self.meter.kept_bytes[why.value] += nbytes_of(tensor)
                 return PassedThrough(tensor)
-            return self._keep(tensor, why, "")
+            is_whole, of_graph = why is Eligibility.SMALL, why is Eligibility.OF_GRAPH
+            return self._keep(tensor, why.value, is_whole=is_whole, of_graph=of_graph)
         except BaseException as error:
             self.note_exception(error)
             raise
@@ -305,20 +308,31 @@ class TensorCache(Residency):
         why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
         return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
-    def _keep(self, tensor: torch.Tensor, why: Eligibility, excluded_by: str) -> SavedCounted:
-        """Keep a tensor that may not leave."""
+    def _keep(
+        self,
+        tensor: torch.Tensor,
+        reason: str,
+        kind: type[SavedCounted] = SavedCounted,
+        *,
+        is_whole: bool = True,
+        of_graph: bool = False,
+    ) -> SavedCounted:
+        """Keep a tensor that stays where it is until backward; its storage has no record.
+
+        Args:
+            is_whole: it holds all of its storage.
+            of_graph: a replay of a CUDA graph overwrites it, so that nothing is rematerialized from it.
+        """
         is_of_function = self._function_saves.saver_of(tensor) > 0
-        is_whole = excluded_by or why is Eligibility.SMALL
         nbytes = tensor.untyped_storage().nbytes() if is_whole else held_bytes(tensor, self._device)
-        kind, reason = (SavedExcluded, excluded_by) if excluded_by else (SavedCounted, why.value)
         counted = kind(self, tensor, nbytes, reason, is_of_function=is_of_function)
         if is_of_function:
             counted.memory.is_of_function = True
-        if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
+        if self.rematerialization is not None and not of_graph:
             self.rematerialization.note(tensor, counted)
         return counted
 
-    def _save(self, tensor: torch.Tensor) -> SavedView:
+    def _save(self, tensor: torch.Tensor) -> SavedView | SavedCounted:
         key = StorageKey.of(tensor, self._function_saves.saver_of(tensor))
         forward, first = self.forward, self.rematerialization
         view: SavedView | None = None
@@ -327,8 +341,12 @@ class TensorCache(Residency):
                 self.ends.act()
             record = forward.by_key.get(key)
             choice = KEPT if record is not None else forward.policy.choose(key, key.nbytes)
-            if record is not None or (first is None and not self.may_wait):
+            may_move = choice.stores or self.is_limited or forward.is_recorded
+            stays = record is None and not may_move and (first is None or not choice.rematerialize)
+            if not stays and (record is not None or (first is None and not self.may_wait)):
                 view = self._add_view(record or self._add(forward, tensor, key, choice), tensor)
+        if stays:
+            return self._keep(tensor, choice.reason)
         if view is None:  # something may have to be proven or waited for first
             view = self._save_slowly(forward, tensor, key, choice)
         if not self._accelerator.is_synchronous:
@@ -376,21 +394,18 @@ class TensorCache(Residency):
         memory = self.count(storage, key.nbytes)
         memory.is_of_function |= key.function > 0
         stream = self._accelerator.current_stream()
-        record = SavedStorage(key, forward.micro_step, storage, memory, stream, has_graph=has_graph(tensor))
+        node = next_sequence_number()
+        record = SavedStorage(key, forward.micro_step, storage, memory, stream, node, has_graph=has_graph(tensor))
+        self.count_until_free(storage)
         if ticket is not None:
-            self.count_until_free(storage)
             self.give(record, ticket)
-            record.index = record.micro_step.add(record, next_sequence_number())
-        elif choice.stores or self.is_limited:
-            self.count_until_free(storage)
+            record.index = record.micro_step.add(record, node)
+        else:
             record.choice = choice
             self._of_thread.leaving.append(record)
-            record.node = self._of_thread.number = next_sequence_number()
-        else:
-            self.meter.kept_bytes[choice.reason] += key.nbytes  # it never leaves
+            self._of_thread.number = node
         forward.by_key[key] = record
         self._live_records += 1
-        record.micro_step.saved += 1
         return record
 
     @poisons
@@ -414,13 +429,13 @@ class TensorCache(Residency):
 
     def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
         """Have a store take the bytes of a record, or keep them."""
-        reason, views = choice.reason, record.holders
+        views = record.holders
         if choice.stores and not record.may_leave:
-            reason, record.is_refused = Eligibility.NO_GRAPH.value, True
+            record.refusal = Eligibility.NO_GRAPH.value
         elif views and views[0].held is not None and not stays:
-            reason = self.offload(record, views[0].held, choice)
+            self.offload(record, views[0].held, choice)
         if record.is_kept:
-            self.meter.kept_bytes[reason] += record.nbytes
+            self.meter.kept_bytes[record.refusal or choice.reason] += record.nbytes
             self.add_kept(record)
         else:
             record.index = record.micro_step.add(record, record.node)
@@ -534,6 +549,5 @@ class TensorCache(Residency):
             del self.forward.by_key[record.key]  # a later save would share bytes that are given up
         if record.ticket is not None:
             record.ticket.store.release(record.ticket)
-        record.micro_step.saved -= 1
         if record.index != NO_INDEX:
             record.micro_step.remove(record.index)

@@ -89,24 +89,20 @@ class Seam:
     """
 
     def __init__(self, pack: Pack, unpack: Unpack) -> None:
-        self._pack, self._unpack = pack, unpack
-        if "torch._dynamo" in sys.modules:
-            self._pack, self._unpack = partial(uncompiled, pack), partial(uncompiled, unpack)
+        hooks = uncompiled_hooks(pack, unpack)
+        self._pack, self._unpack = hooks.pack_hook, hooks.unpack_hook
         self._forks = FORKS.count
         self.is_over = False
 
     def pack(self, tensor: torch.Tensor) -> Any:
         with _DisableTorchFunction():
-            return uncompiled(PassedThrough, tensor) if self._passes else self._pack(tensor)
+            is_foreign = self.is_over or FORKS.count != self._forks
+            return uncompiled(PassedThrough, tensor) if is_foreign else self._pack(tensor)
 
     def unpack(self, held: Any) -> torch.Tensor:
         with _DisableTorchFunction():
-            is_foreign = self._passes and type(held) is PassedThrough
+            is_foreign = type(held) is PassedThrough and (self.is_over or FORKS.count != self._forks)
             return uncompiled(held.restore) if is_foreign else self._unpack(held)
-
-    @property
-    def _passes(self) -> bool:
-        return self.is_over or FORKS.count != self._forks
 
 
 class ForwardHooks(saved_tensors_hooks):
@@ -235,7 +231,7 @@ def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
 # ---- hooks that stay open after a forward ---------------------------------------------------------------------------
 
 
-class KeptHooks(threading.local):
+class OpenHooks(threading.local):
     """The hooks that a thread has kept open last.
 
     They are remembered once they are off: autograd restores a stack that was changed inside of a backward.
@@ -267,4 +263,4 @@ class KeptHooks(threading.local):
             self._hooks.end()
 
 
-KEPT = KeptHooks()
+OPEN_HOOKS = OpenHooks()

@@ -41,13 +41,11 @@ class MicroStep(Generic[Record]):
     Attributes:
         is_interleaved: see [Note: Micro-steps].
         lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
-        saved: records of it that are alive, moved or not.
     """
 
     def __init__(self, *, is_interleaved: bool = False) -> None:
         self.is_interleaved = is_interleaved
         self.lead: Sequence[int] = ()
-        self.saved = 0
         self.phase = Phase.FORWARD
         self._records: list[Record | None] = []
         self._nodes: list[int] = []  # of each record
@@ -57,10 +55,13 @@ class MicroStep(Generic[Record]):
         self._used = 0  # how far backward has come in the order
         self._asked = 0  # how far in the order was asked for
 
-    @property
-    def expects_forward(self) -> bool:
-        """True if one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
-        return self.is_interleaved or (self.phase is Phase.WAITING and self.saved > 0)
+    def expects_forward(self, *, has_saved: bool) -> bool:
+        """Return whether one more forward belongs to it: nothing was unpacked, and what was saved is alive.
+
+        Args:
+            has_saved: a saved tensor is alive.
+        """
+        return self.is_interleaved or (self.phase is Phase.WAITING and has_saved)
 
     def begin_forward(self, lead: Sequence[int] = ()) -> None:
         self.phase = Phase.FORWARD

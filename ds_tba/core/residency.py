@@ -412,7 +412,8 @@ class Residency(Keeper, Poisoned):
             record.loaded = None
         elif record.state is RecordState.LOADED or (record.is_kept and not record.is_leaving):
             tensor = self._only_copy(record, kept_at) if record.loaded is not None or record.may_leave else None
-            if (tensor is None or self.offload(record, tensor, Choice(self.stores, wait=True))) and self.is_limited:
+            leaves = tensor is not None and self.offload(record, tensor, Choice(self.stores, wait=True))
+            if not leaves and self.is_limited:
                 self._movable[record] = kept_at  # another time: what fills the stores now may be gone then
 
     def _only_copy(self, record: SavedStorage, kept_at: Event) -> torch.Tensor | None:
@@ -430,13 +431,13 @@ class Residency(Keeper, Poisoned):
         self._accelerator.current_stream().wait_event(kept_at)
         return next((view.held for view in record.holders), None)
 
-    def offload(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> str:
+    def offload(self, record: SavedStorage, tensor: torch.Tensor, choice: Choice) -> bool:
         """Have the first store that can take the bytes of a record, which are those of a tensor's storage.
 
         Returns:
-            The reason why none did, in the report's words; empty where one did.
+            Whether one did; else the record has the last refusal.
         """
-        reason = choice.reason
+        refusal = record.refusal
         with out_of_modes():  # a mode that copies what operations return would leave staging as it was
             for store in choice.stores:
                 started_s = time.perf_counter()
@@ -444,12 +445,12 @@ class Residency(Keeper, Poisoned):
                 self.meter.moving_s += time.perf_counter() - started_s
                 if isinstance(taken, Ticket):
                     self.give(record, taken)
-                    return ""
-                reason = taken.value
-        if choice.stores and not record.is_refused:  # once: a budget tries again at each save
-            record.is_refused = True
-            self.meter.fallbacks[reason] += 1
-        return reason
+                    return True
+                refusal = taken.value
+        if refusal and not record.refusal:  # once: a budget tries again at each save
+            self.meter.fallbacks[refusal] += 1
+        record.refusal = refusal
+        return False
 
     def give(self, record: SavedStorage, ticket: Ticket) -> None:
         """Leave the bytes of a record to the store that issued a ticket."""

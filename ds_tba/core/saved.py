@@ -158,7 +158,7 @@ class SavedStorage(StateMachine):
     Attributes:
         source: the storage that was saved, not held: while it lives, it is what backward gets.
         stream: that saved it.
-        node: the sequence number of the node that saved it first, if it leaves.
+        node: the sequence number of the node that saved it first.
         has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
         choice: where it goes as soon as the operation that saves it is over.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
@@ -168,7 +168,8 @@ class SavedStorage(StateMachine):
         loaded: the bytes, while they are in device memory again.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
-        is_refused: it was to leave, and no store took it, or it may not: see :attr:`may_leave`.
+        refusal: why it stays that was to leave, in the report's words: no store took it, or it may not, by
+            :attr:`may_leave`.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -179,8 +180,8 @@ class SavedStorage(StateMachine):
     moves = _MOVES
 
     __slots__ = (
-        "choice", "has_graph", "index", "is_refused", "kept_views", "key", "lent", "loaded", "loading", "memory",
-        "micro_step", "node", "origin", "pending", "source", "state", "stream", "ticket", "views",
+        "choice", "has_graph", "index", "kept_views", "key", "lent", "loaded", "loading", "memory", "micro_step",
+        "node", "origin", "pending", "refusal", "source", "state", "stream", "ticket", "views",
     )  # fmt: skip
 
     def __init__(
@@ -190,6 +191,7 @@ class SavedStorage(StateMachine):
         storage: torch.UntypedStorage,
         memory: CountedMemory,
         stream: Stream,
+        node: int,
         *,
         has_graph: bool = True,
     ) -> None:
@@ -197,7 +199,7 @@ class SavedStorage(StateMachine):
         self.state = RecordState.KEPT
         self.source = weakref.ref(storage)
         self.stream = stream
-        self.node = 0
+        self.node = node
         self.has_graph = has_graph
         self.choice = KEPT
         self.ticket: Ticket | None = None
@@ -205,7 +207,7 @@ class SavedStorage(StateMachine):
         self.loading: Loading | None = None
         self.loaded: Loaded | None = None
         self.kept_views: list[ViewGone] = []
-        self.is_refused = False
+        self.refusal = ""
         self.memory = memory
         self.micro_step = micro_step
         self.index = NO_INDEX
@@ -319,7 +321,7 @@ class PassedThrough(_Kept):
 
 
 class SavedCounted(_Kept):
-    """A tensor that is kept and cannot be moved, because it is too small, say; without a record of its own.
+    """A tensor that stays where it is until backward, without a record of its own: see ``cache.py``, [Note: Records].
 
     Attributes:
         held: the tensor, or an alias of it.

@@ -358,7 +358,7 @@ class Recorder:
                 if isinstance(recorded.held, SavedView) and not recorded.held.is_offloaded:
                     # A plan cannot move what has no graph and is in use elsewhere.
                     saved = recorded.held.record
-                    record.storages[recorded.index].is_movable &= saved.has_graph or not saved.is_refused
+                    record.storages[recorded.index].is_movable &= saved.has_graph or not saved.refusal
                 elif isinstance(recorded.held, SavedView):
                     setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, _End.EVICTED, recorded.index))
             return tensor

@@ -190,7 +190,7 @@ def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
     """Note at its node that a tensor was saved, for recipes that need it as an operand; see [Note: Operands]."""
     node = node_of(tensor)
     # One that was changed in place may have had other values when the next op took it.
-    if isinstance(held, SavedView) and node is not None and not tensor._version:
+    if node is not None and not tensor._version:
         metadata: Any = node.metadata
         metadata[_NOTE, tensor.output_nr] = weakref.ref(held)  # held here, it would live as long as the node
     # The statistics of a norm, whose node does not hold its epsilon. Only a fused RMS norm's have a gradient.
