@@ -86,7 +86,7 @@ class Forward:
     """The forward under way, or the last one.
 
     Attributes:
-        is_recorded: see :meth:`TensorCache.saving`.
+        is_recorded: a recorder looks at its hooks, for which all that a plan could move has a record.
         by_key: records of the storages saved in it; those of earlier forwards are found no more, but live on.
     """
 
@@ -180,21 +180,20 @@ class TensorCache(Residency):
         lead: Sequence[int] = (),
         *,
         continues: bool = False,
-        is_recorded: bool = False,
     ) -> Iterator[None]:
         """Open a forward: what autograd saves inside goes through the cache.
 
         Args:
             policy: where it goes.
-            around: makes the hooks that autograd calls from ours, which they call.
+            around: a recorder's, which makes the hooks that autograd calls from ours; these call ours.
             lead: see ``Plan.prefetch_distance``.
             continues: the forward belongs to the micro-step of the last one; see [Note: Micro-steps].
-            is_recorded: the micro-step is being recorded.
         """
         if not torch.is_grad_enabled():  # an evaluation pass must not end the micro-step before its backward
             yield
             return
-        step = self._begin_forward(policy or self._default_policy, lead, continues=continues, is_recorded=is_recorded)
+        policy, is_recorded = policy or self._default_policy, around is not None
+        step = self._begin_forward(policy, lead, continues=continues, is_recorded=is_recorded)
         try:
             with hooks_of_forward(self._hooks(step, around)):
                 yield

@@ -119,9 +119,8 @@ class Controller:
         recorder = self._recorder
         around = None if recorder is None else recorder.around
         lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
-        is_recorded = recorder is not None
         with (
-            self._cache.saving(self._policy, around, lead, continues=continues, is_recorded=is_recorded),
+            self._cache.saving(self._policy, around, lead, continues=continues),
             self._blocks.forward(recorder if self._chooses_blocks else None),
         ):
             yield

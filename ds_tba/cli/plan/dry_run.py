@@ -139,7 +139,7 @@ def _micro_step(
     clock.ignore(one.untyped_storage() for one in held)
     with clock:
         with (
-            cache.saving(Always((), wait=False), recorder.around, is_recorded=True),
+            cache.saving(Always((), wait=False), recorder.around),
             Blocks(blocks, cache).forward(recorder),
         ):
             output = subject.forward()
