@@ -27,7 +27,7 @@ class Scope:
 
 def tba_assignment(trace: Trace) -> Assignment:
     """Return TBA's choice: the prefix goes to NVMe, everything else is kept."""
-    assignment = Timeline.of(trace).kept
+    assignment = Timeline(trace).kept
     if trace.resources.paths and trace.storages:
         assignment.placements[: _suffix(trace)] = Placement.NVME
     return assignment

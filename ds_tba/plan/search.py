@@ -41,7 +41,7 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
     more; where no plan fits the budget, the plan with the lowest peak.
     """
-    timeline = Timeline.of(trace)
+    timeline = Timeline(trace)
     found = _Search(timeline, limits).found()
     budget_bytes = limits.activation_budget_bytes
     # A share that steps have lowered may not keep a budget from fitting.
@@ -229,7 +229,7 @@ class _Search:
             found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
             if self._rank(found) < self._rank(self._best):
                 self._best = found
-            if not found.order and self._rank(found) < self._rank(self._simplest):
+            if not found.cost.written_bytes and self._rank(found) < self._rank(self._simplest):
                 self._simplest = found
         return found
 

@@ -44,7 +44,7 @@ def evenly(count: int, resources: Resources) -> Trace:
 
 def in_time(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[Outcome, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), distance=None)
+    outcome = replay(Timeline(trace), Assignment(np.array(places, np.int8), again), distance=None)
     return outcome, outcome.cost
 
 
@@ -108,7 +108,7 @@ def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
 @ANY
 def test_a_distance_is_for_each_use_and_says_all_there_is_to_say(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
-    timeline = Timeline.of(trace)
+    timeline = Timeline(trace)
     outcome = replay(timeline, assignment, distance=None)
     moved = int(np.isin(outcome.assignment.placements, (H, N)).sum())
     assert len(outcome.prefetch_distance) == moved

@@ -37,7 +37,7 @@ def on(machine: bool, trace: Trace) -> Trace:
 
 def lifetimes(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> Lifetimes:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    return Timeline.of(trace).lifetimes(Assignment(np.array(places, np.int8), again))
+    return Timeline(trace).lifetimes(Assignment(np.array(places, np.int8), again))
 
 
 # ---- a replay, by hand: SIZE bytes take a second to write and a second to read --------------------------------------
@@ -117,7 +117,7 @@ def test_the_time_that_making_others_takes_is_time_for_reads() -> None:
     moved = [storage(0.0, use_s) for use_s in (1.3, 1.15, 1.1)]
     trace = one_block(*moved, storage(0.1, 1.0), made(storage(0.1, 1.2), 1.0), machine=machine)
     kept, again = (
-        replay(Timeline.of(trace), Assignment(np.array([N, N, N, K, place], np.int8), np.zeros(1, bool)), distance=None)
+        replay(Timeline(trace), Assignment(np.array([N, N, N, K, place], np.int8), np.zeros(1, bool)), distance=None)
         for place in (K, M)
     )
     # The last read takes 0.2 s: from the beginning on, or else once the first of the others is used.
@@ -274,7 +274,7 @@ def test_among_many_sites_the_limits_hold() -> None:
 def test_forwards_in_turn_are_made_again_alike(ahead: int) -> None:
     trace = on(False, pipeline(8, ahead))
     trace = replace(with_sites(trace, 0.001), forwards=trace.forwards)
-    assert Timeline.of(trace).alike_forwards() == 8
+    assert Timeline(trace).alike_forwards() == 8
     plan = adaptive(trace, Limits(recompute=False))
     again = (np.array(plan.placements) == M).reshape(8, 20)
     assert again[0].sum() >= 8 and (again == again[0]).all()
@@ -285,7 +285,7 @@ def test_forwards_with_other_sites_or_sources_are_not_alike() -> None:
     trace = with_sites(pipeline(4, 2), 0.001)
     for change in ({"rematerialize_s": None, "sources": ()}, {"sources": (22,)}, {"sources": (0,)}):
         storages = tuple(replace(one, **change) if at == 25 else one for at, one in enumerate(trace.storages))
-        assert Timeline.of(replace(trace, storages=storages)).alike_forwards() == 1, change
+        assert Timeline(replace(trace, storages=storages)).alike_forwards() == 1, change
 
 
 @pytest.mark.parametrize("chosen", [True, False])
