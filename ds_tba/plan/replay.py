@@ -176,7 +176,8 @@ class _Replay:
             while self._may_wait and self._unwritten and not self._has_room(staged_bytes):
                 now_s = max(now_s, self._written_s[self._unwritten[0]])
                 self._settle(now_s)
-            if not self._has_room(staged_bytes):  # no write makes room: waiting would never end, so the store refuses
+            # No write makes room: waiting would never end, so the store refuses, as it does pieces where nobody may wait.
+            if not self._has_room(staged_bytes if self._may_wait else padded):
                 self._place[storage] = _KEEP
                 return
             now_s += (padded - staged_bytes) / self._write_rate  # pieces follow those that are written
