@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
 from statistics import median
-from typing import Protocol
 
 import torch
 
 from ds_tba.core.accounts import CountedMemory
+from ds_tba.core.cache import TensorCache
 from ds_tba.core.eligibility import Eligibility
 from ds_tba.core.ends import Ends, Notice
 from ds_tba.core.saved import (
@@ -58,7 +58,6 @@ MAX_RECORDED_STEPS = 5
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
 _NOTHING = -1
-_WATCH = "_ds_tba_watch"
 
 
 class _End(Enum):
@@ -93,7 +92,6 @@ class _Storage:
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
     is_asked: bool = True
-    is_excluded: bool = False  # a module has saved it that may not let it leave, whoever else has
     origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
@@ -119,7 +117,7 @@ class MicroStepRecord:
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
         forwards: the numbers of the next pause and the next storage when each forward began.
-        uses: pause of each unpack, and the pass that saved it.
+        uses: pause of each unpack, and the number of the pass that saved it.
         ended: mark of the end of backward.
     """
 
@@ -166,10 +164,10 @@ class MicroStepRecord:
             optimizer_s, micro_steps: see :class:`ds_tba.plan.trace.Trace`.
         """
         times = self._times()
-        spans: dict[int, tuple[int, int]] = {}
-        for place, (_, number) in enumerate(self.uses):
-            spans[number] = (spans.get(number, (place,))[0], place)
-        blocks = [self._block(one, spans.get(number), times) for number, one in enumerate(self.passes)]
+        used: dict[int, list[int]] = {}
+        for pause, number in self.uses:
+            used.setdefault(number, []).append(pause)
+        blocks = [self._block(number, used.get(number, []), times) for number in range(len(self.passes))]
         storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
         is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
@@ -186,19 +184,15 @@ class MicroStepRecord:
             last = after
         return times
 
-    def _block(self, found: _Pass, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
-        """Return a pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
+    def _block(self, number: int, used: list[int], times: list[float]) -> BlockTrace:
+        found = self.passes[number]
         left_s, started_s, ended_s = times[found.left], times[-1], times[-1]
-        if span is not None:
-            first, last = span
-            started_s = max(left_s, times[self.uses[first][0]])
-            after = [self.uses[last + 1][0]] if last + 1 < len(self.uses) else []
-            after += [pause for pause, _ in self.forwards if pause > self.uses[last][0]][:1]
-            if after:
-                ended_s = max(started_s, times[min(after)])
-        inputs, number = tuple(dict.fromkeys(found.inputs)), self.passes.index(found)
-        own = (at for at, one in enumerate(self.storages) if one.passes == [number] and at not in inputs)
-        frees = span is not None and next(own, None) is not None  # else the model checkpoints the block itself
+        if used:
+            started_s = max(left_s, times[used[0]])
+            ended_s = max(started_s, times[used[-1]])
+        inputs = tuple(dict.fromkeys(found.inputs))
+        is_own = any(one.passes == [number] for at, one in enumerate(self.storages) if at not in inputs)
+        frees = bool(used) and is_own  # else the model checkpoints the block itself
         return BlockTrace(found.module, times[found.entered], left_s, started_s, ended_s, inputs, frees)
 
     def _storage(self, index: int, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
@@ -219,8 +213,8 @@ class MicroStepRecord:
             min(max(packed_s, left_s), used_s),
             used_s,
             max(used_s, freed_s),
-            found.is_movable and not found.is_excluded,
-            None if found.origin is None or found.is_excluded else found.origin.seconds,
+            found.is_movable,
+            None if found.origin is None or not found.is_movable else found.origin.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
             found.is_asked,
@@ -254,29 +248,12 @@ class Recorded:
         record.watch(self, _End.FREED, index)
 
 
-class _Watch:
-    """Lies on memory that holds a storage; its end tells that the memory is free."""
-
-    __slots__ = ("__weakref__",)
-
-    def __init__(self, record: MicroStepRecord, end: _End, index: int) -> None:
-        record.watch(self, end, index)
-
-
-class SavingCache(Protocol):
-    """Whoever saves tensors: the cache."""
-
-    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
-        """Return whether a tensor may leave device memory."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Scene:
     """The surroundings of a recording.
 
     Attributes:
-        saver: the cache.
+        cache: which saves tensors.
         clock: of the training device.
         running: tells which module runs.
         memory: is sampled while the trace's clock stands still.
@@ -284,7 +261,7 @@ class Scene:
             copy is done, which says nothing about when forward releases the tensor.
     """
 
-    saver: SavingCache
+    cache: TensorCache
     clock: Clock
     running: RunningModule
     memory: MemoryMeter | None = None
@@ -324,7 +301,7 @@ class Recorder:
         with self._pause():
             found: list[int] = []
             for tensor in inputs:
-                why = self._scene.saver.eligibility_of(tensor)
+                why = self._scene.cache.eligibility_of(tensor)
                 if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
                     found.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
             self._pass_number, self._small_index = len(self.record.passes), _NOTHING
@@ -360,7 +337,7 @@ class Recorder:
                     saved = recorded.held.record
                     record.storages[recorded.index].is_movable &= saved.has_graph or not saved.is_refused
                 elif isinstance(recorded.held, SavedView):
-                    setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, _End.EVICTED, recorded.index))
+                    record.watch(tensor.untyped_storage(), _End.EVICTED, recorded.index)
             return tensor
 
     def end(self) -> None:
@@ -389,7 +366,7 @@ class Recorder:
         if isinstance(held, SavedExcluded):
             index = self._index_of(StorageKey.of(tensor), False)
             storage = self.record.storages[index]
-            storage.is_excluded, storage.is_asked = True, storage.is_asked and bool(storage.passes)
+            storage.is_movable, storage.is_asked = False, storage.is_asked and bool(storage.passes)
         elif isinstance(held, SavedCounted):
             index = self._index_of_small(held)
         else:
@@ -404,7 +381,7 @@ class Recorder:
         storage.left = len(self.record.pauses)
         if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
             storage.left = None
-            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
+            self.record.watch(tensor.untyped_storage(), _End.LEFT, index)
         if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
             storage.passes.append(self._pass_number)
         return index
@@ -443,7 +420,7 @@ class Recording:
         self._scene = scene
         self._clock = scene.clock
         self._done: list[MicroStepRecord] = []
-        self._of_step: list[MicroStepRecord] = []  # not done before the step is
+        self._before_step = 0  # how many were done before this step
         self._is_broken = False  # this step had a forward without its backward
         self._backward_ended: object = None
         self._optimizer_steps: list[tuple[object, object]] = []
@@ -453,7 +430,7 @@ class Recording:
     @property
     def is_enough(self) -> bool:
         """True if no more need be recorded."""
-        return len(self._done) + len(self._of_step) >= RECORDINGS
+        return len(self._done) >= RECORDINGS
 
     @property
     def is_over(self) -> bool:
@@ -489,7 +466,7 @@ class Recording:
             return
         recorder.end()
         if recorder.record.is_complete:
-            self._of_step.append(recorder.record)
+            self._done.append(recorder.record)
         else:
             self._is_broken = True
 
@@ -502,13 +479,11 @@ class Recording:
         """
         self.steps += 1
         self._is_broken = False
-        records, self._of_step = self._of_step, []
-        backward_ended, self._backward_ended = self._backward_ended, None
         if has_compiled:  # or the plan would promise steps as long as the compiler takes
-            return
-        self._done += records
-        if backward_ended is not None:
-            self._optimizer_steps.append((backward_ended, ended))
+            del self._done[self._before_step :]
+        elif self._backward_ended is not None:
+            self._optimizer_steps.append((self._backward_ended, ended))
+        self._before_step, self._backward_ended = len(self._done), None
 
     def recorded(self, resources: Resources, micro_steps: int) -> Trace:
         """Return the trace of all recordings; blocks the host until the device has reached their end.

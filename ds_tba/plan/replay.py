@@ -17,10 +17,10 @@ kernels that copies slow) shows in the measured steps, which ``ds_tba/plan`` ans
 [Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied
 ahead; what was read is used where it lies, in staging.
 
-[Note: Latest starts] First uses are walked backwards: each transfer in ends before its use (a read before the copy that
-follows it) and before the next one begins. Each is assumed to last ``SLOWER`` times as long as measured. Each storage
-is asked for at the use before the one that its start allows: a reload that comes too late costs time, where one that
-comes too early costs only memory.
+[Note: Latest starts] First uses are walked backwards: each reload ends before its use (a read before its copy begins)
+and before the next one begins. It lasts as long as the longer of its read and its copy, ``SLOWER`` times as long as
+measured. Each storage is asked for at the use before the one that its start allows: a reload that comes too late costs
+time, where one that comes too early costs only memory.
 """
 
 from __future__ import annotations
@@ -308,8 +308,8 @@ class _Replay:
         on_drive = np.array(self._place)[order] == _NVME
         rate = np.where(use_s <= self._writes.free_s, self._read_beside, self._read_rate)
         copy_s = np.where(resources.is_synchronous, 0.0, timeline.nbytes[order] / resources.copy_in_bytes_per_s)
-        took_s = np.divide(timeline.padded_bytes[order], rate, out=copy_s.copy(), where=on_drive) * SLOWER
-        before_s = np.concatenate([[0.0], np.cumsum(took_s)])
+        read_s = np.divide(timeline.padded_bytes[order], rate, out=np.zeros(len(order)), where=on_drive)
+        before_s = np.concatenate([[0.0], np.cumsum(np.maximum(read_s, copy_s) * SLOWER)])
         slack_s = use_s - np.where(on_drive, copy_s, 0.0) * SLOWER - before_s[1:]
         starts_s = before_s[:-1] + np.minimum.accumulate(slack_s[::-1])[::-1]
         number = np.arange(len(order))

@@ -64,9 +64,9 @@ def test_what_comes_slowly_is_asked_for_early_enough() -> None:
 
 
 def test_copies_in_take_time_too_but_not_of_the_drive() -> None:
-    # Copies of 2.5 s begin at 13.5, 11, 8.5, ...; reads of 1 s before them, at 12.5, 10, ...
+    # Copies of 2.5 s begin at 13.5, 11, 8.5, ...; as the slower ones they set the pace of the reads before them.
     slow = evenly(6, machine(read=1.25, copy=0.5))
-    assert distance_of(slow, *[N] * 6, K) == (5, 4, 4, 3, 2, 1)
+    assert distance_of(slow, *[N] * 6, K) == (5, 5, 4, 3, 2, 1)
     assert distance_of(slow, *[H] * 6, K) == (4, 4, 3, 3, 2, 1)
     in_place = replace(slow, resources=replace(slow.resources, is_synchronous=True))
     assert distance_of(in_place, *[N] * 6, K) == (2, 2, 2, 2, 2, 1)

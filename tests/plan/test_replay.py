@@ -267,13 +267,6 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert found.peak_staging_bytes <= trace.resources.staging_bytes
 
 
-def test_a_recomputation_makes_storages_again_as_fast_as_it_runs() -> None:
-    trace = one_block(storage(0.0, 2.0), storage(0.5, 1.5), machine=traces.resources())
-    start_s = trace.blocks[0].forward_start_s
-    again_s = [row.pack_s - start_s for row in trace.storages]
-    assert any(again_s) and Timeline(trace).made_again_s.tolist() == pytest.approx(again_s)
-
-
 @given(cases())
 @ANY
 def test_what_goes_to_nvme_is_written_or_handed_over(case: tuple[Trace, Assignment]) -> None:
