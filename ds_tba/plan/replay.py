@@ -176,7 +176,7 @@ class _Replay:
             while self._may_wait and self._unwritten and not self._has_room(staged_bytes):
                 now_s = max(now_s, self._written_s[self._unwritten[0]])
                 self._settle(now_s)
-            # No write makes room: waiting would never end, so the store refuses, as it does pieces where nobody may wait.
+            # No write makes room, and waiting would never end: the store refuses, as it does pieces where nobody waits.
             if not self._has_room(staged_bytes if self._may_wait else padded):
                 self._place[storage] = _KEEP
                 return

@@ -294,7 +294,7 @@ def test_a_recording_that_is_no_trace_is_made_again_later(make: Make, monkeypatc
         raise ZeroDivisionError("a rate of 0")
 
     with monkeypatch.context() as patched:
-        patched.setattr("ds_tba.plan.recorder.MicroStepRecord.trace", inconsistent)
+        patched.setattr("ds_tba.plan.recorder.Recorder.trace", inconsistent)
         ours = model()
         offloader = make(ours)
         steps(ours, offloader, [ROWS] * STEPS)

@@ -10,7 +10,7 @@ from conftest import StoreFactory
 from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.plan.recorder import RECORDINGS, MicroStepRecord, Recording, Scene
+from ds_tba.plan.recorder import RECORDINGS, Recorder, Recording, Scene
 from ds_tba.remat.where import RunningModule
 
 
@@ -19,7 +19,7 @@ def cache(make_store: StoreFactory) -> TensorCache:
     return TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
 
 
-def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> MicroStepRecord:
+def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> Recorder:
     """A micro-step whose forward takes 6 s, with so much time before its backward."""
     ticks = Ticks()
     model = Stack(ticks)
