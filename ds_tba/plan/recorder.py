@@ -110,11 +110,6 @@ class _Pass:
     left: int = 0
 
 
-def _leaves(view: SavedView) -> bool:
-    """Return whether the bytes of a view have left device memory, or will once the operation that saves them ends."""
-    return view.is_offloaded or view.record.is_leaving
-
-
 def _before(times: list[float], moment: int | None) -> float:
     """Return the time just before that pause: a storage freed in it is gone when it begins. None is the end."""
     if moment is None or moment >= len(times):
@@ -230,14 +225,15 @@ class Recorder:
             now = len(self.pauses)
             self.uses.append((now, recorded.pass_number))
             self._sample_memory()
-            if recorded.index != _NOTHING and self.storages[recorded.index].unpacked is None:
-                self.storages[recorded.index].unpacked = now
-                if isinstance(recorded.held, SavedView) and not recorded.held.is_offloaded:
-                    # A plan cannot move what has no graph and is in use elsewhere.
-                    saved = recorded.held.record
-                    self.storages[recorded.index].is_movable &= saved.has_graph or not saved.is_refused
-                elif isinstance(recorded.held, SavedView):
+            storage = None if recorded.index == _NOTHING else self.storages[recorded.index]
+            if storage is not None and storage.unpacked is None:
+                storage.unpacked = now
+                if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
                     self._watch(tensor.untyped_storage(), _End.EVICTED, recorded.index)
+                elif isinstance(
+                    recorded.held, SavedView
+                ):  # a plan cannot move what has no graph and is in use elsewhere
+                    storage.is_movable &= recorded.held.record.has_graph or not recorded.held.record.is_refused
             return tensor
 
     def end(self) -> None:
@@ -272,15 +268,14 @@ class Recorder:
             index = self._index_of_small(held)
         else:
             index = self._index_of(held.record.key, True)  # else there were no view of it
-            self.storages[index].is_asked = True
-            origin = held.record.origin
-            if origin is not None and self.storages[index].origin is None:
-                found = {self._by_key.get(key, _NOTHING) for key in origin.sources} - {_NOTHING}
-                self.storages[index].origin = origin
-                self.storages[index].sources = tuple(sorted(found))
+            storage, origin = self.storages[index], held.record.origin
+            storage.is_asked = True
+            if origin is not None and storage.origin is None:
+                storage.origin = origin
+                storage.sources = tuple(sorted({self._by_key[key] for key in origin.sources if key in self._by_key}))
         storage = self.storages[index]
         storage.left = len(self.pauses)
-        if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
+        if self._scene.is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
             storage.left = None
             self._watch(tensor.untyped_storage(), _End.LEFT, index)
         if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
