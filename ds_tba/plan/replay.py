@@ -116,7 +116,7 @@ class _Replay:
 
     def run(self) -> Outcome:
         """Play it all."""
-        acts = self._pack, self._begin, self._use, self._again
+        acts = self._pack, self._begin, self._use, self._make_again
         for at_s, kind, which in self._events:
             before_s = self._shift_s
             acts[kind](which, at_s)
@@ -222,12 +222,12 @@ class _Replay:
         now_s = at_s + self._shift_s
         if self._place[storage] != _KEEP:  # else it found no room at pack
             self._used += 1
-            self._wait(storage, self._there_s(storage, now_s) - now_s)
+            self._take(storage, now_s)
         self._cursor += self._cursor < len(self._order) and self._order[self._cursor] == storage
         self._read_ahead(at_s)
 
-    def _there_s(self, storage: int, now_s: float) -> float:
-        """Return when a storage can be used that is needed now."""
+    def _take(self, storage: int, now_s: float) -> None:
+        """Have compute wait for a storage that is needed now."""
         self._settle(now_s)
         padded, written_s = self._padded[storage], self._written_s[storage]
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
@@ -245,7 +245,7 @@ class _Replay:
             self._back_s[storage] = now_s
         elif self._resources.is_synchronous:  # the host copies it
             self._arrived_s[storage] = self._back_s[storage] = max(now_s, self._arrived_s[storage]) + took_s
-        return max(now_s, self._arrived_s[storage])
+        self._wait(storage, self._arrived_s[storage] - now_s)
 
     def _bring(self, storage: int, now_s: float) -> None:
         """Ask for the reload of a storage."""
@@ -277,29 +277,20 @@ class _Replay:
         reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
         while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
             storage = order[self._cursor]
-            if self._place[storage] == _NVME or (self._place[storage] == _HOST and not self._resources.is_synchronous):
-                if not self._hold_ahead(storage, now_s):
+            on_drive = self._place[storage] == _NVME
+            if on_drive or (self._place[storage] == _HOST and not self._resources.is_synchronous):
+                # What is not yet written has its place in staging already.
+                padded = 0 if self._written_s[storage] > now_s else self._padded[storage]
+                part = PREFETCH_FRACTION_OF_STAGING if on_drive and self._writes.free_s > now_s else 1.0
+                is_over = self._ahead_bytes + padded > part * self._resources.staging_bytes
+                # One alone may be larger than the bound.
+                if padded and ((is_over and self._ahead_bytes) or (on_drive and not self._has_room(padded))):
                     return
+                self._ahead[storage] = padded
+                self._ahead_bytes += padded
+                self._stage(padded if on_drive else 0)
                 self._bring(storage, now_s)
             self._cursor += 1
-
-    def _hold_ahead(self, storage: int, now_s: float) -> bool:
-        """Take the room for one more storage before its use, if there is; return whether there was."""
-        padded, bound_bytes = self._padded[storage], float(self._resources.staging_bytes)
-        if self._written_s[storage] > now_s:  # has its place in staging already
-            self._ahead[storage] = 0
-            return True
-        if self._place[storage] == _NVME:
-            if not self._has_room(padded):
-                return False
-            bound_bytes *= PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else 1
-        if self._ahead_bytes and self._ahead_bytes + padded > bound_bytes:  # one alone may be larger than the bound
-            return False
-        self._ahead[storage] = padded
-        self._ahead_bytes += padded
-        if self._place[storage] == _NVME:
-            self._stage(padded)
-        return True
 
     def _just_in_time(self, order: Ints) -> list[int]:
         """Return the prefetch distance for these reloads; see [Note: Latest starts]."""
@@ -318,9 +309,7 @@ class _Replay:
         asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
         return (np.searchsorted(asked_after, number, "right") - number).tolist()
 
-    # ---- again ------------------------------------------------------------------------------------------------------
-
-    def _again(self, which: int, at_s: float) -> None:
+    def _make_again(self, which: int, at_s: float) -> None:
         self._back_s[which] = at_s + self._shift_s
         self._shift_s += float(self._took_s[which])
 
