@@ -162,7 +162,7 @@ class _Search:
         lifetimes = self._timeline.lifetimes(self._spread(again))
         is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
         paced = replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
-        has_room = self._gathered(paced) == _NVME
+        has_room = self._mean(paced.assignment.placements == _NVME) >= 0.5
         is_free = has_room & ~np.isin(np.arange(len(where)), self._unit[[storage for storage, _ in paced.stalls]])
         order = np.lexsort((-self._idle_s, ~has_room, ~is_free))
         order = order[(is_open & (self._to_nvme | self._to_host))[order]]
@@ -227,13 +227,7 @@ class _Search:
     def _spread(self, assignment: Assignment) -> Assignment:
         return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])
 
-    def _gathered(self, outcome: Outcome) -> Places:
-        """Return the placements of units: KEEP where most forwards keep them."""
-        placements = outcome.assignment.placements.reshape(self._forwards, -1)
-        usual = np.max(placements, axis=0)
-        return np.where(2 * (placements != _KEEP).sum(axis=0) >= self._forwards, usual, _KEEP).astype(np.int8)
-
-    def _mean(self, column: Floats | Ints) -> Floats:
+    def _mean(self, column: Floats | Ints | Bools) -> Floats:
         """Return the mean of each unit over the forwards."""
         return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
 
