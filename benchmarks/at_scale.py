@@ -100,7 +100,7 @@ class Job:
         trace = replace(self.trace, resources=self.resources(slow=slow))
         placements = np.array([int(place) for place in plan.plan.placements], np.int8)
         assignment = Assignment(placements, np.array(plan.plan.recomputed_blocks, bool))
-        return replay(Timeline.of(trace), assignment, plan.plan.prefetch_distance).cost.step_s
+        return replay(Timeline(trace), assignment, plan.plan.prefetch_distance).cost.step_s
 
     def rates(self, *, slow: bool) -> tuple[float, float]:
         """Return the rates of a rank's drives, as its feedback compares them."""

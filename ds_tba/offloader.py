@@ -173,7 +173,7 @@ class Rooms:
         self, model: nn.Module, agreement: Agreement, everyone: Agreement, planner: Planner | None
     ) -> Controller:
         from ds_tba.plan.agreement import Planning
-        from ds_tba.plan.controller import Controller, Watched
+        from ds_tba.plan.controller import Controller
         from ds_tba.plan.search import adaptive
         from ds_tba.recompute.blocks import find_blocks, matching
         from ds_tba.recompute.checkpoint import Blocks
@@ -187,9 +187,8 @@ class Rooms:
         patterns = config.recompute if isinstance(config.recompute, list) else []
         named = matching([*found], patterns, "recompute", "repeated layer")
         blocks = Blocks(found if plans and config.recompute else {}, self._core.cache, named)
-        watched = Watched(model, self.running, blocks)
         planning = Planning((planner or adaptive) if plans else None, agreement)
-        return Controller(self._core.cache, machine, planning, watched, self._core.files.trace)
+        return Controller(self._core.cache, machine, planning, self.running, blocks, self._core.files.trace)
 
     def _open_machine(self, everyone: Agreement) -> Machine:
         from ds_tba.device.copies import Copies

@@ -17,14 +17,14 @@ from planners.teraio import teraio_assignment
 
 def planned(name: str, trace: Trace, limits: Limits, assignment: Assignment) -> Plan:
     """Return the plan of an assignment; it prefetches just in time or as far as allowed, whichever is better."""
-    timeline = Timeline.of(trace)
+    timeline = Timeline(trace)
     both = [replay(timeline, assignment, distance) for distance in ((), None)]
     return plan_of(name, min(both, key=lambda found: rank(found.cost, limits, timeline.trace.step_s)))
 
 
 def keep(trace: Trace, limits: Limits) -> Plan:
     """Keep everything."""
-    return planned("keep", trace, limits, Timeline.of(trace).kept)
+    return planned("keep", trace, limits, Timeline(trace).kept)
 
 
 def recompute(trace: Trace, limits: Limits) -> Plan:
@@ -40,7 +40,7 @@ def tba(trace: Trace, limits: Limits) -> Plan:
 
 def teraio(trace: Trace, limits: Limits) -> Plan:
     """Follow TERAIO's benefit over cost, whose only limits are the budgets of activations and of host memory."""
-    return planned("teraio", trace, limits, teraio_assignment(Timeline.of(trace), limits))
+    return planned("teraio", trace, limits, teraio_assignment(Timeline(trace), limits))
 
 
 PLANNERS: Mapping[str, Planner] = {

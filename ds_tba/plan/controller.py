@@ -16,10 +16,9 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import nn
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import ForwardHooks
@@ -39,20 +38,6 @@ logger = logging.getLogger(__name__)
 REVIEW_STEPS = 8  # from one talk of the ranks to the next, while a plan is followed
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """The model whose forwards run in :meth:`Controller.saving`.
-
-    Attributes:
-        running: tells which of its modules runs.
-        blocks: those of its modules that may run again; none where ``recompute`` is off.
-    """
-
-    model: nn.Module
-    running: RunningModule
-    blocks: Blocks
-
-
 class Controller:
     """The policy of each micro-step.
 
@@ -60,7 +45,8 @@ class Controller:
         cache: does the offloading.
         machine: what plans are made for.
         planning: makes the plans, with the other ranks.
-        watched: the model.
+        running: tells which module of the model runs.
+        blocks: modules of the model that may run again; none where ``recompute`` is off.
         trace_file: takes each trace.
 
     Attributes:
@@ -69,7 +55,13 @@ class Controller:
     """
 
     def __init__(
-        self, cache: TensorCache, machine: Machine, planning: Planning, watched: Watched, trace_file: ReportFile
+        self,
+        cache: TensorCache,
+        machine: Machine,
+        planning: Planning,
+        running: RunningModule,
+        blocks: Blocks,
+        trace_file: ReportFile,
     ) -> None:
         self._cache = cache
         self._machine = machine
@@ -82,8 +74,8 @@ class Controller:
         self._agreement = planning.agreement
         self._clock = machine.clock
         is_synchronous = machine.is_synchronous
-        self._scene = Scene(cache, machine.clock, watched.running, machine.memory, is_synchronous)
-        self._blocks = watched.blocks
+        self._scene = Scene(cache, machine.clock, running, machine.memory, is_synchronous)
+        self._blocks = blocks
         self._chooses_blocks = machine.config.recompute is True
         self._recording: Recording | None = None
         self._trace: Trace | None = None  # recorded, or that of the plan in force
@@ -187,7 +179,7 @@ class Controller:
         is_recorded = self._recording is not None and self._recording.begin() is not None
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
-        if plan is not None and not (is_recorded and plan.recomputes):
+        if plan is not None and not (is_recorded and plan.recomputed):
             self._policy = ByPlan(plan, self._stores, self._step.mismatch)
 
     def _end_policy(self) -> None:
@@ -254,7 +246,7 @@ class Controller:
             trace = recording.recorded(self._machine.resources(), self._ended[-1].mismatch.micro_steps)
             self._trace, plan = trace, self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
-            moved_share = 1.0 if plan is None or plan.recomputes else plan.moved_share
+            moved_share = 1.0 if plan is None or plan.recomputed else plan.moved_share
             moved_bytes = trace.micro_steps * moved_share * trace.movable_bytes
             self.feedback.recorded(trace.step_s, moved_bytes * trace.resources.compute_s_per_byte)
             if self._trace_file.path is not None:
@@ -284,7 +276,7 @@ class Controller:
         return Wish(trace, limits, machine.room_bytes())
 
     def _follow(self, found: PlanInForce) -> None:
-        is_new = not found.is_same_as(self.in_force)  # on every rank alike
+        is_new = self.in_force is None or found.choice != self.in_force.choice  # on every rank alike
         if self._chooses_blocks:
             self._blocks.chosen = found.recomputed
         self._trace, self.in_force = found.trace, found

@@ -9,21 +9,21 @@ its write and its read took of the lanes' processor time. What else moving costs
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from ds_tba.config import OffloadConfig, Placement
+from ds_tba.config import OffloadConfig
 from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.storage.base import AnyStore
-from ds_tba.storage.host import HostStore
 from ds_tba.storage.staging import slots_bytes_of, wait_for_stream
+from ds_tba.storage.tiers import Tiers
 from ds_tba.wear import write_limit_bytes_per_step
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
@@ -53,37 +53,15 @@ def measure_copies(
     data = accelerator.allocate(staged.numel(), device)
     accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
     wait_for_stream(accelerator)
-
-    def copy_out() -> None:
+    out_s, in_s = math.inf, math.inf
+    for _ in range(TIMES):
+        began_s = clock()
         copies.out(data, staged)
         copies.hold_at_most(0)
-
-    def copy_in() -> None:
+        is_out_s = clock()
         copies.into(staged, copies.room(staged.numel(), device)).wait()
-
-    def best_s(copy: Callable[[], None]) -> float:
-        took: list[float] = []
-        for _ in range(TIMES):
-            started_s = clock()
-            copy()
-            took.append(clock() - started_s)
-        return min(took)
-
-    out_s, in_s = best_s(copy_out), best_s(copy_in)
+        out_s, in_s = min(out_s, is_out_s - began_s), min(in_s, clock() - is_out_s)
     return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
-
-
-class Places(Protocol):
-    """The tiers, as plans see them: ``Tiers`` documents these."""
-
-    @property
-    def by_placement(self) -> Mapping[Placement, AnyStore]: ...
-    @property
-    def host(self) -> HostStore | None: ...
-    def left_tbw(self) -> float: ...
-    def stored_share(self) -> float: ...
-    def rates(self) -> list[tuple[float, float, float, float]]: ...
-    def lane_s_per_byte(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +78,7 @@ class Machine:
     """
 
     config: OffloadConfig
-    tiers: Places
+    tiers: Tiers
     copies: CopyRates
     memory: MemoryMeter
     clock: Clock

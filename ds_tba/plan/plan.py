@@ -130,7 +130,7 @@ def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
     is_refused = prediction.host_bytes > limits.host_budget_bytes
     worn_bytes = max(0.0, written_bytes - limits.write_limit_bytes_per_step)
     if limits.activation_budget_bytes is None:
-        is_over = step_s > longest_step_s(limits, kept_step_s)
+        is_over = step_s > kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S
         first, second = (step_s, peak_bytes) if is_over else (peak_bytes, step_s)
         return is_refused or worn_bytes > 0, is_over, first, second, worn_bytes, written_bytes
     if peak_bytes > limits.activation_budget_bytes:
@@ -141,8 +141,3 @@ def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
 def is_outside(found: Rank) -> bool:
     """Return whether a rank is that of a plan outside of the limits."""
     return found[0] or found[1]
-
-
-def longest_step_s(limits: Limits, kept_step_s: float) -> float:
-    """Return the seconds of the step that ``max_step_overhead`` allows."""
-    return kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S

@@ -48,16 +48,10 @@ class PlanInForce:
         moved_share = moved_bytes / max(1, trace.movable_bytes)
         return cls(plan, trace, limits, recomputed, _expected(trace, recomputed), moved_share)
 
-    def is_same_as(self, other: PlanInForce | None) -> bool:
-        """Return whether both place every storage alike, and recompute the same blocks."""
-        if other is None:
-            return False
-        mine, theirs = (
-            # With the bytes: the same placements of larger storages have other limits, and are told again.
-            (one.trace.saved_bytes, one.plan.placements, one.plan.recomputed_blocks)
-            for one in (self, other)
-        )
-        return mine == theirs
+    @property
+    def choice(self) -> tuple[object, ...]:
+        """Return what makes a plan another one: where which bytes go, and the blocks that are recomputed."""
+        return self.trace.saved_bytes, self.plan.placements, self.plan.recomputed_blocks
 
     @property
     def bytes_by_placement(self) -> list[tuple[Placement, int]]:
@@ -66,11 +60,6 @@ class PlanInForce:
         for storage, placement in zip(self.trace.storages, self.plan.placements, strict=True):
             sizes[placement] += storage.nbytes
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
-
-    @property
-    def recomputes(self) -> bool:
-        """True if any block is recomputed."""
-        return bool(self.recomputed)
 
     @property
     def computed_s(self) -> float:

@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
 from statistics import median
-from typing import Protocol
 
 import torch
 
 from ds_tba.core.accounts import CountedMemory
+from ds_tba.core.cache import TensorCache
 from ds_tba.core.eligibility import Eligibility
 from ds_tba.core.ends import Ends, Notice
 from ds_tba.core.saved import (
@@ -58,7 +58,6 @@ MAX_RECORDED_STEPS = 5
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
 _NOTHING = -1
-_WATCH = "_ds_tba_watch"
 
 
 class _End(Enum):
@@ -93,7 +92,6 @@ class _Storage:
     left: int | None  # by forward: freed where it was moved (None: not yet), else saved for the last time
     is_movable: bool
     is_asked: bool = True
-    is_excluded: bool = False  # a module has saved it that may not let it leave, whoever else has
     origin: Origin | None = None  # how it could be rematerialized, from ``sources``
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
@@ -112,33 +110,202 @@ class _Pass:
     left: int = 0
 
 
-@dataclass(slots=True)
-class MicroStepRecord:
-    """The raw data of one micro-step, filled in by :class:`Recorder`, and the trace made of them.
+def _before(times: list[float], moment: int | None) -> float:
+    """Return the time just before that pause: a storage freed in it is gone when it begins. None is the end."""
+    if moment is None or moment >= len(times):
+        return times[-1]
+    at_s, before_s = times[moment], times[max(0, moment - 1)]
+    return at_s - (at_s - before_s) * HAIR  # not the next smaller number: that is the same number after scaling
+
+
+class Recorded:
+    """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
+
+    __slots__ = ("__weakref__", "held", "index", "pass_number")
+
+    def __init__(self, held: PassedThrough | SavedCounted | SavedView, index: int, pass_number: int) -> None:
+        self.held = held
+        self.index = index
+        self.pass_number = pass_number
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The surroundings of a recording.
+
+    Attributes:
+        cache: which saves tensors.
+        clock: of the training device.
+        running: tells which module runs.
+        memory: is sampled while the trace's clock stands still.
+        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
+            copy is done, which says nothing about when forward releases the tensor.
+    """
+
+    cache: TensorCache
+    clock: Clock
+    running: RunningModule
+    memory: MemoryMeter | None = None
+    is_synchronous: bool = True
+
+
+class Recorder:
+    """The hooks that record one micro-step, and the trace of it.
 
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
         forwards: the numbers of the next pause and the next storage when each forward began.
-        uses: pause of each unpack, and the pass that saved it.
+        uses: pause of each unpack, and the number of the pass that saved it.
         ended: mark of the end of backward.
     """
 
-    clock: Clock
-    pauses: list[tuple[object, object]] = field(default_factory=list)
-    storages: list[_Storage] = field(default_factory=list)
-    passes: list[_Pass] = field(default_factory=list)
-    forwards: list[tuple[int, int]] = field(default_factory=list)
-    uses: list[tuple[int, int]] = field(default_factory=list)
-    ended: object = None
-    # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
-    ends: Ends[_Ended] = field(init=False)
+    def __init__(self, scene: Scene) -> None:
+        self.pauses: list[tuple[object, object]] = []
+        self.storages: list[_Storage] = []
+        self.forwards: list[tuple[int, int]] = []
+        self.uses: list[tuple[int, int]] = []
+        self.ended: object = None
+        self._passes: list[_Pass] = []
+        # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
+        self._ends: Ends[_Ended] = Ends(self._note)
+        self._scene = scene
+        self._hooks: Hooks  # of the cache; set by around()
+        self._clock = scene.clock
+        self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
+        self._small: dict[CountedMemory, int] = {}
+        self._small_index = _NOTHING  # of the small tensors of this pass, or since the last one
+        self._pass_number = OUTSIDE
+        self._depth = 0
 
-    def __post_init__(self) -> None:
-        self.ends = Ends(self._note)
+    def around(self, hooks: Hooks) -> Hooks:
+        """Return the hooks that record what those of the cache do, for a forward that begins."""
+        self._hooks = hooks
+        if not self.forwards:
+            with self._pause():
+                pass
+        self._small_index = _NOTHING  # small tensors of two forwards of one micro-step do not live equally long
+        self.forwards.append((len(self.pauses), len(self.storages)))
+        return self.pack, self.unpack
 
-    def watch(self, watched: object, end: _End, index: int) -> None:
+    def enter(self, path: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Begin a pass through a block; see :class:`ds_tba.recompute.checkpoint.PassListener`."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        with self._pause():
+            found: list[int] = []
+            for tensor in inputs:
+                why = self._scene.cache.eligibility_of(tensor)
+                if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
+                    found.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
+            self._pass_number, self._small_index = len(self._passes), _NOTHING
+            self._passes.append(_Pass(path, len(self.pauses), found))
+
+    def leave(self) -> None:
+        """End the pass."""
+        self._depth -= 1
+        if self._depth == 0:
+            with self._pause():
+                self._passes[-1].left = len(self.pauses)
+                self._pass_number, self._small_index = OUTSIDE, _NOTHING
+
+    def pack(self, tensor: torch.Tensor) -> Recorded:
+        with self._pause():
+            held = self._hooks[0](tensor)
+            self._sample_memory()
+            recorded = Recorded(held, self._saved(held, tensor), self._pass_number)
+            self._watch(recorded, _End.FREED, recorded.index)
+            return recorded
+
+    def unpack(self, recorded: Recorded) -> torch.Tensor:
+        if self.ended is not None:  # a graph that outlives its micro-step has no times in the trace
+            return self._hooks[1](recorded.held)
+        with self._pause():
+            tensor = self._hooks[1](recorded.held)
+            now = len(self.pauses)
+            self.uses.append((now, recorded.pass_number))
+            self._sample_memory()
+            storage = None if recorded.index == _NOTHING else self.storages[recorded.index]
+            if storage is not None and storage.unpacked is None:
+                storage.unpacked = now
+                if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
+                    self._watch(tensor.untyped_storage(), _End.EVICTED, recorded.index)
+                elif isinstance(
+                    recorded.held, SavedView
+                ):  # a plan cannot move what has no graph and is in use elsewhere
+                    storage.is_movable &= recorded.held.record.has_graph or not recorded.held.record.refusal
+            return tensor
+
+    def end(self) -> None:
+        """End the recording: backward is over. Idempotent."""
+        self._ends.act()
+        self._small.clear()  # a recorder waits for others, and its keys would count that long
+        if self.ended is None:
+            self.ended = self._clock.mark()
+
+    def _sample_memory(self) -> None:
+        if self._scene.memory is not None:
+            self._scene.memory.sample()
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        """Stop the trace's clock for work of ours; see [Note: Pauses]."""
+        self._ends.act()
+        before = self._clock.mark()
+        yield
+        self._ends.act()
+        self.pauses.append((before, self._clock.mark()))
+
+    def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor) -> int:
+        """Return the index of the storage behind a saved tensor."""
+        if isinstance(held, PassedThrough):
+            return _NOTHING
+        if isinstance(held, SavedExcluded):
+            index = self._index_of(StorageKey.of(tensor), False)
+            storage = self.storages[index]
+            storage.is_movable, storage.is_asked = False, storage.is_asked and bool(storage.passes)
+        elif isinstance(held, SavedCounted):
+            index = self._index_of_small(held)
+        else:
+            index = self._index_of(held.record.key, True)  # else there were no view of it
+            storage, origin = self.storages[index], held.record.origin
+            storage.is_asked = True
+            if origin is not None and storage.origin is None:
+                storage.origin = origin
+                storage.sources = tuple(sorted({self._by_key[key] for key in origin.sources if key in self._by_key}))
+        storage = self.storages[index]
+        storage.left = len(self.pauses)
+        if self._scene.is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
+            storage.left = None
+            self._watch(tensor.untyped_storage(), _End.LEFT, index)
+        if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
+            storage.passes.append(self._pass_number)
+        return index
+
+    def _index_of(self, key: StorageKey, is_movable: bool) -> int:
+        if key not in self._by_key:
+            self._by_key[key] = self._add(key.nbytes, is_movable)
+        return self._by_key[key]
+
+    def _index_of_small(self, held: SavedCounted) -> int:  # see [Note: Small tensors]
+        index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once
+        if index is not None:
+            return index
+        if self._small_index == _NOTHING:
+            self._small_index = self._add(0, False)
+            self.storages[self._small_index].is_asked = False
+        self._small[held.memory] = self._small_index
+        self.storages[self._small_index].nbytes += max(1, held.nbytes)
+        return self._small_index
+
+    def _add(self, nbytes: int, is_movable: bool) -> int:
+        now = len(self.pauses)
+        self.storages.append(_Storage(nbytes, self._scene.running.path(), now, now, is_movable))
+        return len(self.storages) - 1
+
+    def _watch(self, watched: object, end: _End, index: int) -> None:
         """Note the end of an object as an end of a storage."""
-        notice = self.ends.watch(watched, _Ended)
+        notice = self._ends.watch(watched, _Ended)
         notice.end, notice.index = end, index
 
     def _note(self, notice: _Ended) -> None:
@@ -166,10 +333,10 @@ class MicroStepRecord:
             optimizer_s, micro_steps: see :class:`ds_tba.plan.trace.Trace`.
         """
         times = self._times()
-        spans: dict[int, tuple[int, int]] = {}
-        for place, (_, number) in enumerate(self.uses):
-            spans[number] = (spans.get(number, (place,))[0], place)
-        blocks = [self._block(one, spans.get(number), times) for number, one in enumerate(self.passes)]
+        used: dict[int, list[int]] = {}
+        for pause, number in self.uses:
+            used.setdefault(number, []).append(pause)
+        blocks = [self._block(number, used.get(number, []), times) for number in range(len(self._passes))]
         storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
         is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
@@ -181,24 +348,20 @@ class MicroStepRecord:
         # The first pause is at the begin of forward: there the clock starts.
         last, at_s, times = self.pauses[0][0], 0.0, []
         for before, after in (*self.pauses, (self.ended, None)):
-            at_s += max(0.0, self.clock.elapsed_s(last, before))
+            at_s += max(0.0, self._clock.elapsed_s(last, before))
             times.append(at_s)
             last = after
         return times
 
-    def _block(self, found: _Pass, span: tuple[int, int] | None, times: list[float]) -> BlockTrace:
-        """Return a pass; ``span`` are the places in ``uses`` of the first and the last unpack of what it saved."""
+    def _block(self, number: int, used: list[int], times: list[float]) -> BlockTrace:
+        found = self._passes[number]
         left_s, started_s, ended_s = times[found.left], times[-1], times[-1]
-        if span is not None:
-            first, last = span
-            started_s = max(left_s, times[self.uses[first][0]])
-            after = [self.uses[last + 1][0]] if last + 1 < len(self.uses) else []
-            after += [pause for pause, _ in self.forwards if pause > self.uses[last][0]][:1]
-            if after:
-                ended_s = max(started_s, times[min(after)])
-        inputs, number = tuple(dict.fromkeys(found.inputs)), self.passes.index(found)
-        own = (at for at, one in enumerate(self.storages) if one.passes == [number] and at not in inputs)
-        frees = span is not None and next(own, None) is not None  # else the model checkpoints the block itself
+        if used:
+            started_s = max(left_s, times[used[0]])
+            ended_s = max(started_s, times[used[-1]])
+        inputs = tuple(dict.fromkeys(found.inputs))
+        is_own = any(one.passes == [number] for at, one in enumerate(self.storages) if at not in inputs)
+        frees = bool(used) and is_own  # else the model checkpoints the block itself
         return BlockTrace(found.module, times[found.entered], left_s, started_s, ended_s, inputs, frees)
 
     def _storage(self, index: int, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
@@ -219,216 +382,12 @@ class MicroStepRecord:
             min(max(packed_s, left_s), used_s),
             used_s,
             max(used_s, freed_s),
-            found.is_movable and not found.is_excluded,
-            None if found.origin is None or found.is_excluded else found.origin.seconds,
+            found.is_movable,
+            None if found.origin is None or not found.is_movable else found.origin.seconds,
             found.sources,
             found.unpacked is not None or bool(readers),
             found.is_asked,
         )
-
-
-def _leaves(view: SavedView) -> bool:
-    """Return whether the bytes of a view have left device memory, or will once the operation that saves them ends."""
-    return view.is_offloaded or view.record.is_leaving
-
-
-def _before(times: list[float], moment: int | None) -> float:
-    """Return the time just before that pause: a storage freed in it is gone when it begins. None is the end."""
-    if moment is None or moment >= len(times):
-        return times[-1]
-    at_s, before_s = times[moment], times[max(0, moment - 1)]
-    return at_s - (at_s - before_s) * HAIR  # not the next smaller number: that is the same number after scaling
-
-
-class Recorded:
-    """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
-
-    __slots__ = ("__weakref__", "held", "index", "pass_number")
-
-    def __init__(
-        self, record: MicroStepRecord, held: PassedThrough | SavedCounted | SavedView, index: int, pass_number: int
-    ) -> None:
-        self.held = held
-        self.index = index
-        self.pass_number = pass_number
-        record.watch(self, _End.FREED, index)
-
-
-class _Watch:
-    """Lies on memory that holds a storage; its end tells that the memory is free."""
-
-    __slots__ = ("__weakref__",)
-
-    def __init__(self, record: MicroStepRecord, end: _End, index: int) -> None:
-        record.watch(self, end, index)
-
-
-class SavingCache(Protocol):
-    """Whoever saves tensors: the cache."""
-
-    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
-        """Return whether a tensor may leave device memory."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """The surroundings of a recording.
-
-    Attributes:
-        saver: the cache.
-        clock: of the training device.
-        running: tells which module runs.
-        memory: is sampled while the trace's clock stands still.
-        is_synchronous: whether the device is the host. Elsewhere a copy holds the tensor until the host sees that the
-            copy is done, which says nothing about when forward releases the tensor.
-    """
-
-    saver: SavingCache
-    clock: Clock
-    running: RunningModule
-    memory: MemoryMeter | None = None
-    is_synchronous: bool = True
-
-
-class Recorder:
-    """The hooks that record one micro-step."""
-
-    def __init__(self, scene: Scene) -> None:
-        self.record = MicroStepRecord(scene.clock)
-        self._scene = scene
-        self._hooks: Hooks  # of the cache; set by around()
-        self._clock = scene.clock
-        self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
-        self._small: dict[CountedMemory, int] = {}
-        self._small_index = _NOTHING  # of the small tensors of this pass, or since the last one
-        self._pass_number = OUTSIDE
-        self._depth = 0
-
-    def around(self, hooks: Hooks) -> Hooks:
-        """Return the hooks that record what those of the cache do, for a forward that begins."""
-        self._hooks = hooks
-        record = self.record
-        if not record.forwards:
-            with self._pause():
-                pass
-        self._small_index = _NOTHING  # small tensors of two forwards of one micro-step do not live equally long
-        record.forwards.append((len(record.pauses), len(record.storages)))
-        return self.pack, self.unpack
-
-    def enter(self, path: str, inputs: Sequence[torch.Tensor]) -> None:
-        """Begin a pass through a block; see :class:`ds_tba.recompute.checkpoint.PassListener`."""
-        self._depth += 1
-        if self._depth > 1:
-            return
-        with self._pause():
-            found: list[int] = []
-            for tensor in inputs:
-                why = self._scene.saver.eligibility_of(tensor)
-                if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
-                    found.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
-            self._pass_number, self._small_index = len(self.record.passes), _NOTHING
-            self.record.passes.append(_Pass(path, len(self.record.pauses), found))
-
-    def leave(self) -> None:
-        """End the pass."""
-        self._depth -= 1
-        if self._depth == 0:
-            with self._pause():
-                self.record.passes[-1].left = len(self.record.pauses)
-                self._pass_number, self._small_index = OUTSIDE, _NOTHING
-
-    def pack(self, tensor: torch.Tensor) -> Recorded:
-        with self._pause():
-            held = self._hooks[0](tensor)
-            self._sample_memory()
-            return Recorded(self.record, held, self._saved(held, tensor), self._pass_number)
-
-    def unpack(self, recorded: Recorded) -> torch.Tensor:
-        record = self.record
-        if record.ended is not None:  # a graph that outlives its micro-step has no times in the trace
-            return self._hooks[1](recorded.held)
-        with self._pause():
-            tensor = self._hooks[1](recorded.held)
-            now = len(record.pauses)
-            record.uses.append((now, recorded.pass_number))
-            self._sample_memory()
-            if recorded.index != _NOTHING and record.storages[recorded.index].unpacked is None:
-                record.storages[recorded.index].unpacked = now
-                if isinstance(recorded.held, SavedView) and not recorded.held.is_offloaded:
-                    # A plan cannot move what has no graph and is in use elsewhere.
-                    saved = recorded.held.record
-                    record.storages[recorded.index].is_movable &= saved.has_graph or not saved.refusal
-                elif isinstance(recorded.held, SavedView):
-                    setattr(tensor.untyped_storage(), _WATCH + "_back", _Watch(record, _End.EVICTED, recorded.index))
-            return tensor
-
-    def end(self) -> None:
-        """End the record: backward is over. Idempotent."""
-        self.record.ends.act()
-        if self.record.ended is None:
-            self.record.ended = self._clock.mark()
-
-    def _sample_memory(self) -> None:
-        if self._scene.memory is not None:
-            self._scene.memory.sample()
-
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        """Stop the trace's clock for work of ours; see [Note: Pauses]."""
-        self.record.ends.act()
-        before = self._clock.mark()
-        yield
-        self.record.ends.act()
-        self.record.pauses.append((before, self._clock.mark()))
-
-    def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor) -> int:
-        """Return the index of the storage behind a saved tensor."""
-        if isinstance(held, PassedThrough):
-            return _NOTHING
-        if isinstance(held, SavedExcluded):
-            index = self._index_of(StorageKey.of(tensor), False)
-            storage = self.record.storages[index]
-            storage.is_excluded, storage.is_asked = True, storage.is_asked and bool(storage.passes)
-        elif isinstance(held, SavedCounted):
-            index = self._index_of_small(held)
-        else:
-            index = self._index_of(held.record.key, True)  # else there were no view of it
-            self.record.storages[index].is_asked = True
-            origin = held.record.origin
-            if origin is not None and self.record.storages[index].origin is None:
-                found = {self._by_key.get(key, _NOTHING) for key in origin.sources} - {_NOTHING}
-                self.record.storages[index].origin = origin
-                self.record.storages[index].sources = tuple(sorted(found))
-        storage = self.record.storages[index]
-        storage.left = len(self.record.pauses)
-        if self._scene.is_synchronous and isinstance(held, SavedView) and _leaves(held):
-            storage.left = None
-            setattr(tensor.untyped_storage(), _WATCH, _Watch(self.record, _End.LEFT, index))
-        if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
-            storage.passes.append(self._pass_number)
-        return index
-
-    def _index_of(self, key: StorageKey, is_movable: bool) -> int:
-        if key not in self._by_key:
-            self._by_key[key] = self._add(key.nbytes, is_movable)
-        return self._by_key[key]
-
-    def _index_of_small(self, held: SavedCounted) -> int:  # see [Note: Small tensors]
-        index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once
-        if index is not None:
-            return index
-        if self._small_index == _NOTHING:
-            self._small_index = self._add(0, False)
-            self.record.storages[self._small_index].is_asked = False
-        self._small[held.memory] = self._small_index
-        self.record.storages[self._small_index].nbytes += max(1, held.nbytes)
-        return self._small_index
-
-    def _add(self, nbytes: int, is_movable: bool) -> int:
-        storages, now = self.record.storages, len(self.record.pauses)
-        storages.append(_Storage(nbytes, self._scene.running.path(), now, now, is_movable))
-        return len(storages) - 1
 
 
 class Recording:
@@ -442,8 +401,8 @@ class Recording:
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self._clock = scene.clock
-        self._done: list[MicroStepRecord] = []
-        self._of_step: list[MicroStepRecord] = []  # not done before the step is
+        self._done: list[Recorder] = []
+        self._before_step = 0  # how many were done before this step
         self._is_broken = False  # this step had a forward without its backward
         self._backward_ended: object = None
         self._optimizer_steps: list[tuple[object, object]] = []
@@ -453,7 +412,7 @@ class Recording:
     @property
     def is_enough(self) -> bool:
         """True if no more need be recorded."""
-        return len(self._done) + len(self._of_step) >= RECORDINGS
+        return len(self._done) >= RECORDINGS
 
     @property
     def is_over(self) -> bool:
@@ -483,13 +442,13 @@ class Recording:
         self.current, self._is_broken = None, True
 
     def settle(self) -> None:
-        """Keep the record of the last micro-step, before the next forward, or at the end of the step."""
+        """Keep the recorder of the last micro-step, before the next forward, or at the end of the step."""
         recorder, self.current = self.current, None
         if recorder is None:
             return
         recorder.end()
-        if recorder.record.is_complete:
-            self._of_step.append(recorder.record)
+        if recorder.is_complete:
+            self._done.append(recorder)
         else:
             self._is_broken = True
 
@@ -502,13 +461,11 @@ class Recording:
         """
         self.steps += 1
         self._is_broken = False
-        records, self._of_step = self._of_step, []
-        backward_ended, self._backward_ended = self._backward_ended, None
         if has_compiled:  # or the plan would promise steps as long as the compiler takes
-            return
-        self._done += records
-        if backward_ended is not None:
-            self._optimizer_steps.append((backward_ended, ended))
+            del self._done[self._before_step :]
+        elif self._backward_ended is not None:
+            self._optimizer_steps.append((self._backward_ended, ended))
+        self._before_step, self._backward_ended = len(self._done), None
 
     def recorded(self, resources: Resources, micro_steps: int) -> Trace:
         """Return the trace of all recordings; blocks the host until the device has reached their end.
@@ -519,7 +476,7 @@ class Recording:
         """
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])
-        traces = (record.trace(resources, optimizer_s, micro_steps) for record in self._done)
+        traces = (one.trace(resources, optimizer_s, micro_steps) for one in self._done)
         # By size first: a plan for the recording that saved most holds for smaller micro-steps, too. Then the shorter:
         # whatever else the machine did in the other is no part of a step.
         return max(sorted(traces, key=attrgetter("end_s")), key=attrgetter("saved_bytes"))

@@ -7,9 +7,9 @@ pack until writes have left room. In backward reads are asked for in the order o
 while there are writes, else as far as all of it, and no further than the prefetch distance says. A storage that is
 still being written by then stays in staging and is not read; one whose write has not begun at its use is not written
 either. A storage that is larger than staging passes through all of it in pieces: compute waits at pack until no more of
-it is left than staging holds, and it is read back at its use, without reading ahead. What backward never uses does not
-come back. Host memory is the same without staging and drive. A recomputed block runs its forward again and makes its
-storages anew; a rematerialized storage is made at its first use.
+it is left than staging holds, and at its use. What backward never uses does not come back. Host memory is the same
+without staging and drive. A recomputed block runs its forward again and makes its storages anew; a rematerialized
+storage is made at its first use.
 
 It is a model of averages. What it leaves out (lanes that share a drive unevenly, writes that slow when reads begin,
 kernels that copies slow) shows in the measured steps, which ``ds_tba/plan`` answers, and costs time, never memory.
@@ -17,15 +17,14 @@ kernels that copies slow) shows in the measured steps, which ``ds_tba/plan`` ans
 [Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied
 ahead; what was read is used where it lies, in staging.
 
-[Note: Latest starts] First uses are walked backwards: each copy in ends before its use and before the next copy
-begins, each read ends before its copy begins and before the next read begins. Every transfer is assumed to last
-``SLOWER`` times as long as measured. Each storage is asked for at the use before the one that its start allows: a
-reload that comes too late costs time, where one that comes too early costs only memory.
+[Note: Latest starts] First uses are walked backwards: each reload ends before its use (a read before its copy begins)
+and before the next one begins. It lasts as long as the longer of its read and its copy, ``SLOWER`` times as long as
+measured. Each storage is asked for at the use before the one that its start allows: a reload that comes too late costs
+time, where one that comes too early costs only memory.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ class Outcome:
         dropped: storages that the recomputation of their block makes again.
         cost: of a step.
         stalls: the storages for which compute waited, and the seconds, in order.
-        order: of the first uses of what was moved.
         prefetch_distance: that was kept to, as in ``Plan``.
     """
 
@@ -62,7 +60,6 @@ class Outcome:
     dropped: Bools
     cost: Prediction
     stalls: list[tuple[int, float]]
-    order: list[int]
     prefetch_distance: tuple[int, ...]
 
 
@@ -91,8 +88,6 @@ class _Replay:
         self._place: list[int] = lifetimes.placements.tolist()
         self._nbytes: list[int] = timeline.nbytes.tolist()
         self._padded: list[int] = timeline.padded_bytes.tolist()
-        # The most that each takes of staging.
-        self._staging: list[int] = np.minimum(timeline.padded_bytes, resources.staging_bytes).tolist()
         self._packed_at_s: list[float] = timeline.pack_s.tolist()
         drive = resources.drives
         self._read_beside = drive.read_beside_write_bytes_per_s
@@ -121,7 +116,7 @@ class _Replay:
 
     def run(self) -> Outcome:
         """Play it all."""
-        acts = self._pack, self._begin, self._use, self._again
+        acts = self._pack, self._begin, self._use, self._make_again
         for at_s, kind, which in self._events:
             before_s = self._shift_s
             acts[kind](which, at_s)
@@ -133,7 +128,6 @@ class _Replay:
             lifetimes.dropped,
             self._cost(),
             self._stalls,
-            self._order,
             tuple(self._distance or ()),
         )
 
@@ -174,44 +168,39 @@ class _Replay:
     # ---- out, in forward ----------------------------------------------------------------------------------------
 
     def _pack(self, storage: int, at_s: float) -> None:
-        on_drive, padded = self._place[storage] == _NVME, self._padded[storage]
-        asked_s = at_s + self._shift_s
-        now_s = self._staging_free_s(asked_s, padded) if on_drive else asked_s
-        if on_drive:  # pieces follow those that are written
-            now_s += (padded - self._staging[storage]) / self._write_rate
-        if not math.isfinite(now_s):  # no write under way makes room: waiting would never end, so the store refuses
-            self._place[storage] = _KEEP
-            return
+        resources, padded = self._resources, self._padded[storage]
+        on_drive, staged_bytes = self._place[storage] == _NVME, min(padded, resources.staging_bytes)
+        now_s = asked_s = at_s + self._shift_s
+        if on_drive:
+            self._settle(now_s)
+            while self._may_wait and self._unwritten and not self._has_room(staged_bytes):
+                now_s = max(now_s, self._written_s[self._unwritten[0]])
+                self._settle(now_s)
+            # No write makes room, and waiting would never end: the store refuses, as it does pieces where nobody waits.
+            if not self._has_room(staged_bytes if self._may_wait else padded):
+                self._place[storage] = _KEEP
+                return
+            now_s += (padded - staged_bytes) / self._write_rate  # pieces follow those that are written
         self._wait(storage, now_s - asked_s)
-        took_s = self._nbytes[storage] / self._resources.copy_out_bytes_per_s
-        compute_s = self._nbytes[storage] * self._resources.compute_s_per_byte
-        if self._resources.is_synchronous:
+        took_s = self._nbytes[storage] / resources.copy_out_bytes_per_s
+        compute_s = self._nbytes[storage] * resources.compute_s_per_byte
+        if resources.is_synchronous:
             compute_s += took_s
-            self._copied_s[storage] = now_s + compute_s
-        else:
-            self._copied_s[storage] = self._out.serve(now_s, took_s)
+        copied_s = now_s + compute_s if resources.is_synchronous else self._out.serve(now_s, took_s)
+        self._copied_s[storage] = copied_s
         self._wait(storage, compute_s)
         if on_drive:
-            staged_bytes = self._staging[storage]
-            self._written_s[storage] = self._writes.serve(self._copied_s[storage], staged_bytes / self._write_rate)
+            self._written_s[storage] = self._writes.serve(copied_s, staged_bytes / self._write_rate)
             self._written_bytes += padded
             self._unwritten.append(storage)
             self._stage(staged_bytes)
-
-    def _staging_free_s(self, now_s: float, padded: int) -> float:
-        """Return when staging has room for so much more, or all that it can hold; infinity if no write can make it."""
-        self._settle(now_s)
-        padded = min(padded, self._resources.staging_bytes) if self._may_wait else padded
-        while self._may_wait and self._unwritten and not self._has_room(padded):
-            now_s = max(now_s, self._written_s[self._unwritten[0]])
-            self._settle(now_s)
-        return now_s if self._has_room(padded) else math.inf
 
     def _settle(self, now_s: float) -> None:
         """Free the staging of what is written by now, unless backward gets it from there."""
         while self._unwritten and self._written_s[self._unwritten[0]] <= now_s:
             storage = self._unwritten.popleft()
-            self._staged_bytes -= 0 if storage in self._ahead else self._staging[storage]
+            if storage not in self._ahead:
+                self._staged_bytes -= min(self._padded[storage], self._resources.staging_bytes)
 
     def _stage(self, padded: int) -> None:
         self._staged_bytes += padded
@@ -219,9 +208,6 @@ class _Replay:
 
     def _has_room(self, padded: int) -> bool:
         return self._staged_bytes + padded <= self._resources.staging_bytes
-
-    def _comes_in_pieces(self, storage: int) -> bool:
-        return self._place[storage] == _NVME and self._padded[storage] > self._staging[storage]
 
     # ---- back, in backward --------------------------------------------------------------------------------------
 
@@ -236,27 +222,21 @@ class _Replay:
         now_s = at_s + self._shift_s
         if self._place[storage] != _KEEP:  # else it found no room at pack
             self._used += 1
-            self._wait(storage, self._there_s(storage, now_s) - now_s)
+            self._take(storage, now_s)
         self._cursor += self._cursor < len(self._order) and self._order[self._cursor] == storage
         self._read_ahead(at_s)
 
-    def _there_s(self, storage: int, now_s: float) -> float:
-        """Return when a storage can be used that is needed now."""
+    def _take(self, storage: int, now_s: float) -> None:
+        """Have compute wait for a storage that is needed now."""
         self._settle(now_s)
         padded, written_s = self._padded[storage], self._written_s[storage]
-        in_pieces = self._comes_in_pieces(storage)
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
         if storage not in self._ahead:
             self._bring(storage, now_s)
         else:
             self._ahead_bytes -= self._ahead.pop(storage)
             self._staged_bytes -= padded if self._place[storage] == _NVME and written_s <= now_s else 0
-        if in_pieces and self._resources.is_synchronous:  # they are put together by the host
-            self._arrived_s[storage] += took_s
-            self._back_s[storage] = now_s
-        elif in_pieces:
-            self._back_s[storage] = now_s
-        elif written_s > now_s:  # handed over from staging, or not written at all
+        if written_s > now_s:  # handed over from staging, or not written at all
             write_s = padded / self._write_rate
             if written_s - write_s > now_s:  # not begun: the drive goes on with the next, and is not worn for this one
                 self._writes.free_s = max(now_s, self._writes.free_s - write_s)
@@ -265,19 +245,18 @@ class _Replay:
             self._back_s[storage] = now_s
         elif self._resources.is_synchronous:  # the host copies it
             self._arrived_s[storage] = self._back_s[storage] = max(now_s, self._arrived_s[storage]) + took_s
-        return max(now_s, self._arrived_s[storage])
+        self._wait(storage, self._arrived_s[storage] - now_s)
 
     def _bring(self, storage: int, now_s: float) -> None:
         """Ask for the reload of a storage."""
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
-        if self._written_s[storage] > now_s and not self._comes_in_pieces(storage):
+        if self._written_s[storage] > now_s:
             self._forwarded_bytes += self._nbytes[storage]
             self._back_s[storage] = self._written_s[storage]
             self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
             return
         on_drive = self._place[storage] == _NVME
-        written_s = max(now_s, self._written_s[storage])  # later for pieces alone
-        there_s = self._read(written_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
+        there_s = self._read(now_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
         self._back_s[storage] = there_s
         self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
 
@@ -298,53 +277,39 @@ class _Replay:
         reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
         while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
             storage = order[self._cursor]
-            if self._place[storage] == _NVME or (self._place[storage] == _HOST and not self._resources.is_synchronous):
-                if not self._hold_ahead(storage, now_s):
+            on_drive = self._place[storage] == _NVME
+            if on_drive or (self._place[storage] == _HOST and not self._resources.is_synchronous):
+                # What is not yet written has its place in staging already.
+                padded = 0 if self._written_s[storage] > now_s else self._padded[storage]
+                part = PREFETCH_FRACTION_OF_STAGING if on_drive and self._writes.free_s > now_s else 1.0
+                is_over = self._ahead_bytes + padded > part * self._resources.staging_bytes
+                # One alone may be larger than the bound.
+                if padded and ((is_over and self._ahead_bytes) or (on_drive and not self._has_room(padded))):
                     return
+                self._ahead[storage] = padded
+                self._ahead_bytes += padded
+                self._stage(padded if on_drive else 0)
                 self._bring(storage, now_s)
             self._cursor += 1
-
-    def _hold_ahead(self, storage: int, now_s: float) -> bool:
-        """Take the room for one more storage before its use, if there is; return whether there was."""
-        padded, bound_bytes = self._padded[storage], float(self._resources.staging_bytes)
-        if self._comes_in_pieces(storage):
-            return False
-        if self._written_s[storage] > now_s:  # has its place in staging already
-            self._ahead[storage] = 0
-            return True
-        if self._place[storage] == _NVME:
-            if not self._has_room(padded):
-                return False
-            bound_bytes *= PREFETCH_FRACTION_OF_STAGING if self._writes.free_s > now_s else 1
-        if self._ahead_bytes and self._ahead_bytes + padded > bound_bytes:  # one alone may be larger than the bound
-            return False
-        self._ahead[storage] = padded
-        self._ahead_bytes += padded
-        if self._place[storage] == _NVME:
-            self._stage(padded)
-        return True
 
     def _just_in_time(self, order: Ints) -> list[int]:
         """Return the prefetch distance for these reloads; see [Note: Latest starts]."""
         timeline, resources, need_s = self._timeline, self._resources, self._lifetimes.need_s[order]
         use_s = need_s + self._stall_s + self._again_until_s[np.searchsorted(self._again_at_s, need_s, "left")]
-        on_drive = np.array([self._place[storage] == _NVME for storage in order], bool)
-        rate = np.where(use_s <= self._writes.free_s, self._read_beside, self._read_rate) if on_drive.any() else 1.0
-        read_s = np.where(on_drive, timeline.padded_bytes[order] / rate, 0.0)
+        on_drive = np.array(self._place)[order] == _NVME
+        rate = np.where(use_s <= self._writes.free_s, self._read_beside, self._read_rate)
         copy_s = np.where(resources.is_synchronous, 0.0, timeline.nbytes[order] / resources.copy_in_bytes_per_s)
-        starts_s = _latest_starts(use_s, copy_s * SLOWER)
-        read_starts_s = _latest_starts(np.where(on_drive, starts_s, np.inf), read_s * SLOWER)
-        starts_s = np.where(on_drive, read_starts_s, starts_s)
-        starts_s = np.minimum.accumulate(starts_s[::-1])[::-1]  # they are asked for in order
+        read_s = np.divide(timeline.padded_bytes[order], rate, out=np.zeros(len(order)), where=on_drive)
+        before_s = np.concatenate([[0.0], np.cumsum(np.maximum(read_s, copy_s) * SLOWER)])
+        slack_s = use_s - np.where(on_drive, copy_s, 0.0) * SLOWER - before_s[1:]
+        starts_s = before_s[:-1] + np.minimum.accumulate(slack_s[::-1])[::-1]
         number = np.arange(len(order))
         asked_after = np.searchsorted(use_s, starts_s, "right")
         # At the last moment itself a plan whose times are a little wrong would wait.
         asked_after = np.clip(asked_after, 0, np.maximum(number - (MIN_DISTANCE - 1), 0))
         return (np.searchsorted(asked_after, number, "right") - number).tolist()
 
-    # ---- again ------------------------------------------------------------------------------------------------------
-
-    def _again(self, which: int, at_s: float) -> None:
+    def _make_again(self, which: int, at_s: float) -> None:
         self._back_s[which] = at_s + self._shift_s
         self._shift_s += float(self._took_s[which])
 
@@ -381,10 +346,8 @@ class _Replay:
         # A copy under way holds the bytes, also when forward has long released them.
         end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
         again = exists & ((gone & lifetimes.used) | dropped)  # a loss that is kept with its graph never comes back
-        # Into a recomputation as far as its own length goes: the trace's pack may be later, in a nested call.
-        into_s = np.minimum(timeline.made_again_s, np.append(timeline.recompute_s, 0.0)[timeline.owner])
         back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
-        back_s = np.where(dropped, from_s[timeline.owner] + into_s, back_s)
+        back_s = np.where(dropped, from_s[timeline.owner], back_s)
         begins = [self._on_clock(timeline.pack_s, "left")[exists], back_s[again]]
         ends, sizes = [end_s[exists], freed_s[again]], [nbytes[exists], nbytes[again]]
         if beside is not None:
@@ -398,13 +361,6 @@ class _Replay:
         times = np.array([at for at, _ in self._shifts])
         shifts = np.array([0.0, *(shift_s for _, shift_s in self._shifts)])
         return np.asarray(at_s + shifts[np.searchsorted(times, at_s, side)])
-
-
-def _latest_starts(ends: Floats, durations: Floats) -> Floats:
-    """Return when each must begin to end by its end and before the next begins."""
-    before = np.concatenate([[0.0], np.cumsum(durations)])
-    slack = np.minimum.accumulate((ends - before[1:])[::-1])[::-1]
-    return np.asarray(before[:-1] + slack)
 
 
 def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:

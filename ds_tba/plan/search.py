@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
     more; where no plan fits the budget, the plan with the lowest peak.
     """
-    timeline = Timeline.of(trace)
+    timeline = Timeline(trace)
     found = _Search(timeline, limits).found()
     budget_bytes = limits.activation_budget_bytes
     # A share that steps have lowered may not keep a budget from fitting.
@@ -102,11 +102,7 @@ class _Search:
         price = self._mean(timeline.rematerialize_s) / (self._nbytes * self._idle_s)
         may = timeline.rematerializable[: len(self._nbytes)] & self._limits.rematerialize
         made, blocks = _cheapest(np.flatnonzero(may), price), self._blocks()
-
-        def rematerialized(count: int) -> Assignment:
-            return self._again_with(made[:count], blocks, 0)
-
-        most = self._grow(len(made), rematerialized)
+        most = self._grow(len(made), lambda count: self._again_with(made[:count], blocks, 0))
         for besides in (made[:0], made[:most]) if most else (made[:0],):
             self._grow(len(blocks), partial(self._again_with, besides, blocks))
         if self._has_budget and self._is_within(self._simplest):
@@ -124,7 +120,7 @@ class _Search:
         own = np.flatnonzero(timeline.owner[: len(self._nbytes)] >= 0)
         dropped_bytes = np.bincount(timeline.owner[own], self._nbytes[own], minlength=blocks)[:blocks]
         which = np.flatnonzero(timeline.recomputable[:blocks] & self._limits.recompute).tolist()
-        spread = sorted(which, key=_reversed_bits)
+        spread = sorted(which, key=lambda number: f"{number:032b}"[::-1])  # neighbours are far apart
         return _cheapest(np.array(spread, np.int64), recompute_s / np.maximum(dropped_bytes, 1))
 
     def _again_with(self, rematerialized: Ints, blocks: Ints, count: int) -> Assignment:
@@ -137,23 +133,18 @@ class _Search:
 
     def _grow(self, most: int, again: Callable[[int], Assignment]) -> int:
         """Bisect how much is computed again, beside what costs no time to move; then how much is moved."""
-        moves: dict[int, tuple[Places, Ints]] = {}
-
-        def by_itself(count: int) -> Outcome:
-            return self._replay(again(count))
+        moves = cache(lambda count: self._moves(again(count)))
 
         def beside(count: int) -> Outcome:
-            where, order, free = self._moves(again(count))
-            moves[count] = where, order
+            where, order, free = moves(count)
             return self._moved(again(count), where, order, free)
 
-        alone, _ = self._bisect(most, by_itself)  # with which nothing is written
+        alone, _ = self._bisect(most, lambda count: self._replay(again(count)))  # with which nothing is written
         few, many = self._bisect(most, beside)
         # Where sources must be there, a part of it may leave a lower peak than all.
         for count in sorted({few, alone, *(many * part // 4 for part in range(5))}):
-            if count not in moves:
-                beside(count)
-            where, order = moves[count]
+            beside(count)
+            where, order, _ = moves(count)
             # By idle time alone, too: what waits for nothing may be what makes all others wait for staging.
             by_idle = order[np.argsort(-self._idle_s[order], kind="stable")]
             for one in (order,) if self._has_budget else (order, by_idle):
@@ -171,7 +162,7 @@ class _Search:
         lifetimes = self._timeline.lifetimes(self._spread(again))
         is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
         paced = replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
-        has_room = self._gathered(paced) == _NVME
+        has_room = self._mean(paced.assignment.placements == _NVME) >= 0.5
         is_free = has_room & ~np.isin(np.arange(len(where)), self._unit[[storage for storage, _ in paced.stalls]])
         order = np.lexsort((-self._idle_s, ~has_room, ~is_free))
         order = order[(is_open & (self._to_nvme | self._to_host))[order]]
@@ -229,27 +220,16 @@ class _Search:
             found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
             if self._rank(found) < self._rank(self._best):
                 self._best = found
-            if not found.order and self._rank(found) < self._rank(self._simplest):
+            if not found.cost.written_bytes and self._rank(found) < self._rank(self._simplest):
                 self._simplest = found
         return found
 
     def _spread(self, assignment: Assignment) -> Assignment:
         return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])
 
-    def _gathered(self, outcome: Outcome) -> Places:
-        """Return the placements of units: KEEP where most forwards keep them."""
-        placements = outcome.assignment.placements.reshape(self._forwards, -1)
-        usual = np.max(placements, axis=0)
-        return np.where(2 * (placements != _KEEP).sum(axis=0) >= self._forwards, usual, _KEEP).astype(np.int8)
-
-    def _mean(self, column: Floats | Ints) -> Floats:
+    def _mean(self, column: Floats | Ints | Bools) -> Floats:
         """Return the mean of each unit over the forwards."""
         return np.asarray(column.reshape(self._forwards, -1).mean(axis=0))
-
-
-def _reversed_bits(number: int) -> str:
-    """Return the binary digits from the last one on: sorted by them, neighbours are far apart."""
-    return f"{number:032b}"[::-1]
 
 
 def _fitting(units: Ints, nbytes: Floats, bound_bytes: float) -> Ints:

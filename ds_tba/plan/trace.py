@@ -119,16 +119,6 @@ class Resources:
         return PathRates(*(sum(getattr(path, one.name) for path in self.paths) for one in fields(PathRates)))
 
     @property
-    def write_bytes_per_s(self) -> float:
-        """Return the write rate of all paths, without concurrent reads."""
-        return self.drives.write_bytes_per_s
-
-    @property
-    def read_bytes_per_s(self) -> float:
-        """Return the read rate of all paths, without concurrent writes."""
-        return self.drives.read_bytes_per_s
-
-    @property
     def rates(self) -> tuple[float, ...]:
         """Return the rates of each path, in bytes per second: writes, then reads."""
         return tuple(rate for path in self.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))

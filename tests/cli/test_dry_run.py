@@ -92,7 +92,7 @@ def trained(make: Make, device: str, dtype: torch.dtype) -> Real:
     loss_of(output).backward()
     recorder.end()
     cache.settle()
-    return Real(recorder.record.trace(MACHINE), cache.stats.saved.peak, cache.stats.packed_tensors)
+    return Real(recorder.trace(MACHINE), cache.stats.saved.peak, cache.stats.packed_tensors)
 
 
 def bytes_by_block(trace: Trace) -> list[int]:

@@ -108,7 +108,7 @@ def test_replays_are_on_average_within_a_margin_of_the_oracles() -> None:
         places = np.array([chance.choice(choices) for _ in trace.storages], np.int8)
         again = np.array([chance.random() < 0.2 for _ in trace.blocks], bool)
         answers[str(seed)].check(trace)
-        ours = replay(Timeline.of(trace), Assignment(places, again), None).cost
+        ours = replay(Timeline(trace), Assignment(places, again), None).cost
         errors += errors_of(ours.step_s, ours.peak_saved_bytes, answers[str(seed)])
     assert statistics.mean(errors) <= REPLAY_MARGIN
 

@@ -294,7 +294,7 @@ def test_a_recording_that_is_no_trace_is_made_again_later(make: Make, monkeypatc
         raise ZeroDivisionError("a rate of 0")
 
     with monkeypatch.context() as patched:
-        patched.setattr("ds_tba.plan.recorder.MicroStepRecord.trace", inconsistent)
+        patched.setattr("ds_tba.plan.recorder.Recorder.trace", inconsistent)
         ours = model()
         offloader = make(ours)
         steps(ours, offloader, [ROWS] * STEPS)
@@ -399,20 +399,6 @@ def test_ranks_that_follow_a_plan_talk_seldom(make: Make) -> None:
     before = agreement.calls
     steps(ours, offloader, [ROWS] * 24)
     assert 0 < agreement.calls - before <= 2 * 3 and offloader.report().plans == 1
-
-
-class AsOfTwo(Alone):
-    """One of two ranks, and the other is like this one."""
-
-    size = 2
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return [value, value]
-
-
-def test_with_several_ranks_nothing_is_recomputed_that_no_plan_asks_for(make: Make) -> None:
-    _, offloader = trained(make, 4, planner=PLANNERS["keep"], agreement=AsOfTwo())
-    assert offloader.report().plans == 1 and offloader.report().recomputed_bytes == 0
 
 
 def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
@@ -550,14 +536,3 @@ def test_a_planner_that_fails_does_not_end_the_training(make: Make, caplog: pyte
     report = check(make, planner=failing).report()
     assert report.plans == 0 and report.offloaded_bytes > 0
     assert any("could not plan" in record.message for record in caplog.records)
-
-
-def test_recompute_can_be_forbidden(make: Make) -> None:
-    report = check(make, recompute=False, activation_budget_bytes=0).report()
-    assert report.plan is not None and report.plan["recomputed_blocks"] == 0
-
-
-def test_a_budget_that_nothing_fits_is_said(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    ours = model()
-    steps(ours, make(ours, activation_budget_bytes=0), [ROWS] * (FIRST_PLAN + 2))
-    assert any("no plan fits 0 bytes" in record.message for record in caplog.records)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from statistics import fmean, median
 
 import pytest
@@ -221,12 +220,6 @@ def test_what_the_recording_itself_took_longer_for_moving_is_taken_off(known_s: 
     assert world.feedback.kept_s == pytest.approx(KEPT_S if known_s < 1 else 0.5 * (KEPT_S + known_s))
 
 
-def test_a_noisy_machine_that_is_slower_than_recorded_moves_most_in_the_end() -> None:
-    world = World(kept_s=1.3 * KEPT_S, noise_s=0.01)
-    world.run(400)
-    assert world.in_force.moved_share >= 0.5
-
-
 def test_a_faster_machine_than_recorded_hides_no_overhead() -> None:
     world = World(kept_s=0.8 * KEPT_S, hidden_s=0.1)
     world.run(200)
@@ -367,32 +360,12 @@ def test_steps_as_planned_ask_for_nothing(feedback: Feedback) -> None:
     assert asked(feedback, GOOD, range(PLANNED_AT + 1, 2000)) == [] and feedback.reason == ""
 
 
-def test_a_cause_that_stays_is_acted_on_ever_more_rarely(feedback: Feedback) -> None:
-    found = [PLANNED_AT]
-    for step in range(PLANNED_AT + 1, 3000):
-        if feedback.is_due(step):
-            feedback.change(Action.PLAN, step)
-            found.append(step)
-    assert [later - earlier for earlier, later in pairwise(found)][:9] == [5, 10, 20, 40, 80, 160, 320, 640, 640]
-
-
 @pytest.mark.parametrize(
     "rates", [(RATES[0] * RATE_CHANGE * 1.01, RATES[1]), (RATES[0], RATES[1] / RATE_CHANGE * 0.99), RATES[:1]]
 )
 def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates: tuple[float, ...]) -> None:
     found = asked(feedback, replace(GOOD, rates=rates), range(PLANNED_AT + 1, 1000))
     assert found == [PLANNED_AT + MIN_STEPS] and feedback.reason == "the drives' rates have changed"
-
-
-def test_drives_that_change_all_the_time_are_not_planned_for_all_the_time(feedback: Feedback) -> None:
-    found = []
-    for step in range(PLANNED_AT + 1, 1000):
-        now = tuple(rate * (4 if (step // 5) % 2 else 1) for rate in RATES)
-        if decided(feedback, step, replace(GOOD, rates=now)) is Action.PLAN:
-            found.append(step)
-            feedback.change(Action.PLAN, step)
-            feedback.planned(plan_of(1.0), now)
-    assert 1 <= len(found) <= 9 and found[0] <= PLANNED_AT + 2 * MIN_STEPS
 
 
 @pytest.mark.parametrize(
@@ -413,10 +386,6 @@ def test_other_storages_or_micro_steps_than_planned_ask_for_a_recording(
     assert feedback.measured_step_s is None or not seen.more_micro_steps  # the time of such a step does not count
 
 
-def test_saves_that_stay_unknown_are_not_recorded_for_ever(feedback: Feedback) -> None:
-    assert len(asked(feedback, replace(GOOD, unknown_saves=2), range(PLANNED_AT + 1, 5000))) <= 7 + 5000 // MAX_STEPS
-
-
 def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_for_none(feedback: Feedback) -> None:
     assert decided(feedback, PLANNED_AT + 1, replace(GOOD, drift=0.2, growth=0.2)) is Action.PLAN
     assert "larger than those of the plan by 20%" in feedback.reason
@@ -435,7 +404,7 @@ def test_after_a_plan_that_could_not_be_made_nothing_is_asked_for_before_a_while
 
 def test_whatever_asks_for_a_plan_or_a_recording_doubles_the_wait_for_all(feedback: Feedback) -> None:
     found, step = [], PLANNED_AT
-    for seen in [replace(GOOD, unknown_saves=2), replace(GOOD, rates=(1.0, 1.0))] * 3:
+    for seen in [replace(GOOD, unknown_saves=2), replace(GOOD, rates=(1.0, 1.0))] * 5:
         since, action = step, Action.GO_ON
         while action is Action.GO_ON:
             step += 1
@@ -443,7 +412,8 @@ def test_whatever_asks_for_a_plan_or_a_recording_doubles_the_wait_for_all(feedba
         found.append((action, step - since))
         feedback.change(action, step)
         feedback.planned(plan_of(1.0), RATES)
-    assert found == [(Action.PLAN if number % 2 else Action.RECORD, MIN_STEPS * 2**number) for number in range(6)]
+    waits = [min(MAX_STEPS, MIN_STEPS * 2**number) for number in range(10)]
+    assert found == [(Action.PLAN if number % 2 else Action.RECORD, wait) for number, wait in enumerate(waits)]
 
 
 def test_drives_that_change_all_the_time_keep_no_share_from_rising() -> None:
@@ -467,14 +437,6 @@ def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(feedback: 
     assert feedback.measured_step_s == 0.4
     feedback.change(Action.PLAN, PLANNED_AT + 8)
     assert feedback.measured_step_s is None
-
-
-def test_where_nothing_could_be_recorded_it_is_tried_again_later() -> None:
-    feedback = Feedback()
-    assert feedback.is_due(1)
-    feedback.change(Action.PLAN, 7)
-    assert not any(feedback.is_due(step) for step in range(8, 7 + MIN_STEPS))
-    assert any(feedback.is_due(step) for step in range(8, 8 + 2 * MIN_STEPS))
 
 
 def test_of_several_wishes_the_highest_is_done() -> None:

@@ -60,7 +60,7 @@ class Paced(CpuAccelerator):
 
 def test_the_best_copy_each_way_counts() -> None:
     clock = Clock()
-    device = Paced(clock, 99.0, 4.0, 3.0, 2.0, 5.0, 6.0, 9.0, 0.5, 9.0, 9.0, 9.0)
+    device = Paced(clock, 99.0, 4.0, 9.0, 3.0, 0.5, 2.0, 9.0, 5.0, 9.0, 6.0, 9.0)
     found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
     assert (found.out_bytes_per_s, found.in_bytes_per_s) == (MIB / 2.0, MIB / 0.5)
     assert TIMES == 5 and not device.took_s

@@ -44,7 +44,7 @@ def evenly(count: int, resources: Resources) -> Trace:
 
 def in_time(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[Outcome, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), distance=None)
+    outcome = replay(Timeline(trace), Assignment(np.array(places, np.int8), again), distance=None)
     return outcome, outcome.cost
 
 
@@ -64,9 +64,9 @@ def test_what_comes_slowly_is_asked_for_early_enough() -> None:
 
 
 def test_copies_in_take_time_too_but_not_of_the_drive() -> None:
-    # Copies of 2.5 s begin at 13.5, 11, 8.5, ...; reads of 1 s before them, at 12.5, 10, ...
+    # Copies of 2.5 s begin at 13.5, 11, 8.5, ...; as the slower ones they set the pace of the reads before them.
     slow = evenly(6, machine(read=1.25, copy=0.5))
-    assert distance_of(slow, *[N] * 6, K) == (5, 4, 4, 3, 2, 1)
+    assert distance_of(slow, *[N] * 6, K) == (5, 5, 4, 3, 2, 1)
     assert distance_of(slow, *[H] * 6, K) == (4, 4, 3, 3, 2, 1)
     in_place = replace(slow, resources=replace(slow.resources, is_synchronous=True))
     assert distance_of(in_place, *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
@@ -108,7 +108,7 @@ def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
 @ANY
 def test_a_distance_is_for_each_use_and_says_all_there_is_to_say(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
-    timeline = Timeline.of(trace)
+    timeline = Timeline(trace)
     outcome = replay(timeline, assignment, distance=None)
     moved = int(np.isin(outcome.assignment.placements, (H, N)).sum())
     assert len(outcome.prefetch_distance) == moved

@@ -95,7 +95,7 @@ def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: Tens
     ticks.now_s = 20.0
     loss.backward()
     recorder.end()
-    trace = recorder.record.trace(MACHINE, optimizer_s=0.5)
+    trace = recorder.trace(MACHINE, optimizer_s=0.5)
     freed_s = {storage.freed_s for storage in movable(trace)}
     assert freed_s == ({20.0} if not cache.stores else {10.0})  # what was kept lives as long as the graph
 
@@ -109,7 +109,7 @@ def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Tick
             losses.append(model(torch.randn(ROWS, WIDTH, requires_grad=True), recorder))
     losses[1].backward()
     recorder.end()
-    trace = recorder.record.trace(MACHINE)
+    trace = recorder.trace(MACHINE)
     count = len(trace.storages) // 2
     assert [one.is_used for one in trace.storages] == [False] * count + [True] * count
     assert {one.freed_s for one in trace.storages[:count]} == {trace.end_s}
@@ -140,7 +140,7 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
         loss = x.sum()
     loss.backward()
     recorder.end()
-    trace = recorder.record.trace(MACHINE)
+    trace = recorder.trace(MACHINE)
     assert sum(one.nbytes for one in trace.storages if not one.is_movable) == shared.nbytes
 
 
@@ -174,4 +174,4 @@ def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cac
     with cache.saving(around=recorder.around):
         model(x).sum().backward()
     recorder.end()
-    assert {storage.module for storage in recorder.record.storages} == {"0"}
+    assert {storage.module for storage in recorder.storages} == {"0"}

@@ -10,7 +10,7 @@ from conftest import StoreFactory
 from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.plan.recorder import RECORDINGS, MicroStepRecord, Recording, Scene
+from ds_tba.plan.recorder import RECORDINGS, Recorder, Recording, Scene
 from ds_tba.remat.where import RunningModule
 
 
@@ -19,7 +19,7 @@ def cache(make_store: StoreFactory) -> TensorCache:
     return TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
 
 
-def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> MicroStepRecord:
+def recorded(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> Recorder:
     """A micro-step whose forward takes 6 s, with so much time before its backward."""
     ticks = Ticks()
     model = Stack(ticks)
@@ -116,14 +116,3 @@ def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache
         recording.end_step(ticks.mark(), has_compiled=has_compiled)
     assert recording.is_enough and recording.steps == 4
     assert recording.recorded(MACHINE, 1).optimizer_s == pytest.approx(0.25)
-
-
-def test_micro_steps_of_one_step_that_compiled_are_no_recording(cache: TensorCache) -> None:
-    ticks = Ticks()
-    recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
-    for _ in range(RECORDINGS):
-        record_one(recording, cache, model)
-        recording.settle()
-    assert recording.is_enough and recording.begin() is None
-    recording.end_step(ticks.mark(), has_compiled=True)
-    assert not recording.is_enough and not recording.has_any and recording.begin() is not None

@@ -37,7 +37,7 @@ def on(machine: bool, trace: Trace) -> Trace:
 
 def lifetimes(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> Lifetimes:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    return Timeline.of(trace).lifetimes(Assignment(np.array(places, np.int8), again))
+    return Timeline(trace).lifetimes(Assignment(np.array(places, np.int8), again))
 
 
 # ---- a replay, by hand: SIZE bytes take a second to write and a second to read --------------------------------------
@@ -51,13 +51,6 @@ def test_a_source_that_was_moved_is_back_when_the_first_that_is_made_of_it_is_ne
     _, found = run(trace, N, M)
     assert lifetimes(trace, N, M).need_s.tolist() == [1.5, 1.5]
     assert (found.stall_s, found.step_s) == (1.0, 4.25)
-
-
-def test_reads_follow_the_order_in_which_sources_are_needed() -> None:
-    first, second = storage(0.0, 2.5), storage(0.0, 2.0)
-    trace = one_block(first, second, made(storage(0.5, 1.75), 0.0, 0), machine=traces.resources(copy=UNLIMITED))
-    assert run(trace, N, N, K)[0].order == [1, 0]
-    assert run(trace, N, N, M)[0].order == [0, 1]
 
 
 @pytest.mark.parametrize("first", [K, H, N])
@@ -117,7 +110,7 @@ def test_the_time_that_making_others_takes_is_time_for_reads() -> None:
     moved = [storage(0.0, use_s) for use_s in (1.3, 1.15, 1.1)]
     trace = one_block(*moved, storage(0.1, 1.0), made(storage(0.1, 1.2), 1.0), machine=machine)
     kept, again = (
-        replay(Timeline.of(trace), Assignment(np.array([N, N, N, K, place], np.int8), np.zeros(1, bool)), distance=None)
+        replay(Timeline(trace), Assignment(np.array([N, N, N, K, place], np.int8), np.zeros(1, bool)), distance=None)
         for place in (K, M)
     )
     # The last read takes 0.2 s: from the beginning on, or else once the first of the others is used.
@@ -274,18 +267,17 @@ def test_among_many_sites_the_limits_hold() -> None:
 def test_forwards_in_turn_are_made_again_alike(ahead: int) -> None:
     trace = on(False, pipeline(8, ahead))
     trace = replace(with_sites(trace, 0.001), forwards=trace.forwards)
-    assert Timeline.of(trace).alike_forwards() == 8
+    assert Timeline(trace).alike_forwards() == 8
     plan = adaptive(trace, Limits(recompute=False))
     again = (np.array(plan.placements) == M).reshape(8, 20)
     assert again[0].sum() >= 8 and (again == again[0]).all()
     assert plan.prediction.peak_saved_bytes <= 0.65 * 20 * ahead * SIZE
 
 
-def test_forwards_with_other_sites_or_sources_are_not_alike() -> None:
-    trace = with_sites(pipeline(4, 2), 0.001)
-    for change in ({"rematerialize_s": None, "sources": ()}, {"sources": (22,)}, {"sources": (0,)}):
-        storages = tuple(replace(one, **change) if at == 25 else one for at, one in enumerate(trace.storages))
-        assert Timeline.of(replace(trace, storages=storages)).alike_forwards() == 1, change
+def test_forwards_with_other_sites_are_not_alike() -> None:
+    trace, change = with_sites(pipeline(4, 2), 0.001), {"rematerialize_s": None, "sources": ()}
+    storages = tuple(replace(one, **change) if at == 25 else one for at, one in enumerate(trace.storages))
+    assert Timeline(replace(trace, storages=storages)).alike_forwards() == 1
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -232,7 +232,7 @@ def test_a_step_has_its_micro_steps_and_its_rest() -> None:
 
 
 def both(trace: Trace, assignment: Assignment) -> tuple[Outcome, Prediction]:
-    outcome = replay(Timeline.of(trace), assignment)
+    outcome = replay(Timeline(trace), assignment)
     return outcome, outcome.cost
 
 
@@ -242,7 +242,7 @@ def test_keeping_everything_costs_nothing_and_peaks_where_most_lies(trace: Trace
     saved = [one for one in trace.storages if one.blocks]
     times = {one.pack_s for one in saved}
     peak = max((sum(one.nbytes for one in saved if one.pack_s <= at <= one.freed_s) for at in times), default=0)
-    assert both(trace, Timeline.of(trace).kept)[1] == Prediction(peak, trace.step_s, 0.0, 0.0, 0, 0, 0, 0, 0)
+    assert both(trace, Timeline(trace).kept)[1] == Prediction(peak, trace.step_s, 0.0, 0.0, 0, 0, 0, 0, 0)
 
 
 @given(cases())
@@ -250,7 +250,7 @@ def test_keeping_everything_costs_nothing_and_peaks_where_most_lies(trace: Trace
 def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
     outcome, found = both(trace, assignment)
-    exists = Timeline.of(trace).lifetimes(assignment).exists
+    exists = Timeline(trace).lifetimes(assignment).exists
     sizes = np.array([one.nbytes for one in trace.storages])[exists]
     assert sizes.max(initial=0) <= found.peak_saved_bytes <= 2 * sizes.sum()
     assert found.step_s == pytest.approx(trace.step_s + found.stall_s + found.recomputed_s + found.rematerialized_s)
@@ -267,19 +267,12 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert found.peak_staging_bytes <= trace.resources.staging_bytes
 
 
-def test_a_recomputation_makes_storages_again_as_fast_as_it_runs() -> None:
-    trace = one_block(storage(0.0, 2.0), storage(0.5, 1.5), machine=traces.resources())
-    start_s = trace.blocks[0].forward_start_s
-    again_s = [row.pack_s - start_s for row in trace.storages]
-    assert any(again_s) and Timeline.of(trace).made_again_s.tolist() == pytest.approx(again_s)
-
-
 @given(cases())
 @ANY
 def test_what_goes_to_nvme_is_written_or_handed_over(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
     outcome, found = both(trace, assignment)
-    padded = Timeline.of(trace).padded_bytes
+    padded = Timeline(trace).padded_bytes
     moved = int(padded[outcome.assignment.placements == N].sum()) * trace.micro_steps
     assert moved - found.forwarded_bytes - 4096 * 2 * 7 < found.written_bytes <= moved
     assert found.forwarded_bytes or found.written_bytes == found.read_bytes == moved
@@ -328,7 +321,7 @@ def test_a_slower_clock_changes_times_and_nothing_else(
     case: tuple[Trace, Assignment], factor: float, distance: tuple[int, ...] | None
 ) -> None:
     trace, assignment = case
-    one, other = (replay(Timeline.of(which), assignment, distance=distance) for which in (trace, slowed(trace, factor)))
+    one, other = (replay(Timeline(which), assignment, distance=distance) for which in (trace, slowed(trace, factor)))
     assert one.prefetch_distance == other.prefetch_distance
     before = one.cost
     assert other.cost == replace(

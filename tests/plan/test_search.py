@@ -272,6 +272,6 @@ def test_a_plan_for_many_forwards_in_turn_lowers_the_peak_of_all(ahead: int) -> 
 def test_forwards_that_are_not_alike_are_planned_one_by_one() -> None:
     trace = pipeline(4, 2)
     other = replace(trace, storages=tuple(replace(one, is_movable=at != 3) for at, one in enumerate(trace.storages)))
-    assert (Timeline.of(trace).alike_forwards(), Timeline.of(other).alike_forwards()) == (4, 1)
+    assert (Timeline(trace).alike_forwards(), Timeline(other).alike_forwards()) == (4, 1)
     assert adaptive(other, Limits(recompute=False)).prediction.peak_saved_bytes <= 40 * SIZE
-    assert Timeline.of(replace(trace, forwards=())).alike_forwards() == 1
+    assert Timeline(replace(trace, forwards=())).alike_forwards() == 1

@@ -20,7 +20,7 @@ def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
 def test_rates_of_several_paths_add_up() -> None:
     path = traces.resources(write=3.0, read=2.0).paths[0]
     both = Resources((path, path), 1.0, 1.0, 1)
-    assert (both.write_bytes_per_s, both.read_bytes_per_s) == (6.0, 4.0)
+    assert (both.drives.write_bytes_per_s, both.drives.read_bytes_per_s) == (6.0, 4.0)
 
 
 def test_the_wear_limit_is_the_rating_spread_over_the_life() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.plan.recorder import MicroStepRecord, Recorder, Scene
+from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.remat.where import RunningModule
 
@@ -78,10 +78,10 @@ def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recor
         yield recorder
 
 
-def record(cache: TensorCache, ticks: Ticks, model: Stack, x: torch.Tensor) -> MicroStepRecord:
+def record(cache: TensorCache, ticks: Ticks, model: Stack, x: torch.Tensor) -> Recorder:
     with recorded(cache, ticks, model) as recorder:
         loss = model(x, recorder)
     ticks.now_s += 1.0
     loss.backward()
     recorder.end()
-    return recorder.record
+    return recorder

@@ -22,7 +22,7 @@ def run(
     trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = (), may_wait: bool = True
 ) -> tuple[Outcome, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = replay(Timeline.of(trace), Assignment(np.array(places, np.int8), again), may_wait=may_wait)
+    outcome = replay(Timeline(trace), Assignment(np.array(places, np.int8), again), may_wait=may_wait)
     return outcome, outcome.cost
 
 

@@ -191,7 +191,7 @@ def _rows(table: dict[str, list[Any]], *tuples: str) -> list[dict[str, Any]]:
 def simulate(trace: Trace, plan: Plan) -> Prediction:
     """The cost of a step of ``trace`` under ``plan``."""
     assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
-    return replay(Timeline.of(trace), assignment, plan.prefetch_distance).cost
+    return replay(Timeline(trace), assignment, plan.prefetch_distance).cost
 
 
 def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:

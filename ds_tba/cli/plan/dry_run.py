@@ -98,7 +98,7 @@ def dry_run(
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     passing_bytes = max(whole_bytes, default=0)
     return DryRun(
-        recorder.record.trace(resources, micro_steps=training.micro_steps),
+        recorder.trace(resources, micro_steps=training.micro_steps),
         peak_saved_bytes=cache.stats.saved.peak,
         packed_tensors=cache.stats.packed_tensors,
         parameters=sum(one.numel() for one in parameters),

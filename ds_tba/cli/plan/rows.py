@@ -282,7 +282,7 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
             places[index] = placement
             largest = max(largest, one.nbytes) if not recompute or index in inputs else largest
     machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest + 4096))
-    timeline = Timeline.of(replace(trace, resources=machine))
+    timeline = Timeline(replace(trace, resources=machine))
     owned = enumerate(timeline.owner.tolist())
     owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
     again = [recompute and at in owners for at in range(len(trace.blocks))]
