@@ -14,7 +14,7 @@ import torch
 
 from ds_tba.cli.format import Result
 from ds_tba.cli.plan.dry_run import dry_run
-from ds_tba.cli.plan.model import recipe_of
+from ds_tba.cli.plan.model import AIDS, recipe_of
 from ds_tba.cli.plan.rows import (
     FRAGMENTATION,
     MOST,
@@ -43,7 +43,6 @@ WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one P
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
 FIRST_LENGTH = 4096  # of --longest without --seq
-_AIDS = ("--fused-loss", "--liger", "--tiled-mlp")
 # The fields of a dry run that the JSON has.
 _TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "temporary_bytes", "attention")
 
@@ -54,7 +53,7 @@ def planned(options: argparse.Namespace) -> Result:
         raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
     if options.seq is None and not options.longest:
         raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
-    setup_of, title, notes = setups(options)
+    setup_of, way, title, notes = setups(options)
     if options.longest:
         found = longest_of(setup_of, options.seq or FIRST_LENGTH)
         sequence, longest = max(found, key=itemgetter(0))
@@ -68,17 +67,18 @@ def planned(options: argparse.Namespace) -> Result:
         why = f"no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
     title = f"{options.model}, batch {options.batch}{tokens}, {title}"
     notes += [*setup.run.notes, f"attention: {', '.join(setup.run.attention) or 'none of PyTorch'}"]
-    lines = _text(setup, found, chosen, why, Way(zero_block(setup.training.config), options.batch, _aids(options)))
+    lines = _text(setup, found, chosen, why, way)
     told = {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "notes": notes}
     told |= {key: getattr(setup.run, key) for key in _TOLD}
+    told["held"] = asdict(setup.held)
     told["rows"] = [{"sequence": sequence, **asdict(row)} for sequence, row in found]
     told["recommended"] = None if chosen is None else chosen.name
     shown = [f"model       {title}", *lines, "", "assumed", *(f"  {note}" for note in notes)]
     return Result(0 if chosen is not None or setup.device.memory_bytes is None else 3, shown, told)
 
 
-def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
-    """Return the setups by the length of the sequence, a title, and what the figures rest on.
+def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], Way, str, list[str]]:
+    """Return the setups by the length of the sequence, what is done about memory, a title, and what figures rest on.
 
     Options and config are looked at first: what is wrong with them is told before transformers is imported.
     """
@@ -96,17 +96,9 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
     tbw, rating = _endurance(options.drive_tbw, training)
     host_memory_bytes = options.host_memory or available_bytes()
     sequence_ranks = options.sequence_parallel or training.number("sequence_parallel_size") or 1
-    tensor_ranks = options.tensor_parallel or training.number("tensor_parallel.autotp_size") or 1
     targets = options.lora_targets.split(",") if options.lora_targets else ()
-    aids = _aids(options)
-    recipe = recipe_of(
-        options.model,
-        bits=options.bits,
-        tensor_parallel=tensor_ranks,
-        lora_rank=options.lora,
-        lora_targets=targets,
-        aids=aids,
-    )
+    aids = frozenset(name for name in AIDS if getattr(options, name[2:].replace("-", "_")))
+    recipe = recipe_of(options.model, bits=options.bits, lora_rank=options.lora, lora_targets=targets, aids=aids)
 
     @cache
     def setup_of(sequence: int) -> Setup:
@@ -115,8 +107,7 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}{f' on {options.lora_targets}' if targets else ''}" if options.lora else ""
-    divided = [("tokens", sequence_ranks), ("widths", tensor_ranks)]
-    adapted += "".join(f", {what} divided by {ranks}" for what, ranks in divided if ranks > 1)
+    adapted += f", tokens divided by {sequence_ranks}" if sequence_ranks > 1 else ""
     each = f"; each GPU has 1/{sharers} of them" if sharers > 1 else ""
     packed = f"; compression leaves {ASSUMED_RATIO} of what is written" if offload.io.compression else ""
     notes = [
@@ -133,12 +124,8 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         f"{readable(host_memory_bytes)} of host memory free{'' if options.host_memory else ', as this machine'} "
         "(--host-memory)",
     ]
-    return setup_of, f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}", notes
-
-
-def _aids(options: argparse.Namespace) -> frozenset[str]:
-    """Return the options given of those that make tensors smaller."""
-    return frozenset(name for name in _AIDS if getattr(options, name[2:].replace("-", "_")))
+    title = f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}"
+    return setup_of, Way(zero_block(training.config), options.batch, aids), title, notes
 
 
 def _endurance(given: float | None, training: Training) -> tuple[float, str]:
@@ -158,8 +145,8 @@ def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, wh
     if device.memory_bytes is not None:
         yield f"GPU         {readable(device.memory_bytes)} for PyTorch, rates of one {device.name}"
     yield ""
-    cells = [("setting", "tokens", "activations", "GPU peak", "verdict", "s a step", "TB a day", "drives last", "host",
-              "swap")]  # fmt: skip
+    costs = ("activations", "GPU peak", "verdict", "s a step", "TB a day", "drives last", "host", "swap")
+    cells: list[tuple[str, ...]] = [("setting", "tokens", *costs)]
     for sequence, row in found:
         tokens = f"{'more than ' if sequence == MOST else ''}{sequence:,}" if sequence else f"not {UNIT}"
         sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes), row.verdict or "?"
@@ -175,11 +162,11 @@ def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, wh
     elif chosen is None:
         least = min((row for _, row in found), key=attrgetter("need_bytes"))
         yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
-        for name, nbytes in holders(least, run)[:3]:
+        for name, nbytes in holders(least, setup)[:3]:
             yield f"  {readable(nbytes):>10}  {name}: {remedy(name, way)}"
     else:
         yield f"recommended {chosen.name!r}: {why}"
-        holding = [f"{name} {readable(nbytes)}" for name, nbytes in holders(chosen, run) if nbytes]
+        holding = [f"{name} {readable(nbytes)}" for name, nbytes in holders(chosen, setup) if nbytes]
         yield f"            the GPU holds {', '.join(holding[:4])}"
         yield from _instructions(chosen)
 

@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.cli.plan.model import Recipe, Subject, hidden_size_of, loss_of, quantized_linears
+from ds_tba.cli.plan.model import Recipe, Subject, loss_of, quantized_linears
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
@@ -104,7 +104,7 @@ def dry_run(
         trained=sum(one.numel() for one in trained),
         trained_bytes=sum(one.nbytes for one in trained),
         largest_module=max(sum(one.numel() for one in each) for each in owned),
-        hidden_size=hidden_size_of(subject.model),
+        hidden_size=subject.hidden_size,
         attention=sorted(attention),
         notes=subject.notes if blocks else (*subject.notes, no_blocks),
     )
@@ -158,15 +158,12 @@ def left_by_layers(subject: Subject, blocks: Mapping[str, nn.Module]) -> int:
     return seen[-1][0] if seen and clock.largest_bytes > seen[-1][1] else 0
 
 
-def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans:
+def spans_of(samples: Sequence[tuple[float, float, int]], more_bytes: int = 0) -> Spans:
     """Return temporary tensors by time: what is there as an operation ends is there while it runs.
 
     Spans end a little before the next begins, so that no two of them count together.
     """
-    ends_s, nbytes = np.array([at for at, _ in samples]), np.array([one for _, one in samples], np.int64)
-    took_s = np.diff(ends_s, prepend=0.0)
-    takes_time = took_s > 0
-    ends_s, took_s, nbytes = ends_s[takes_time], took_s[takes_time], nbytes[takes_time]
+    took_s, ends_s, nbytes = map(np.array, zip(*samples, strict=True))
     return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
 
 
@@ -233,7 +230,7 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
 
     Attributes:
         now_s: seconds of all operations so far.
-        samples: at the end of each operation its time, and the bytes without saved tensors.
+        samples: of each operation that takes time the seconds, its end, and the bytes then, without saved tensors.
         last_operation: name of the last one, which may have failed.
     """
 
@@ -242,7 +239,7 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.now_s, self.last_operation = 0.0, ""
-        self.samples: list[tuple[float, int]] = []
+        self.samples: list[tuple[float, float, int]] = []
         self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
         self._saved = Gauge() if saved is None else saved
 
@@ -270,8 +267,9 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
             tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
             moved_s = sum(one.numel() * one.element_size() for one in tensors.values()) / self._memory_bytes_per_s
-            self.now_s += max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
-        self.samples.append((self.now_s, self.now_bytes - self._saved.now))
+            took_s = max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
+            self.now_s += took_s
+            self.samples.append((took_s, self.now_s, self.now_bytes - self._saved.now))
         return result
 
 

@@ -50,7 +50,7 @@ class Row:
     """A setting.
 
     Attributes:
-        cost, held, need_bytes: of a step, beside it, and of the device in all; see [Note: Need].
+        cost, need_bytes: of a step, and of the device in all; see [Note: Need].
         verdict: ``fits``, ``tight``, ``does not fit`` or ``lacks host memory``; empty where the device's memory is not
             known.
         written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
@@ -60,7 +60,6 @@ class Row:
 
     name: str
     cost: Prediction
-    held: ModelMemory
     need_bytes: int
     verdict: str
     written_bytes_per_day: float
@@ -196,7 +195,7 @@ class Setup:
             verdict = HOST_FULL
         swap_bytes = zero.swap_bytes + cost.written_bytes // self.training.micro_steps
         life = life_days(self.tbw, per_day)
-        return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
+        return Row(name, cost, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
     def fixed_row(self, setting: Setting) -> Row:
         """Return the row of a setting that makes no plan; see :func:`assign`."""
@@ -233,16 +232,15 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
         recompute: also every block, and then only what enters blocks is placed.
     """
     inputs = {index for block in trace.blocks for index in block.inputs}  # which a checkpointed block saves
-    movable = np.array(
-        [one.is_movable and (not recompute or at in inputs) for at, one in enumerate(trace.storages)], bool
-    )
-    nbytes = [one.nbytes for one, moves in zip(trace.storages, movable, strict=True) if moves]
-    staging_bytes = max(trace.resources.staging_bytes, max(nbytes, default=0) + 4096)
+    placed = [at for at, one in enumerate(trace.storages) if one.is_movable and (not recompute or at in inputs)]
+    places = np.full(len(trace.storages), int(Placement.KEEP), np.int8)
+    places[placed] = int(placement)
+    largest = max((trace.storages[at].nbytes for at in placed), default=0)
+    staging_bytes = max(trace.resources.staging_bytes, largest + 4096)
     timeline = Timeline.of(replace(trace, resources=replace(trace.resources, staging_bytes=staging_bytes)))
     owned = enumerate(timeline.owner.tolist())
     owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
     again = [recompute and at in owners for at in range(len(trace.blocks))]
-    places = np.where(movable, int(placement), int(Placement.KEEP)).astype(np.int8)
     return timeline, Assignment(places, np.array(again, bool))
 
 
@@ -257,10 +255,10 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     return None
 
 
-def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
+def holders(row: Row, setup: Setup) -> list[tuple[str, int]]:
     """Return the holders of the device's memory with their bytes, the largest first."""
-    moving = {SAVED: row.cost.peak_saved_bytes, TEMPORARY: run.temporary_bytes}
-    return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
+    moving = {SAVED: row.cost.peak_saved_bytes, TEMPORARY: setup.run.temporary_bytes}
+    return sorted({**setup.held.always, **setup.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
 
 
 def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, Row]]:

@@ -37,7 +37,7 @@ _NOT_COUNTED = (
     "activation_checkpointing.cpu_checkpointing", "activation_checkpointing.partition_activations",
     "zero_optimization.offload_optimizer.ratio",
     "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads",
-    "bf16.bf16_optimizer_states",
+    "bf16.bf16_optimizer_states", "tensor_parallel.autotp_size",
 )  # fmt: skip
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
