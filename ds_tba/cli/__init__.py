@@ -100,7 +100,6 @@ def _add_plan(commands: Commands) -> None:
     add("--fused-loss", action="store_true", help="the loss never makes all logits (Liger's, TRL's, DeepSpeed's)")
     add("--tiled-mlp", action="store_true", help="MLPs run on pieces of the sequence (DeepSpeed's TiledMLP)")
     add("--sequence-parallel", type=size, metavar="N", help="ranks that divide a sequence's tokens (Ulysses, context)")
-    add("--tensor-parallel", type=size, metavar="N", help="ranks that divide heads, MLPs and the vocabulary")
     add("--host-memory", type=size, help="free memory of a node, for layers' inputs (default: this machine's)")
     add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
     add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")

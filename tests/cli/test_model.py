@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ds_tba.cli.plan.dry_run import dry_run
-from ds_tba.cli.plan.model import _FusedLoss, fuse_kernels, fuse_loss, recipe_of, tile_mlps
+from ds_tba.cli.plan.model import AIDS, _FusedLoss, recipe_of
 from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ModelError
@@ -39,7 +38,7 @@ def planned(
 ) -> DryRun:
     (directory / "config.json").write_text(json.dumps(config))
     training = Training({}, OffloadConfig(enabled=False, min_tensor_bytes=4096), torch.bfloat16)
-    device = Device("cuda", "made up", None, 1e12, 1e11, 1e10)
+    device = Device("made up", None, 1e12, 1e11, 1e10)
     recipe = recipe_of(str(directory), lora_rank=lora, lora_targets=targets, aids=aids, **changes)
     return dry_run(recipe, 1, length, training, device)
 
@@ -47,13 +46,13 @@ def planned(
 def test_a_fused_loss_holds_a_chunk_of_logits_and_saves_gradients(tmp_path: Path) -> None:
     plain, fused = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, aids=("--fused-loss",))
     logits = SEQUENCE * WORDS
-    assert plain.temporary_bytes > 4 * logits and plain.peak_saved_bytes > fused.peak_saved_bytes + 3.9 * logits
+    assert plain.temporary_bytes > 4 * logits and plain.saved_bytes > fused.saved_bytes + 3.9 * logits
     # A chunk of logits, the gradient of the head by it, and hidden states; Liger: as many logits as hidden states.
     assert fused.temporary_bytes < 2 * (SEQUENCE * WIDTH + 2 * WORDS * WIDTH) + 8 * SEQUENCE * MIDDLE
     assert fused.parameters == plain.parameters == fused.trained
     assert fused.trace.end_s == pytest.approx(plain.trace.end_s, rel=0.25)  # as many products
     lora = planned(tmp_path, LLAMA, 4, ("--fused-loss",))
-    assert lora.trained < plain.trained and lora.peak_saved_bytes < fused.peak_saved_bytes  # no gradient of the head
+    assert lora.trained < plain.trained and lora.saved_bytes < fused.saved_bytes  # no gradient of the head
 
 
 def test_liger_s_kernels_save_their_inputs_alone(tmp_path: Path) -> None:
@@ -89,22 +88,11 @@ def test_adapters_are_on_the_layers_that_are_named(tmp_path: Path) -> None:
         planned(tmp_path, LLAMA, 4, targets=("qproj",))
 
 
-def test_tensor_parallelism_divides_widths_and_leaves_hidden_states_whole(tmp_path: Path) -> None:
-    alone, half = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, tensor_parallel=2)
-    norms = (2 * LAYERS + 1) * WIDTH
-    assert 2 * (half.parameters - norms) == alone.parameters - norms
-    assert alone.saved_bytes / 2 < half.saved_bytes < alone.saved_bytes and half.hidden_size == WIDTH
-    with pytest.raises(ModelError, match="--tensor-parallel 3 must divide num_attention_heads, which is 4"):
-        planned(tmp_path, LLAMA, tensor_parallel=3)
-
-
-def test_a_model_without_a_head_has_no_fused_loss() -> None:
-    with pytest.raises(ModelError, match="--fused-loss: Linear has no lm_head"):
-        fuse_loss(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="--liger: Linear has no RMS norm"):
-        fuse_kernels(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="--tiled-mlp: no module"):
-        tile_mlps([nn.Linear(2, 2)])
+@pytest.mark.parametrize("aid", list(AIDS))
+def test_a_model_without_a_place_for_an_aid_is_refused(tmp_path: Path, aid: str) -> None:
+    bert = {"model_type": "bert", "architectures": ["BertModel"], **TEXT}
+    with pytest.raises(ModelError, match=f"{aid}: BertModel has no .*: leave {aid} out"):
+        planned(tmp_path, bert, aids=(aid,), length=128)
 
 
 def test_tiled_mlps_hold_one_tile(tmp_path: Path) -> None:

@@ -30,14 +30,15 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def small(name: str, layers: int, words: int, positions: int, dropout: float = 0.1) -> dict[str, Any]:
-    """A model with layers of width 64; only GPT-2 has dropout."""
+    """A model with layers of width 64; GPT-2 and BERT have dropout."""
     if name == "GPT-2":
         widths = {"n_embd": 64, "n_layer": layers, "n_head": 4, "n_positions": positions, "vocab_size": words, **ENDS}
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
         return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **widths, **dropouts}
     kind, architecture, own = KINDS[name]
     widths = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": layers, "num_attention_heads": 4}
-    whole = {"model_type": kind, "architectures": [architecture], **widths, **own}
+    dropouts = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+    whole = {"model_type": kind, "architectures": [architecture], **widths, **own, **dropouts}
     return {**whole, "vocab_size": words, "max_position_embeddings": positions}
 
 

@@ -14,7 +14,7 @@ import torch
 
 from ds_tba.cli.format import Result
 from ds_tba.cli.plan.dry_run import dry_run
-from ds_tba.cli.plan.model import recipe_of
+from ds_tba.cli.plan.model import AIDS, recipe_of
 from ds_tba.cli.plan.rows import (
     FRAGMENTATION,
     MOST,
@@ -24,10 +24,10 @@ from ds_tba.cli.plan.rows import (
     UNIT,
     Row,
     Setup,
+    fixed_rows,
     holders,
     longest_of,
     recommended,
-    rows_of,
 )
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
 from ds_tba.config import ASSUMED_RATIO, BLOCK, zero_block
@@ -43,9 +43,8 @@ WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one P
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
 FIRST_LENGTH = 4096  # of --longest without --seq
-_AIDS = ("--fused-loss", "--liger", "--tiled-mlp")
 # The fields of a dry run that the JSON has.
-_TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "peak_saved_bytes", "temporary_bytes", "attention")
+_TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "temporary_bytes", "attention")
 
 
 def planned(options: argparse.Namespace) -> Result:
@@ -54,7 +53,7 @@ def planned(options: argparse.Namespace) -> Result:
         raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
     if options.seq is None and not options.longest:
         raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
-    setup_of, title, notes = setups(options)
+    setup_of, way, title, notes = setups(options)
     if options.longest:
         found = longest_of(setup_of, options.seq or FIRST_LENGTH)
         sequence, longest = max(found, key=itemgetter(0))
@@ -62,25 +61,24 @@ def planned(options: argparse.Namespace) -> Result:
         why, tokens = f"{sequence:,} tokens are the longest sequence", ""
     else:
         setup, tokens = setup_of(options.seq), f" x {options.seq} tokens"
-        found = [(options.seq, row) for row in rows_of(setup)]
+        found = [(options.seq, row) for row in [*fixed_rows(setup), setup.planned_row()]]
         chosen = recommended([row for _, row in found])
         such = "fits and lets the drives last for a year" if chosen and chosen.spares_drives else "fits"
         why = f"no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
     title = f"{options.model}, batch {options.batch}{tokens}, {title}"
     notes += [*setup.run.notes, f"attention: {', '.join(setup.run.attention) or 'none of PyTorch'}"]
-    lines = _text(setup, found, chosen, why, is_longest=options.longest)
+    lines = _text(setup, found, chosen, why, way)
     told = {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "notes": notes}
     told |= {key: getattr(setup.run, key) for key in _TOLD}
-    if options.longest:
-        told["longest"] = [{"sequence": at, "is_most": at == MOST, **asdict(row)} for at, row in found]
-    else:
-        told |= {"rows": [asdict(row) for _, row in found], "recommended": None if chosen is None else chosen.name}
+    told["held"] = asdict(setup.held)
+    told["rows"] = [{"sequence": sequence, **asdict(row)} for sequence, row in found]
+    told["recommended"] = None if chosen is None else chosen.name
     shown = [f"model       {title}", *lines, "", "assumed", *(f"  {note}" for note in notes)]
     return Result(0 if chosen is not None or setup.device.memory_bytes is None else 3, shown, told)
 
 
-def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
-    """Return the setups by the length of the sequence, a title, and what the figures rest on.
+def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], Way, str, list[str]]:
+    """Return the setups by the length of the sequence, what is done about memory, a title, and what figures rest on.
 
     Options and config are looked at first: what is wrong with them is told before transformers is imported.
     """
@@ -95,45 +93,23 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
     write, read = options.write_gbps or WRITE_BYTES_PER_S, options.read_gbps or READ_BYTES_PER_S
     rates = write / sharers, read / sharers
     paths = (PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates)),)
-    tbw, drives, rating = _endurance(options.drive_tbw, training)
+    tbw, rating = _endurance(options.drive_tbw, training)
     host_memory_bytes = options.host_memory or available_bytes()
     sequence_ranks = options.sequence_parallel or training.number("sequence_parallel_size") or 1
-    tensor_ranks = options.tensor_parallel or training.number("tensor_parallel.autotp_size") or 1
     targets = options.lora_targets.split(",") if options.lora_targets else ()
-    aids = frozenset(name for name in _AIDS if getattr(options, name[2:].replace("-", "_")))
-    stored_share = 1.0 if offload.io.compression is None else ASSUMED_RATIO
-    recipe = recipe_of(
-        options.model,
-        bits=options.bits,
-        tensor_parallel=tensor_ranks,
-        lora_rank=options.lora,
-        lora_targets=targets,
-        aids=aids,
-    )
+    aids = frozenset(name for name in AIDS if getattr(options, name[2:].replace("-", "_")))
+    recipe = recipe_of(options.model, bits=options.bits, lora_rank=options.lora, lora_targets=targets, aids=aids)
 
     @cache
     def setup_of(sequence: int) -> Setup:
         run = dry_run(recipe, options.batch, -(-sequence // sequence_ranks), training, device, paths)
-        return Setup(
-            run,
-            training,
-            device,
-            options.ranks or sharers,
-            tbw / sharers,
-            offload.nvme_path or "/local_nvme",
-            sharers,
-            drives,
-            Way(zero_block(training.config), options.batch, aids),
-            stored_share,
-            host_memory_bytes,
-        )
+        return Setup(run, training, device, options.ranks or sharers, tbw / sharers, sharers, host_memory_bytes)
 
     kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
     adapted = f", LoRA of rank {options.lora}{f' on {options.lora_targets}' if targets else ''}" if options.lora else ""
-    divided = [("tokens", sequence_ranks), ("widths", tensor_ranks)]
-    adapted += "".join(f", {what} divided by {ranks}" for what, ranks in divided if ranks > 1)
+    adapted += f", tokens divided by {sequence_ranks}" if sequence_ranks > 1 else ""
     each = f"; each GPU has 1/{sharers} of them" if sharers > 1 else ""
-    packed = f"; compression leaves {ASSUMED_RATIO} of what is written" if stored_share != 1.0 else ""
+    packed = f"; compression leaves {ASSUMED_RATIO} of what is written" if offload.io.compression else ""
     notes = [
         *training.notes,
         f"GPU peak: {FRAGMENTATION:.0%} of saved and temporary tensors are lost to fragmentation, "
@@ -148,21 +124,20 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         f"{readable(host_memory_bytes)} of host memory free{'' if options.host_memory else ', as this machine'} "
         "(--host-memory)",
     ]
-    return setup_of, f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}", notes
+    title = f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}"
+    return setup_of, Way(zero_block(training.config), options.batch, aids), title, notes
 
 
-def _endurance(given: float | None, training: Training) -> tuple[float, int, str]:
-    """Return the terabytes that all drives of a node are rated for, how many there are, and the first in words."""
+def _endurance(given: float | None, training: Training) -> tuple[float, str]:
+    """Return the terabytes that all drives of a node are rated for, as a number and in words."""
     paths, tbw = training.offload.nvme_paths, training.offload.ssd.rated_endurance_tbw
-    drives = len({drive_of(expanded(path)) for path in paths if expanded(path).exists()}) or max(1, len(paths))
     if given:
-        return given, drives, f"{given:.4g} TBW as given"
-    return drives * (tbw or ASSUMED_TBW), drives, f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
+        return given, f"{given:.4g} TBW as given"
+    drives = len({drive_of(expanded(path)) for path in paths if expanded(path).exists()}) or max(1, len(paths))
+    return drives * (tbw or ASSUMED_TBW), f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
 
 
-def _text(
-    setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, why: str, *, is_longest: bool
-) -> Iterator[str]:
+def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, why: str, way: Way) -> Iterator[str]:
     run, device, held = setup.run, setup.device, setup.held
     yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
@@ -170,17 +145,16 @@ def _text(
     if device.memory_bytes is not None:
         yield f"GPU         {readable(device.memory_bytes)} for PyTorch, rates of one {device.name}"
     yield ""
-    lengths = ("longest sequence",) if is_longest else ()
     costs = ("activations", "GPU peak", "verdict", "s a step", "TB a day", "drives last", "host", "swap")
-    cells: list[tuple[str, ...]] = [("setting", *lengths, *costs)]
+    cells: list[tuple[str, ...]] = [("setting", "tokens", *costs)]
     for sequence, row in found:
-        length = f"{'more than ' if sequence == MOST else ''}{sequence:,}" if sequence else f"not {UNIT}"
+        tokens = f"{'more than ' if sequence == MOST else ''}{sequence:,}" if sequence else f"not {UNIT}"
         sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes), row.verdict or "?"
         per_day, life = row.written_bytes_per_day / 1e12, row.life_days
         days = "-" if life is None else f"{life:.0f} days" if life < 2 * 365 else f"{life / 365:.0f} years"
         wear = f"{row.cost.step_s:.3g}", f"{per_day:.2f}" if per_day else "-", days
         beside = (readable(nbytes) if nbytes else "-" for nbytes in (row.host_bytes, row.swap_bytes))
-        cells.append((row.name, *([length] if is_longest else []), *sizes, *wear, *beside))
+        cells.append((row.name, tokens, *sizes, *wear, *beside))
     yield from aligned(cells)
     yield ""
     if device.memory_bytes is None:
@@ -188,16 +162,16 @@ def _text(
     elif chosen is None:
         least = min((row for _, row in found), key=attrgetter("need_bytes"))
         yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
-        for name, nbytes in holders(least, run)[:3]:
-            yield f"  {readable(nbytes):>10}  {name}: {remedy(name, setup.way)}"
+        for name, nbytes in holders(least, setup)[:3]:
+            yield f"  {readable(nbytes):>10}  {name}: {remedy(name, way)}"
     else:
         yield f"recommended {chosen.name!r}: {why}"
-        holding = [f"{name} {readable(nbytes)}" for name, nbytes in holders(chosen, run) if nbytes]
+        holding = [f"{name} {readable(nbytes)}" for name, nbytes in holders(chosen, setup) if nbytes]
         yield f"            the GPU holds {', '.join(holding[:4])}"
-        yield from _instructions(setup, chosen)
+        yield from _instructions(chosen)
 
 
-def _instructions(setup: Setup, row: Row) -> Iterator[str]:
+def _instructions(row: Row) -> Iterator[str]:
     """Say what to change for a row, and whether it wears drives out."""
     if row.advice:
         yield f"            {row.advice}"
@@ -207,7 +181,6 @@ def _instructions(setup: Setup, row: Row) -> Iterator[str]:
     elif not row.advice:
         yield "            nothing has to be changed"
     if not row.spares_drives:
-        each_tbw = setup.tbw * setup.sharers / setup.drives
-        keys = f'"ssd": {{"rated_endurance_tbw": {each_tbw:.4g}, "min_life_days": {SHORT_LIFE_DAYS:g}}}'
+        keys = f'"ssd": {{"rated_endurance_tbw": ..., "min_life_days": {SHORT_LIFE_DAYS:g}}}'
         less = f": with {keys} plans write less" if row.merged.get(BLOCK, {}).get("placement") == "adaptive" else ""
         yield f"            IT WEARS the drives out in {row.life_days:.0f} days{less}"

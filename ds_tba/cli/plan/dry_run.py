@@ -8,11 +8,10 @@ and outputs at the rate of device memory, or as its launch, whichever is longest
 and communication between ranks.
 
 [Note: Which kernels] What is saved depends on the kernel. A CUDA device has fused kernels for attention (which save the
-inputs, the output and a log-sum-exp per row, not the probabilities) and dropout (a mask of one byte per element); the
-CPU has one for attention without dropout. PyTorch's rules are applied. CUDA: flash for 16-bit dtypes without a mask,
-memory-efficient for others, plain products for shapes that neither supports. CPU: flash without dropout, plain products
-else. Blind spots: cuDNN's attention, which saves as much as flash does, and the fused kernel of ``torch.nn.RMSNorm``,
-which models of transformers do not use.
+inputs, the output and a log-sum-exp per row, not the probabilities) and dropout (a mask of one byte per element).
+PyTorch's rules are applied: flash for 16-bit dtypes without a mask, memory-efficient for others, plain products for
+shapes that neither supports. Blind spots: cuDNN's attention, which saves as much as flash does, and the fused kernel of
+``torch.nn.RMSNorm``, which models of transformers do not use.
 
 [Note: Segments] PyTorch's allocator serves a tensor from one segment that is free in one piece. What a checkpointed
 layer takes in forward lies in segments that are too small for whole logits, so the head gets new ones beside them
@@ -37,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.cli.plan.model import Recipe, Subject, hidden_size_of, loss_of, quantized_linears
+from ds_tba.cli.plan.model import Recipe, Subject, loss_of, quantized_linears
 from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
@@ -78,9 +77,9 @@ def dry_run(
             quantized = quantized_linears(subject)
         doing = "forward and backward"
         blocks = find_blocks(subject.model, offload.blocks)
-        with device_kernels(device.kind) as attention:
+        with cuda_kernels() as attention:
             recorder = _micro_step(subject, blocks, training, cache, clock)
-            loose_bytes = left_by_layers(subject, blocks) if blocks and device.kind == "cuda" else 0
+            loose_bytes = left_by_layers(subject, blocks) if blocks else 0
     except (ConfigError, ModelError):
         raise
     except Exception as error:  # the model may raise anything
@@ -93,24 +92,19 @@ def dry_run(
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
     trained = [one for one in parameters if one.requires_grad]
-    resources = Resources(paths, copy, copy, slots_bytes_of(offload), is_synchronous=device.kind == "cpu")
+    resources = Resources(paths, copy, copy, slots_bytes_of(offload))
     whole_bytes = [one.nbytes for one in quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
-    passing_bytes = max(whole_bytes, default=0)
     return DryRun(
-        recorder.trace(resources, micro_steps=training.micro_steps),
-        peak_saved_bytes=cache.stats.saved.peak,
-        packed_tensors=cache.stats.packed_tensors,
+        trace=recorder.trace(resources, micro_steps=training.micro_steps),
+        temporary=spans_of(clock.samples, max(whole_bytes, default=0)),
+        loose_bytes=loose_bytes,
         parameters=sum(one.numel() for one in parameters),
         parameter_bytes=sum(one.nbytes for one in parameters) - saved_by_bits,
         trained=sum(one.numel() for one in trained),
         trained_bytes=sum(one.nbytes for one in trained),
         largest_module=max(sum(one.numel() for one in each) for each in owned),
-        hidden_size=hidden_size_of(subject.model),
-        temporary_bytes=max(nbytes for _, nbytes in clock.samples) + passing_bytes,
-        kept_bytes=clock.peak_bytes + passing_bytes,
-        loose_bytes=loose_bytes,
-        temporary=spans_of(clock.samples, passing_bytes),
+        hidden_size=subject.hidden_size,
         attention=sorted(attention),
         notes=subject.notes if blocks else (*subject.notes, no_blocks),
     )
@@ -164,15 +158,12 @@ def left_by_layers(subject: Subject, blocks: Mapping[str, nn.Module]) -> int:
     return seen[-1][0] if seen and clock.largest_bytes > seen[-1][1] else 0
 
 
-def spans_of(samples: Sequence[tuple[float, int]], more_bytes: int = 0) -> Spans:
+def spans_of(samples: Sequence[tuple[float, float, int]], more_bytes: int = 0) -> Spans:
     """Return temporary tensors by time: what is there as an operation ends is there while it runs.
 
     Spans end a little before the next begins, so that no two of them count together.
     """
-    ends_s, nbytes = np.array([at for at, _ in samples]), np.array([one for _, one in samples], np.int64)
-    took_s = np.diff(ends_s, prepend=0.0)
-    takes_time = took_s > 0
-    ends_s, took_s, nbytes = ends_s[takes_time], took_s[takes_time], nbytes[takes_time]
+    took_s, ends_s, nbytes = map(np.array, zip(*samples, strict=True))
     return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
 
 
@@ -239,7 +230,7 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
 
     Attributes:
         now_s: seconds of all operations so far.
-        samples: at the end of each operation its time, and the bytes without saved tensors.
+        samples: of each operation that takes time the seconds, its end, and the bytes then, without saved tensors.
         last_operation: name of the last one, which may have failed.
     """
 
@@ -248,7 +239,7 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.now_s, self.last_operation = 0.0, ""
-        self.samples: list[tuple[float, int]] = []
+        self.samples: list[tuple[float, float, int]] = []
         self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
         self._saved = Gauge() if saved is None else saved
 
@@ -276,8 +267,9 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
             tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
             moved_s = sum(one.numel() * one.element_size() for one in tensors.values()) / self._memory_bytes_per_s
-            self.now_s += max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
-        self.samples.append((self.now_s, self.now_bytes - self._saved.now))
+            took_s = max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
+            self.now_s += took_s
+            self.samples.append((took_s, self.now_s, self.now_bytes - self._saved.now))
         return result
 
 
@@ -302,20 +294,16 @@ FLASH_HEAD_DIM = 256
 
 
 @contextmanager
-def device_kernels(target: str) -> Iterator[set[str]]:
-    """Have operations inside save what the kernels of a device would save; yields the attention kernels that ran.
+def cuda_kernels() -> Iterator[set[str]]:
+    """Have operations inside save what CUDA's kernels would save; yields the attention kernels that ran.
 
     Changes PyTorch's dispatch table for tensors of the meta device that need a gradient, in all threads.
-
-    Args:
-        target: the training device, ``"cuda"`` or ``"cpu"``.
     """
     taken: set[str] = set()
     library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     try:
-        library.impl("scaled_dot_product_attention", partial(_attend, target, taken), "AutogradMeta")
-        if target == "cuda":
-            library.impl("dropout", _dropout, "AutogradMeta")
+        library.impl("scaled_dot_product_attention", partial(_attend, taken), "AutogradMeta")
+        library.impl("dropout", _dropout, "AutogradMeta")
         yield taken
     finally:
         # The table is the process's: every later tensor on this device would run these kernels.
@@ -323,7 +311,6 @@ def device_kernels(target: str) -> Iterator[set[str]]:
 
 
 def _attend(
-    target: str,
     taken: set[str],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -335,16 +322,14 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Run the ``scaled_dot_product_attention`` of a device; see [Note: Which kernels]."""
+    """Run ``scaled_dot_product_attention`` by the kernel of a CUDA device; see [Note: Which kernels]."""
     given, mask = (query, key, value), attn_mask
-    chosen = attention_of(target, given, mask, dropout_p)
+    chosen = attention_of(given, mask)
     taken.add(chosen)
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
     if chosen == "math":
         attend = partial(_aten._scaled_dot_product_attention_math, *given, mask, enable_gqa=enable_gqa)
-    elif target == "cpu":
-        attend = partial(_aten._scaled_dot_product_flash_attention_for_cpu, *given, attn_mask=mask)
     elif chosen == "flash":
         attend = partial(_aten._scaled_dot_product_flash_attention, *given)
     else:
@@ -354,22 +339,15 @@ def _attend(
     return found
 
 
-def attention_of(
-    device: str, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None, dropout_p: float
-) -> str:
-    """Return the kernel that a device runs on query, key and value: ``flash``, ``efficient`` or ``math``."""
+def attention_of(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None) -> str:
+    """Return the kernel for query, key and value: ``flash``, ``efficient`` or ``math``."""
     query, key, value = given
-    if any(one.dim() != 4 or one.stride(-1) != 1 for one in given):
+    if any(one.dim() != 4 or one.stride(-1) != 1 for one in given) or query.dtype is torch.float64:
         return "math"
     is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if device == "cpu":
-        is_trained = mask is not None and mask.requires_grad
-        return "flash" if is_one_width and not dropout_p and not is_trained else "math"
-    is_half = query.dtype in (torch.float16, torch.bfloat16)
-    if mask is None and is_half and is_one_width and query.shape[-1] <= FLASH_HEAD_DIM:
+    if mask is None and query.itemsize == 2 and is_one_width and query.shape[-1] <= FLASH_HEAD_DIM:
         return "flash"
-    is_as_many_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    return "efficient" if is_as_many_heads and query.dtype is not torch.float64 else "math"
+    return "efficient" if query.shape[1] == key.shape[1] == value.shape[1] else "math"
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:

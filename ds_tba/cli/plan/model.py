@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ds_tba.errors import ModelError
 from ds_tba.recompute.blocks import find_blocks
@@ -30,25 +29,23 @@ _TOKEN_LABELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGen
 class Subject:
     """A model, the arguments of its forward by name, and remarks for the reader.
 
-    ``element_bytes`` is the size of an element of its linear layers where they are quantized, else None.
+    ``element_bytes`` is the size of an element of its linear layers where they are quantized, else None;
+    ``hidden_size`` that of the config, 0 where it has none.
     """
 
     model: nn.Module
-    inputs: dict[str, Any]
+    inputs: dict[str, torch.Tensor]
     notes: tuple[str, ...] = ()
     element_bytes: float | None = None
+    hidden_size: int = 0
 
     def forward(self) -> Any:
         """Call the model with its inputs."""
         return self.model(**self.inputs)
 
     def to(self, device: str, dtype: torch.dtype | None) -> Subject:
-        """Return the subject in training mode on a device; floating-point tensors are cast if a dtype is given."""
-
-        def moved(one: torch.Tensor) -> torch.Tensor:
-            return one.to(device, dtype if one.is_floating_point() else None)
-
-        inputs = tree_map_only(torch.Tensor, moved, self.inputs)
+        """Return the subject in training mode on a device; its parameters and buffers are cast if a dtype is given."""
+        inputs = {name: one.to(device) for name, one in self.inputs.items()}
         return replace(self, model=self.model.to(device=device, dtype=dtype).train(), inputs=inputs)
 
 
@@ -73,7 +70,6 @@ def recipe_of(
     text: str,
     *,
     bits: int | None = None,
-    tensor_parallel: int = 1,
     lora_rank: int | None = None,
     lora_targets: Collection[str] = (),
     aids: Collection[str] = (),
@@ -83,13 +79,12 @@ def recipe_of(
     Args:
         text: the ``config.json``, folder or name of a Hugging Face model on this machine.
         bits: of the weights of linear layers, whatever the config says.
-        tensor_parallel: ranks that divide heads, the width of MLPs and the vocabulary.
         lora_rank, lora_targets: of adapters, which are trained instead of the model, and the names of their layers.
         aids: ``--fused-loss``, ``--liger`` and ``--tiled-mlp``.
 
     Raises:
-        ModelError: ``text`` is none of these, or the ranks do not divide its widths; when the subject is made, the
-            model has no place for an adapter or an aid.
+        ModelError: ``text`` is none of these; when the subject is made, the model has no place for an adapter or an
+            aid.
     """
     try:
         import transformers
@@ -122,8 +117,6 @@ def recipe_of(
         parts = (getattr(config, name, None) for name in config.sub_configs)
         config = next((part for part in parts if isinstance(part, wanted)), config)
     config.use_cache = False  # as in Trainer
-    if tensor_parallel > 1:
-        _divide(config, tensor_parallel)
 
     def make(batch: int, sequence: int) -> Subject:
         model = made(config)
@@ -131,13 +124,11 @@ def recipe_of(
         layers = list(find_blocks(model, None).values())
         if lora_rank is not None:
             add_lora(model, layers, lora_rank, lora_targets)
-        if "--liger" in aids:
-            fuse_kernels(model)
-        if {"--fused-loss", "--liger"} & set(aids):
-            fuse_loss(model)
-        if "--tiled-mlp" in aids:
-            tile_mlps(layers)
-        return replace(found, notes=found.notes + notes, element_bytes=element_bytes)
+        for aid, (change, what) in AIDS.items():
+            if aid in aids and not change(model, layers):
+                raise ModelError(f"{aid}: {type(model).__name__} has no {what}: leave {aid} out")
+        hidden_size = getattr(config.get_text_config(), "hidden_size", 0) or 0
+        return replace(found, notes=found.notes + notes, element_bytes=element_bytes, hidden_size=hidden_size)
 
     return make
 
@@ -160,17 +151,6 @@ def _quantized(found: Any) -> tuple[float | None, tuple[str, ...]]:
     )
 
 
-def _divide(config: Any, ranks: int) -> None:
-    """Make a config that of one rank of tensor parallelism: norms and hidden states stay whole."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        width = getattr(config, name, None)
-        if width is None or width % ranks:
-            raise ModelError(f"--tensor-parallel {ranks} must divide {name}, which is {width} in config.json")
-        setattr(config, name, width // ranks)
-    config.head_dim, config.pad_token_id = head_dim, None
-
-
 def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, sequence: int) -> Subject:
     """Add tokens and labels, all zero: no size depends on their values."""
     taken = inspect.signature(model.forward).parameters
@@ -184,13 +164,6 @@ def _with_inputs(architecture: str, model: nn.Module, config: Any, batch: int, s
     if {"pixel_values", "input_features"} & set(taken):
         notes.append("images and sound are left out: their number is that of the text")
     return Subject(model, inputs, tuple(notes))
-
-
-def hidden_size_of(model: Any) -> int:
-    """Return the hidden size of a model's config; 0 where there is none."""
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(config, "hidden_size", 0) or 0
 
 
 def add_lora(model: nn.Module, layers: Sequence[nn.Module], rank: int, targets: Collection[str] = ()) -> None:
@@ -281,11 +254,10 @@ class _GatedUnit(torch.autograd.Function):
         return grad.mul_(1.0), up.detach()  # itself would be copied
 
 
-def fuse_kernels(model: nn.Module) -> None:
-    """Have RMS norms and gated MLPs run in one kernel each; rotary embeddings save nothing, fused or not.
+def fuse_kernels(model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Have RMS norms and gated MLPs run in one kernel each, and the loss in chunks, as Liger's do.
 
-    Raises:
-        ModelError: the model has neither.
+    Rotary embeddings save nothing, fused or not.
     """
 
     def norm(own: Any, x: torch.Tensor) -> torch.Tensor:  # saves its input, and no copy in FP32
@@ -294,28 +266,18 @@ def fuse_kernels(model: nn.Module) -> None:
     def gated(mlp: Any, x: torch.Tensor) -> Any:
         return mlp.down_proj(_GatedUnit.apply(mlp.gate_proj(x), mlp.up_proj(x)))  # type: ignore[no-untyped-call]
 
-    found = 0
-    for one in model.modules():
-        is_norm, is_mlp = type(one).__name__.endswith("RMSNorm"), hasattr(one, "gate_proj") and hasattr(one, "up_proj")
-        if is_norm or is_mlp:
-            one.forward = partial(norm if is_norm else gated, one)
-            found += 1
-    if not found:
-        raise ModelError(f"--liger: {type(model).__name__} has no RMS norm and no gated MLP to fuse; leave --liger out")
+    norms = [one for one in model.modules() if type(one).__name__.endswith("RMSNorm")]
+    units = [one for one in model.modules() if hasattr(one, "gate_proj") and hasattr(one, "up_proj")]
+    for one in [*norms, *units]:
+        one.forward = partial(norm if one in norms else gated, one)
+    return bool(norms or units) and fuse_loss(model, layers)
 
 
-def fuse_loss(model: Any) -> None:
-    """Have the loss of a Hugging Face model made from hidden states and the head's weight, some tokens at a time.
-
-    Raises:
-        ModelError: the model has no such head.
-    """
+def fuse_loss(model: Any, _layers: Sequence[nn.Module]) -> bool:
+    """Have the loss of a Hugging Face model made from hidden states and the head's weight, some tokens at a time."""
     owners = [one for one in model.modules() if isinstance(getattr(one, "lm_head", None), nn.Linear)]
     if not owners or not hasattr(type(model), "loss_function"):
-        raise ModelError(
-            f"--fused-loss: {type(model).__name__} has no lm_head whose loss could be fused: leave --fused-loss out, "
-            "and fuse the loss in the model itself"
-        )
+        return False
     head = owners[0].lm_head
     head.forward = lambda hidden: hidden  # its loss computes the logits
 
@@ -323,14 +285,11 @@ def fuse_loss(model: Any) -> None:
         return _FusedLoss.apply(logits, head.weight)  # type: ignore[no-untyped-call]
 
     model.loss_function = loss
+    return True
 
 
-def tile_mlps(layers: Sequence[nn.Module]) -> None:
-    """Have the MLPs in some layers run in DeepSpeed's tiles, each as long as the hidden states are wide.
-
-    Raises:
-        ModelError: there is none.
-    """
+def tile_mlps(_model: nn.Module, layers: Sequence[nn.Module]) -> bool:
+    """Have the MLPs in some layers run in DeepSpeed's tiles, each as long as the hidden states are wide."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
     def in_tiles(whole: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Any:
@@ -339,5 +298,12 @@ def tile_mlps(layers: Sequence[nn.Module]) -> None:
     found = [one for layer in layers for one in layer.modules() if type(one).__name__.endswith("MLP")]
     for one in found:
         one.forward = partial(in_tiles, one.forward)
-    if not found:
-        raise ModelError("--tiled-mlp: no module whose class ends with MLP was found in repeated layers; leave it out")
+    return bool(found)
+
+
+# What each option does to a model and its layers, in order; a model without any place for it is refused.
+AIDS: dict[str, tuple[Callable[[nn.Module, Sequence[nn.Module]], bool], str]] = {
+    "--liger": (fuse_kernels, "RMS norm or gated MLP, or no lm_head whose loss could be fused"),
+    "--fused-loss": (fuse_loss, "lm_head whose loss could be fused"),
+    "--tiled-mlp": (tile_mlps, "module whose class ends with MLP in repeated layers"),
+}

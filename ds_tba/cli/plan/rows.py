@@ -3,33 +3,33 @@
 [Note: Need] Forward and backward need what is held, and what is saved and temporary, with ``FRAGMENTATION`` of the
 latter for what the allocator cannot use; the optimizer's step may need more. A need above ``TIGHT`` of the memory is
 tight. Settings that make no plan are replayed beside the temporary tensors of each operation; for a plan both peaks are
-added. With everything kept both together are measured, and no other row needs more, but for what layers that run again
-leave unused: [Note: Segments] in ``dry_run.py``. Staging counts where it is memory of the training device.
+added. Layers that run again leave memory unused: [Note: Segments] in ``dry_run.py``. Staging counts where it is memory
+of the training device.
 
 [Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
-backward take as long as all of it takes in one direction at least, and the optimizer's step as long as its states take
-to be read and written, where they are on a drive.
+backward take as long as all that crosses PCIe in one direction at least, and the optimizer's step as long as what is on
+a drive takes to be read and written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from operator import itemgetter, le
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from ds_tba.cli.plan.training import Beside, Device, DryRun, Training, beside, held_of
-from ds_tba.config import BLOCK, DsConfig, Placement
-from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory, Way
+from ds_tba.config import ASSUMED_RATIO, BLOCK, DsConfig, Placement
+from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import peak_beside, replay
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Assignment, Timeline
-from ds_tba.plan.trace import OUTSIDE, Trace
+from ds_tba.plan.trace import Trace
 from ds_tba.wear import DAY_S, life_days, write_limit_bytes_per_step
 
 FRAGMENTATION = 0.05
@@ -37,7 +37,6 @@ TIGHT = 0.9
 # Of rows whose steps are as short within this factor, the first is taken: it changes least.
 SAME_STEP = 1.05
 SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
-CHECKPOINTING_TO_HOST = 'model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"offload": True})'
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
 UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
@@ -51,7 +50,7 @@ class Row:
     """A setting.
 
     Attributes:
-        cost, held, need_bytes: of a step, beside it, and of the device in all; see [Note: Need].
+        cost, need_bytes: of a step, and of the device in all; see [Note: Need].
         verdict: ``fits``, ``tight``, ``does not fit`` or ``lacks host memory``; empty where the device's memory is not
             known.
         written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
@@ -61,7 +60,6 @@ class Row:
 
     name: str
     cost: Prediction
-    held: ModelMemory
     need_bytes: int
     verdict: str
     written_bytes_per_day: float
@@ -72,14 +70,30 @@ class Row:
     swap_bytes: int
 
     @property
-    def price(self) -> tuple[float, ...]:
-        """Return what it takes: memory of the device and of the host, and time."""
-        return self.need_bytes, self.host_bytes, self.cost.step_s
-
-    @property
     def spares_drives(self) -> bool:
         """True if the drives last for a year."""
         return self.life_days is None or self.life_days >= SHORT_LIFE_DAYS
+
+
+class Setting(NamedTuple):
+    """A setting that makes no plan: its row's name, the placement of what is saved, and what else to do.
+
+    With ``recompute`` layers are checkpointed, and the placement is of what they then save.
+    """
+
+    name: str
+    placement: Placement = Placement.KEEP
+    advice: str = ""
+    recompute: bool = False
+
+
+SETTINGS = (
+    Setting("as it is"),
+    Setting("+ checkpointing", Placement.KEEP, CHECKPOINTING, recompute=True),
+    Setting("+ checkpointing and host", Placement.HOST, CHECKPOINTING, recompute=True),
+    Setting("+ checkpointing and NVMe", Placement.NVME, CHECKPOINTING, recompute=True),
+    Setting("offload all", Placement.NVME, NO_CHECKPOINTING),
+)
 
 
 @dataclass(frozen=True)
@@ -88,10 +102,8 @@ class Setup:
 
     Attributes:
         tbw: terabytes that this rank's part of the drives is rated for.
-        sharers, drives: GPUs of a node that share its drives, and how many these are.
-        way: what is done about memory already.
-        stored_share: bytes that the drives are written for a byte of saved tensors.
-        host_memory_bytes: that are free for the GPUs of a node together.
+        sharers: GPUs of a node, which share its drives and memory.
+        host_memory_bytes: that are free for them together.
     """
 
     run: DryRun
@@ -99,17 +111,13 @@ class Setup:
     device: Device
     ranks: int
     tbw: float
-    nvme_path: str | list[str]
     sharers: int = 1
-    drives: int = 1
-    way: Way = field(default_factory=Way)
-    stored_share: float = 1.0
     host_memory_bytes: float = math.inf
 
     @cached_property
     def held(self) -> ModelMemory:
         """The bytes that the device holds all the time, and in forward and backward."""
-        return held_of(self.training, self.run, self.ranks, self.device.kind)
+        return held_of(self.training, self.run, self.ranks)
 
     @cached_property
     def zero(self) -> Beside:
@@ -118,23 +126,31 @@ class Setup:
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace with the optimizer's time."""
-        update_s = self.training.update_s(self.run.trained, self.ranks, self.device)
-        resources, zero = self.run.trace.resources, self.zero
-        if self.training.offloads("optimizer") == "nvme" and resources.paths:
-            read_s = zero.state_read_bytes / resources.drives.read_bytes_per_s
-            update_s = max(update_s, read_s + zero.written_bytes / resources.drives.write_bytes_per_s)
+        """The trace with the optimizer's time; see [Note: Traffic]."""
+        update_s, zero = self.training.update_s(self.run.trained, self.ranks, self.device), self.zero
+        machine = self.run.trace.resources
+        if zero.swap_bytes and machine.paths:
+            read_s = zero.read_bytes / machine.drives.read_bytes_per_s
+            update_s = max(update_s, read_s + zero.written_bytes / machine.drives.write_bytes_per_s)
         return replace(self.run.trace, optimizer_s=update_s)
 
     @cached_property
+    def stored_share(self) -> float:
+        """Bytes that the drives are written for a byte of saved tensors."""
+        return 1.0 if self.training.offload.io.compression is None else ASSUMED_RATIO
+
+    @cached_property
     def staging_on_device(self) -> int:
-        """Bytes of staging that are memory of the training device: on a CPU, and with GPUDirect Storage."""
+        """Bytes of staging that are memory of the training device: with GPUDirect Storage all are."""
         io = self.training.offload.io
-        return io.ring_bytes if self.trace.resources.is_synchronous or io.backend == "gds" else 0
+        return io.ring_bytes if io.backend == "gds" else 0
 
     @cached_property
     def limits(self) -> Limits:
-        """The config's limits; the room that the device has for activations is the budget where it is known."""
+        """The config's limits; where the device's memory is known, its room for activations is the budget.
+
+        In a budget layers may be recomputed, whatever the config says: the row's block does.
+        """
         offload, device = self.training.offload, self.device
         write_limit = write_limit_bytes_per_step(self.tbw, offload.ssd.min_life_days, self.trace.step_s)
         limits = Limits.of(offload, write_limit / self.stored_share)
@@ -142,46 +158,33 @@ class Setup:
             return limits
         room = TIGHT * device.memory_bytes - self.held.nbytes - self.staging_on_device
         budget_bytes = max(0, int(room / (1 + FRAGMENTATION) - self.run.temporary_bytes))
-        return replace(limits, activation_budget_bytes=budget_bytes)
+        return replace(limits, activation_budget_bytes=budget_bytes, recompute=True)
 
     def block(self, placement: str, **more: object) -> DsConfig:
         """Return a block with the drive to merge into ``ds_config.json``."""
-        return {BLOCK: {"enabled": True, "nvme_path": self.nvme_path, "placement": placement, **more}}
-
-    def paced(self, cost: Prediction) -> Prediction:
-        """Return the cost with a step that is no shorter than what is moved; see [Note: Traffic]."""
-        zero, resources = self.zero, self.trace.resources
-        back_bytes = cost.read_bytes + cost.forwarded_bytes
-        moving_s = (zero.link_bytes + back_bytes) / self.device.copy_bytes_per_s
-        if zero.parameter_read_bytes and resources.paths:
-            read_bytes = zero.parameter_read_bytes + cost.read_bytes
-            moving_s = max(moving_s, read_bytes / resources.drives.read_bytes_per_s)
-        return replace(cost, step_s=max(cost.step_s, moving_s + self.trace.optimizer_s))
+        path = self.training.offload.nvme_path or "/local_nvme"
+        return {BLOCK: {"enabled": True, "nvme_path": path, "placement": placement, **more}}
 
     def filled(self, row: Row) -> float:
         """Return how full a row has the device, or host memory where activations go there; above 1 it is no fit."""
         host = row.host_bytes * self.sharers / self.host_memory_bytes if row.cost.host_bytes else 0.0
         return max(host, row.need_bytes / (TIGHT * (self.device.memory_bytes or math.inf)))
 
-    def row(
-        self, name: str, cost: Prediction, merged: DsConfig, advice: str = "", moving_bytes: int | None = None
-    ) -> Row:
+    def row(self, name: str, cost: Prediction, moving_bytes: int, merged: DsConfig, advice: str) -> Row:
         """Return a row with its need, its verdict and its wear.
 
         Args:
-            moving_bytes: the peak of saved and temporary tensors together, where that is known.
+            moving_bytes: the peak of saved and temporary tensors together.
         """
         held, zero, memory_bytes = self.held, self.zero, self.device.memory_bytes
-        cost = self.paced(cost)
-        if moving_bytes is None:
-            moving_bytes = cost.peak_saved_bytes + self.run.temporary_bytes
-        # Both peaks together may never come: with everything kept their sum was measured, and no setting holds more.
-        moving = min(self.run.kept_bytes, moving_bytes)
+        linked_bytes = zero.link_bytes + cost.read_bytes + cost.forwarded_bytes
+        linked_s = linked_bytes / self.device.copy_bytes_per_s + self.trace.optimizer_s
+        cost = replace(cost, step_s=max(cost.step_s, linked_s))
         staging_bytes = self.training.offload.io.ring_bytes if cost.written_bytes else 0
         staged_on_device = min(staging_bytes, self.staging_on_device)
         loose_bytes = self.run.loose_bytes if cost.recomputed_s else 0
         stepping = sum(held.always.values()) + held.stepping_bytes
-        need = staged_on_device + max(stepping, held.nbytes + loose_bytes + int(moving * (1 + FRAGMENTATION)))
+        need = staged_on_device + max(stepping, held.nbytes + loose_bytes + int(moving_bytes * (1 + FRAGMENTATION)))
         verdict = ""
         if memory_bytes is not None:
             verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
@@ -192,78 +195,32 @@ class Setup:
             verdict = HOST_FULL
         swap_bytes = zero.swap_bytes + cost.written_bytes // self.training.micro_steps
         life = life_days(self.tbw, per_day)
-        return Row(name, cost, held, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
+        return Row(name, cost, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
 
     def fixed_row(self, setting: Setting) -> Row:
         """Return the row of a setting that makes no plan; see :func:`assign`."""
         assigned = assign(self.trace, setting.placement, recompute=setting.recompute)
         cost = replay(*assigned).cost
         block: DsConfig = {}
-        if setting.waits_for_copies:
-            kept = replay(*assign(self.trace, Placement.KEEP, recompute=True)).cost
-            copied_s = 2 * self.training.micro_steps * cost.host_bytes / self.device.copy_bytes_per_s
-            cost = replace(cost, step_s=kept.step_s + copied_s)
-        elif setting.placement is Placement.NVME:
+        if setting.placement is Placement.NVME:
             block = self.block("nvme")
         elif setting.placement is Placement.HOST:  # null would take half of what is free
             host_bytes = int(HOST_AIR * cost.host_bytes)
             block = {BLOCK: {"enabled": True, "placement": "host", "host_budget_bytes": host_bytes}}
-        return self.row(setting.name, cost, block, setting.advice, peak_beside(*assigned, self.run.temporary))
+        return self.row(setting.name, cost, peak_beside(*assigned, self.run.temporary), block, setting.advice)
+
+    def planned_row(self) -> Row:
+        """Return the row of a plan in the budget."""
+        budget = self.limits.activation_budget_bytes
+        cost = adaptive(self.trace, self.limits).prediction
+        budgeted = {} if budget is None else {"activation_budget_bytes": budget}
+        block = self.block("adaptive", recompute=cost.recomputed_s > 0, **budgeted)
+        return self.row(ADAPTIVE, cost, cost.peak_saved_bytes + self.run.temporary_bytes, block, NO_CHECKPOINTING)
 
 
-class Setting(NamedTuple):
-    """A setting that makes no plan.
-
-    Attributes:
-        name: of its row.
-        placement: of what is saved; with ``recompute`` of what checkpointed layers save.
-        waits_for_copies: transformers does it, which copies on the compute stream, both ways.
-    """
-
-    name: str
-    placement: Placement = Placement.KEEP
-    advice: str = ""
-    recompute: bool = False
-    waits_for_copies: bool = False
-
-
-SETTINGS = (
-    Setting("as it is"),
-    Setting("+ checkpointing", Placement.KEEP, CHECKPOINTING, recompute=True),
-    Setting("+ checkpointing, offload", Placement.HOST, CHECKPOINTING_TO_HOST, recompute=True, waits_for_copies=True),
-    Setting("+ checkpointing and host", Placement.HOST, CHECKPOINTING, recompute=True),
-    Setting("+ checkpointing and NVMe", Placement.NVME, CHECKPOINTING, recompute=True),
-    Setting("offload all", Placement.NVME, NO_CHECKPOINTING),
-)
-
-
-def fixed_rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows of settings that make no plan, but for those that the model or the device has no use for."""
-    for setting in SETTINGS:
-        is_of_device = setting.placement is Placement.HOST and setup.trace.resources.is_synchronous
-        if not is_of_device and (setup.trace.blocks or not setting.recompute):
-            yield setup.fixed_row(setting)
-
-
-def rows_of(setup: Setup) -> list[Row]:
-    """Return the rows, the last a plan in the budget, but for those that gain nothing over one before.
-
-    The plan recomputes where that holds less or is faster.
-    """
-    limits = setup.limits
-    cost, budget = adaptive(setup.trace, limits).prediction, limits.activation_budget_bytes
-    if budget is not None and not limits.recompute:
-        again = adaptive(setup.trace, replace(limits, recompute=True)).prediction
-        held, held_again = (max(one.peak_saved_bytes, budget) for one in (cost, again))
-        if held_again < held or (held_again == held and again.step_s * SAME_STEP < cost.step_s):
-            cost, limits = again, replace(limits, recompute=True)
-    budgeted = {} if budget is None else {"activation_budget_bytes": budget}
-    block = setup.block("adaptive", recompute=limits.recompute, **budgeted)
-    found: list[Row] = []
-    for row in [*fixed_rows(setup), setup.row(ADAPTIVE, cost, block, NO_CHECKPOINTING)]:
-        if not any(all(map(le, one.price, row.price)) for one in found):
-            found.append(row)
-    return found
+def fixed_rows(setup: Setup) -> list[Row]:
+    """Return the rows of settings that make no plan; of checkpointing only where there are layers."""
+    return [setup.fixed_row(one) for one in SETTINGS if setup.trace.blocks or not one.recompute]
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
@@ -272,21 +229,19 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
     Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest of them.
 
     Args:
-        recompute: also every block, and then only what blocks save is placed.
+        recompute: also every block, and then only what enters blocks is placed.
     """
     inputs = {index for block in trace.blocks for index in block.inputs}  # which a checkpointed block saves
-    places = [Placement.KEEP] * len(trace.storages)
-    largest = 0
-    for index, one in enumerate(trace.storages):
-        if one.is_movable and (not recompute or one.blocks[:1] not in ((), (OUTSIDE,)) or index in inputs):
-            places[index] = placement
-            largest = max(largest, one.nbytes) if not recompute or index in inputs else largest
-    machine = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest + 4096))
-    timeline = Timeline(replace(trace, resources=machine))
+    placed = [at for at, one in enumerate(trace.storages) if one.is_movable and (not recompute or at in inputs)]
+    places = np.full(len(trace.storages), int(Placement.KEEP), np.int8)
+    places[placed] = int(placement)
+    largest = max((trace.storages[at].nbytes for at in placed), default=0)
+    staging_bytes = max(trace.resources.staging_bytes, largest + 4096)
+    timeline = Timeline(replace(trace, resources=replace(trace.resources, staging_bytes=staging_bytes)))
     owned = enumerate(timeline.owner.tolist())
     owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
     again = [recompute and at in owners for at in range(len(trace.blocks))]
-    return timeline, Assignment(np.array(places, np.int8), np.array(again, bool))
+    return timeline, Assignment(places, np.array(again, bool))
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
@@ -300,10 +255,10 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     return None
 
 
-def holders(row: Row, run: DryRun) -> list[tuple[str, int]]:
+def holders(row: Row, setup: Setup) -> list[tuple[str, int]]:
     """Return the holders of the device's memory with their bytes, the largest first."""
-    moving = {SAVED: row.cost.peak_saved_bytes, TEMPORARY: run.temporary_bytes}
-    return sorted({**row.held.always, **row.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
+    moving = {SAVED: row.cost.peak_saved_bytes, TEMPORARY: setup.run.temporary_bytes}
+    return sorted({**setup.held.always, **setup.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
 
 
 def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, Row]]:

@@ -37,7 +37,7 @@ _NOT_COUNTED = (
     "activation_checkpointing.cpu_checkpointing", "activation_checkpointing.partition_activations",
     "zero_optimization.offload_optimizer.ratio",
     "zero_optimization.zero_hpz_partition_size", "torch_autocast.enabled", "bf16.bf16_master_weights_and_grads",
-    "bf16.bf16_optimizer_states",
+    "bf16.bf16_optimizer_states", "tensor_parallel.autotp_size",
 )  # fmt: skip
 ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
@@ -50,36 +50,35 @@ class DryRun:
     """The result of one micro-step.
 
     Attributes:
-        peak_saved_bytes: peak of saved tensors, as the cache counts them.
-        temporary_bytes, kept_bytes: peak of other tensors, and of both together, which need not coincide.
+        temporary: tensors beside saved ones, by time.
+        loose_bytes: that checkpointed layers leave to the allocator, and the head cannot use.
         parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
         hidden_size: of the model's config, else 0.
         attention, notes: the attention kernels that ran, and limitations of this result, for the reader.
-        loose_bytes: that checkpointed layers leave to the allocator, and the head cannot use.
-        temporary: other tensors by time.
     """
 
-    trace: Trace = field(kw_only=False)
-    peak_saved_bytes: int
-    temporary_bytes: int
-    kept_bytes: int
+    trace: Trace
+    temporary: Spans = field(compare=False)
+    loose_bytes: int = 0
     parameters: int
     parameter_bytes: int
     trained: int
     trained_bytes: int
     largest_module: int = 0
     hidden_size: int = 0
-    packed_tensors: int = 0
     attention: Sequence[str] = ()
     notes: tuple[str, ...] = ()
-    loose_bytes: int = 0
-    temporary: Spans = field(compare=False)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of all saved storages."""
         return sum(storage.nbytes for storage in self.trace.storages if storage.blocks)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Peak of the temporary tensors."""
+        return int(self.temporary.nbytes.max(initial=0))
 
 
 # GiB by name, and as PyTorch has it with ECC; TFLOP/s of products in 16 and in 32 bits; GB/s of its memory, and of
@@ -108,13 +107,12 @@ LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
 
 
 class Device(NamedTuple):
-    """The training device, ``"cuda"`` or ``"cpu"``: whose rates are taken, what PyTorch has of its memory, if known.
+    """The GPU: whose rates are taken, and what PyTorch has of its memory, if known.
 
     Rates are per second, of matrix products, of its memory and of copies from and to the host; ``launch_s`` is the time
     to launch an operation.
     """
 
-    kind: str
     name: str
     memory_bytes: int | None
     flops: float
@@ -146,7 +144,7 @@ def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
     named_gib, gib, tflops, tflops_32_bit, memory_gbps, copy_gbps = GPUS[name]
     memory_bytes = None if text is None else int((asked_gib or named_gib) * 2**30 * gib / named_gib)
     flops = 1e12 * (tflops if dtype.itemsize == 2 else tflops_32_bit)
-    return Device("cuda", name, memory_bytes, flops, 1e9 * memory_gbps, 1e9 * copy_gbps, LAUNCH_S)
+    return Device(name, memory_bytes, flops, 1e9 * memory_gbps, 1e9 * copy_gbps, LAUNCH_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +257,7 @@ def read_training(path: Path | None) -> Training:
     return replace(training, dtype=_DTYPES.get(name), notes=tuple(notes))
 
 
-def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -> ModelMemory:
+def held_of(training: Training, run: DryRun, ranks: int) -> ModelMemory:
     """Return the bytes that one of ``ranks`` ranks holds."""
     stage, is_on_host = training.stage, training.offloads("optimizer")
     element_bytes = run.parameter_bytes / max(1, run.parameters)
@@ -290,7 +288,7 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
             PARAMETERS: 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
             GRADIENTS: 0 if is_on_host and stage >= 2 else part(2, run.trained * gradient_bytes),
             STATES: 0 if is_on_host and stage else part(1, run.trained * training.state_bytes),
-            "CUDA context": CONTEXT_BYTES if device == "cuda" else 0,
+            "CUDA context": CONTEXT_BYTES,
         },
         {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
         training.stepping_bytes * stepping,
@@ -300,16 +298,14 @@ def held_of(training: Training, run: DryRun, ranks: int, device: str = "cuda") -
 class Beside(NamedTuple):
     """Bytes that ZeRO keeps off the device of one rank, and moves in a step.
 
-    ``host_bytes`` and ``swap_bytes`` are held; ``link_bytes`` cross the link to the host in the busier direction. Of
-    the drive ``parameter_read_bytes`` are read in forward and backward; in the optimizer's step ``state_read_bytes``
-    are read and ``written_bytes`` written.
+    ``host_bytes`` and ``swap_bytes`` are held; ``link_bytes`` cross the link to the host in the busier direction;
+    ``read_bytes`` and ``written_bytes`` are the drive's.
     """
 
     host_bytes: int
     swap_bytes: int
     link_bytes: int
-    parameter_read_bytes: int
-    state_read_bytes: int
+    read_bytes: int
     written_bytes: int
 
 
@@ -329,7 +325,6 @@ def beside(training: Training, run: DryRun, ranks: int) -> Beside:
         host_bytes=parameters + states - parameters_there - states_there,
         swap_bytes=parameters_there + states_there,
         link_bytes=times * max(2 * parameters, gradients),
-        parameter_read_bytes=2 * times * parameters_there,
-        state_read_bytes=states_there,
+        read_bytes=states_there + 2 * times * parameters_there,
         written_bytes=states_there + (training.part(run.trained_bytes, ranks) if param == "nvme" else 0),
     )
