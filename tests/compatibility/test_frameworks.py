@@ -116,6 +116,25 @@ def test_lightning(stage: int, block: dict[str, Any], tmp_path: Path, row_says: 
     row_says(compared(by_script(LIGHTNING, "with_lightning.py"), config_of(stage), block, tmp_path))
 
 
+@pytest.mark.compatible(
+    SECTION, "Lightning with FSDP2 (`ModelParallelStrategy`), 2 ranks, `ds_tba.Offloader`, nvme", decides=True
+)
+def test_the_recipe_of_lightning_without_deepspeed(tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    """The class is the page's own code; two micro-batches a step."""
+    outcomes = []
+    for name, page in (("off", "-"), ("on", ROOT / "docs/guides/frameworks.md")):
+        place = tmp_path / name
+        place.mkdir()
+        done = LIGHTNING.run("python", SCRIPTS / "frameworks" / "with_lightning_fsdp2.py", page, place, cwd=place)
+        assert done.returncode == 0, done.stdout[-8000:]
+        outcomes.append([json.loads(one.read_text()) for one in sorted(place.glob("result?"))])
+    reports = reports_in(tmp_path / "on")
+    assert len(reports) == len(outcomes[1]) == 2
+    found = agrees(outcomes[0], [one | {"report": report} for one, report in zip(outcomes[1], reports, strict=True)])
+    assert all((report["steps"], report["micro_steps"]) == (STEPS // 2, STEPS) for report in reports)
+    row_says(str(found))
+
+
 def test_lightning_itself_refuses_a_machine_without_cuda(tmp_path: Path) -> None:
     """Why the rows have an accelerator that passes for CUDA; no word of ours is in it."""
     config = tmp_path / "ds_config.json"
