@@ -191,10 +191,10 @@ def tiny(tmp_path: Path) -> Path:
 def saved(folder: Path) -> list[dict[str, Any]]:
     """Return the losses that the Trainer logged, and a digest of the model that it saved."""
     (state,) = folder.rglob("trainer_state.json")
-    (model,) = folder.rglob("model.safetensors")
+    (model,) = {hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("model.safetensors")}
     losses = [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
     assert len(losses) == STEPS
-    return [{"losses": losses, "parameters": hashlib.sha256(model.read_bytes()).hexdigest()}]
+    return [{"losses": losses, "parameters": model}]
 
 
 COMMON = {
@@ -252,3 +252,36 @@ def test_swift(stage: int, block: dict[str, Any], tiny: Path, tmp_path: Path, ro
         return saved(place / "out")
 
     row_says(compared(train, {**config_of(stage), **AUTO}, block, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("stage", "block"),
+    [
+        row(SECTION, "Axolotl, 2 ranks, ZeRO-3, adaptive", 3, PLANNED, decides=True),
+        row(SECTION, "Axolotl, 2 ranks, ZeRO-3, nvme", 3, NVME),
+    ],
+)
+def test_axolotl(
+    stage: int, block: dict[str, Any], tiny: Path, tmp_path: Path, row_says: Callable[[str], None]
+) -> None:
+    """Without a GPU it trains on two ranks of ZeRO-3 only: on one it asks for NCCL, at ZeRO-2 for a GPU."""
+
+    def train(config: Path, place: Path) -> list[dict[str, Any]]:
+        data = {"path": str(tiny / "tiny.json"), "ds_type": "json", "type": "completion", "field": "output"}
+        settings = {
+            "base_model": str(tiny / "model"), "datasets": [data], "deepspeed": str(config), "sequence_len": 64,
+            "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": STEPS, "learning_rate": 1e-3,
+            "optimizer": "adamw_torch", "lr_scheduler": "constant", "bf16": False, "fp16": False, "tf32": False,
+            "attn_implementation": "eager", "logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS,
+            "save_only_model": True, "seed": 3, "output_dir": str(place / "out"),
+        }  # fmt: skip
+        (place / "train.yaml").write_text(json.dumps(settings))  # which is YAML, too
+        done = Framework("axolotl").run(
+            "torchrun", "--nproc_per_node", 2, "-m", "axolotl.cli.train", place / "train.yaml", cwd=place,
+            HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-8000:]
+        return saved(place / "out") * 2  # of both ranks
+
+    config = {**config_of(stage), "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    row_says(compared(train, config, block, tmp_path))
