@@ -14,7 +14,7 @@
 #                        the frozen names too
 # make sbom              .cache/ds_tba.cdx.json: what pip installs with the package today, with hashes, as CycloneDX
 # make canary            private names, hooks, operators that write late, on the newest pre-releases of PyTorch and DeepSpeed
-# make frameworks        environments of Lightning, Ray Train, LLaMA-Factory and ms-swift, for their tests: gigabytes
+# make frameworks        environments of Lightning, Ray Train, LLaMA-Factory, ms-swift and Axolotl, for their tests: gigabytes
 # make soak              2,000 random steps with random faults, compared with the run without us: about 10 minutes
 
 VENV    ?= .venv
@@ -122,7 +122,7 @@ FRAMEWORKS := .cache/frameworks
 frameworks:
 	@mkdir -p $(FRAMEWORKS)
 	grep -E '^(torch|deepspeed)==' requirements-dev.lock > $(FRAMEWORKS)/constraints.txt
-	set -e; for pair in lightning=lightning ray='ray[train]' llamafactory=llamafactory swift=ms-swift; do \
+	set -e; for pair in lightning=lightning ray='ray[train]' llamafactory=llamafactory swift=ms-swift axolotl=axolotl; do \
 	    $(PYTHON) -m venv $(FRAMEWORKS)/$${pair%%=*}; \
 	    $(FRAMEWORKS)/$${pair%%=*}/bin/pip install -q -c $(FRAMEWORKS)/constraints.txt torch deepspeed "$${pair#*=}"; \
 	    $(FRAMEWORKS)/$${pair%%=*}/bin/pip install -q .; \

@@ -116,6 +116,25 @@ def test_lightning(stage: int, block: dict[str, Any], tmp_path: Path, row_says: 
     row_says(compared(by_script(LIGHTNING, "with_lightning.py"), config_of(stage), block, tmp_path))
 
 
+@pytest.mark.compatible(
+    SECTION, "Lightning with FSDP2 (`ModelParallelStrategy`), 2 ranks, `ds_tba.Offloader`, nvme", decides=True
+)
+def test_the_recipe_of_lightning_without_deepspeed(tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    """The class is the page's own code; two micro-batches a step."""
+    outcomes = []
+    for name, page in (("off", "-"), ("on", ROOT / "docs/guides/frameworks.md")):
+        place = tmp_path / name
+        place.mkdir()
+        done = LIGHTNING.run("python", SCRIPTS / "frameworks" / "with_lightning_fsdp2.py", page, place, cwd=place)
+        assert done.returncode == 0, done.stdout[-8000:]
+        outcomes.append([json.loads(one.read_text()) for one in sorted(place.glob("result?"))])
+    reports = reports_in(tmp_path / "on")
+    assert len(reports) == len(outcomes[1]) == 2
+    found = agrees(outcomes[0], [one | {"report": report} for one, report in zip(outcomes[1], reports, strict=True)])
+    assert all((report["steps"], report["micro_steps"]) == (STEPS // 2, STEPS) for report in reports)
+    row_says(str(found))
+
+
 def test_lightning_itself_refuses_a_machine_without_cuda(tmp_path: Path) -> None:
     """Why the rows have an accelerator that passes for CUDA; no word of ours is in it."""
     config = tmp_path / "ds_config.json"
@@ -172,10 +191,10 @@ def tiny(tmp_path: Path) -> Path:
 def saved(folder: Path) -> list[dict[str, Any]]:
     """Return the losses that the Trainer logged, and a digest of the model that it saved."""
     (state,) = folder.rglob("trainer_state.json")
-    (model,) = folder.rglob("model.safetensors")
+    (model,) = {hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("model.safetensors")}
     losses = [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
     assert len(losses) == STEPS
-    return [{"losses": losses, "parameters": hashlib.sha256(model.read_bytes()).hexdigest()}]
+    return [{"losses": losses, "parameters": model}]
 
 
 COMMON = {
@@ -233,3 +252,36 @@ def test_swift(stage: int, block: dict[str, Any], tiny: Path, tmp_path: Path, ro
         return saved(place / "out")
 
     row_says(compared(train, {**config_of(stage), **AUTO}, block, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("stage", "block"),
+    [
+        row(SECTION, "Axolotl, 2 ranks, ZeRO-3, adaptive", 3, PLANNED, decides=True),
+        row(SECTION, "Axolotl, 2 ranks, ZeRO-3, nvme", 3, NVME),
+    ],
+)
+def test_axolotl(
+    stage: int, block: dict[str, Any], tiny: Path, tmp_path: Path, row_says: Callable[[str], None]
+) -> None:
+    """Without a GPU it trains on two ranks of ZeRO-3 only: on one it asks for NCCL, at ZeRO-2 for a GPU."""
+
+    def train(config: Path, place: Path) -> list[dict[str, Any]]:
+        data = {"path": str(tiny / "tiny.json"), "ds_type": "json", "type": "completion", "field": "output"}
+        settings = {
+            "base_model": str(tiny / "model"), "datasets": [data], "deepspeed": str(config), "sequence_len": 64,
+            "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": STEPS, "learning_rate": 1e-3,
+            "optimizer": "adamw_torch", "lr_scheduler": "constant", "bf16": False, "fp16": False, "tf32": False,
+            "attn_implementation": "eager", "logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS,
+            "save_only_model": True, "seed": 3, "output_dir": str(place / "out"),
+        }  # fmt: skip
+        (place / "train.yaml").write_text(json.dumps(settings))  # which is YAML, too
+        done = Framework("axolotl").run(
+            "torchrun", "--nproc_per_node", 2, "-m", "axolotl.cli.train", place / "train.yaml", cwd=place,
+            HF_HUB_OFFLINE="1", AXOLOTL_DO_NOT_TRACK="1",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-8000:]
+        return saved(place / "out") * 2  # of both ranks
+
+    config = {**config_of(stage), "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    row_says(compared(train, config, block, tmp_path))
