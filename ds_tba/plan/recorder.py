@@ -228,12 +228,11 @@ class Recorder:
             storage = None if recorded.index == _NOTHING else self.storages[recorded.index]
             if storage is not None and storage.unpacked is None:
                 storage.unpacked = now
-                if isinstance(recorded.held, SavedView) and recorded.held.is_offloaded:
+                view = recorded.held if isinstance(recorded.held, SavedView) else None
+                if view is not None and view.is_offloaded:
                     self._watch(tensor.untyped_storage(), _End.EVICTED, recorded.index)
-                elif isinstance(
-                    recorded.held, SavedView
-                ):  # a plan cannot move what has no graph and is in use elsewhere
-                    storage.is_movable &= recorded.held.record.has_graph or not recorded.held.record.refusal
+                elif view is not None:  # a plan cannot move what has no graph and is in use elsewhere
+                    storage.is_movable &= view.record.has_graph or not view.record.refusal
             return tensor
 
     def end(self) -> None:
