@@ -273,7 +273,7 @@ def test_axolotl(
             "micro_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": STEPS, "learning_rate": 1e-3,
             "optimizer": "adamw_torch", "lr_scheduler": "constant", "bf16": False, "fp16": False, "tf32": False,
             "attn_implementation": "eager", "logging_steps": 1, "save_strategy": "steps", "save_steps": STEPS,
-            "save_only_model": True, "seed": 3, "output_dir": str(place / "out"),
+            "save_only_model": True, "seed": 3, "output_dir": str(place / "out"), "dataset_num_proc": 1,
         }  # fmt: skip
         (place / "train.yaml").write_text(json.dumps(settings))  # which is YAML, too
         done = Framework("axolotl").run(
