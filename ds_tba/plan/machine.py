@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from ds_tba.config import OffloadConfig
+from ds_tba.config import OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.storage.base import AnyStore
+from ds_tba.storage.host import HostStore
 from ds_tba.storage.staging import slots_bytes_of, wait_for_stream
-from ds_tba.storage.tiers import Tiers
 from ds_tba.wear import write_limit_bytes_per_step
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
@@ -64,6 +65,19 @@ def measure_copies(
     return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
 
 
+class Places(Protocol):
+    """The tiers, as plans see them: ``Tiers`` documents these."""
+
+    @property
+    def by_placement(self) -> Mapping[Placement, AnyStore]: ...
+    @property
+    def host(self) -> HostStore | None: ...
+    def left_tbw(self) -> float: ...
+    def stored_share(self) -> float: ...
+    def rates(self) -> list[tuple[float, float, float, float]]: ...
+    def lane_s_per_byte(self) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """See the head.
@@ -78,7 +92,7 @@ class Machine:
     """
 
     config: OffloadConfig
-    tiers: Tiers
+    tiers: Places
     copies: CopyRates
     memory: MemoryMeter
     clock: Clock

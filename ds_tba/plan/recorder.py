@@ -57,7 +57,6 @@ RECORDINGS = 2
 MAX_RECORDED_STEPS = 5
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
-_NOTHING = -1
 
 
 class _End(Enum):
@@ -73,19 +72,20 @@ class _Ended(Notice):
 
     Attributes:
         end: which.
-        index: of the storage.
+        storage: of which.
     """
 
-    __slots__ = ("end", "index")
+    __slots__ = ("end", "storage")
 
     end: _End
-    index: int
+    storage: _Storage
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Storage:
     """A saved storage, or an input of a block that nobody saves; moments are numbers of pauses."""
 
+    index: int
     nbytes: int
     module: str
     packed: int
@@ -121,11 +121,13 @@ def _before(times: list[float], moment: int | None) -> float:
 class Recorded:
     """The object that autograd holds in place of one saved tensor of a recorded micro-step."""
 
-    __slots__ = ("__weakref__", "held", "index", "pass_number")
+    __slots__ = ("__weakref__", "held", "pass_number", "storage")
 
-    def __init__(self, held: PassedThrough | SavedCounted | SavedView, index: int, pass_number: int) -> None:
+    def __init__(
+        self, held: PassedThrough | SavedCounted | SavedView, storage: _Storage | None, pass_number: int
+    ) -> None:
         self.held = held
-        self.index = index
+        self.storage = storage
         self.pass_number = pass_number
 
 
@@ -171,9 +173,9 @@ class Recorder:
         self._scene = scene
         self._hooks: Hooks  # of the cache; set by around()
         self._clock = scene.clock
-        self._by_key: dict[StorageKey, int] = {}  # of the storages that have a record in the cache, or are inputs
-        self._small: dict[CountedMemory, int] = {}
-        self._small_index = _NOTHING  # of the small tensors of this pass, or since the last one
+        self._by_key: dict[StorageKey, _Storage] = {}  # those that have a record in the cache, or are inputs
+        self._small: dict[CountedMemory, _Storage] = {}
+        self._all_small: _Storage | None = None  # the small tensors of this pass, or since the last one
         self._pass_number = OUTSIDE
         self._depth = 0
 
@@ -183,7 +185,7 @@ class Recorder:
         if not self.forwards:
             with self._pause():
                 pass
-        self._small_index = _NOTHING  # small tensors of two forwards of one micro-step do not live equally long
+        self._all_small = None  # small tensors of two forwards of one micro-step do not live equally long
         self.forwards.append((len(self.pauses), len(self.storages)))
         return self.pack, self.unpack
 
@@ -197,8 +199,8 @@ class Recorder:
             for tensor in inputs:
                 why = self._scene.cache.eligibility_of(tensor)
                 if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
-                    found.append(self._index_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE))
-            self._pass_number, self._small_index = len(self._passes), _NOTHING
+                    found.append(self._storage_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE).index)
+            self._pass_number, self._all_small = len(self._passes), None
             self._passes.append(_Pass(path, len(self.pauses), found))
 
     def leave(self) -> None:
@@ -207,14 +209,16 @@ class Recorder:
         if self._depth == 0:
             with self._pause():
                 self._passes[-1].left = len(self.pauses)
-                self._pass_number, self._small_index = OUTSIDE, _NOTHING
+                self._pass_number, self._all_small = OUTSIDE, None
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
         with self._pause():
             held = self._hooks[0](tensor)
             self._sample_memory()
-            recorded = Recorded(held, self._saved(held, tensor), self._pass_number)
-            self._watch(recorded, _End.FREED, recorded.index)
+            storage = None if isinstance(held, PassedThrough) else self._saved(held, tensor)
+            recorded = Recorded(held, storage, self._pass_number)
+            if storage is not None:
+                self._watch(recorded, _End.FREED, storage)
             return recorded
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
@@ -225,12 +229,12 @@ class Recorder:
             now = len(self.pauses)
             self.uses.append((now, recorded.pass_number))
             self._sample_memory()
-            storage = None if recorded.index == _NOTHING else self.storages[recorded.index]
+            storage = recorded.storage
             if storage is not None and storage.unpacked is None:
                 storage.unpacked = now
                 view = recorded.held if isinstance(recorded.held, SavedView) else None
                 if view is not None and view.is_offloaded:
-                    self._watch(tensor.untyped_storage(), _End.EVICTED, recorded.index)
+                    self._watch(tensor.untyped_storage(), _End.EVICTED, storage)
                 elif view is not None:  # a plan cannot move what has no graph and is in use elsewhere
                     storage.is_movable &= view.record.has_graph or not view.record.refusal
             return tensor
@@ -255,63 +259,55 @@ class Recorder:
         self._ends.act()
         self.pauses.append((before, self._clock.mark()))
 
-    def _saved(self, held: PassedThrough | SavedCounted | SavedView, tensor: torch.Tensor) -> int:
-        """Return the index of the storage behind a saved tensor."""
-        if isinstance(held, PassedThrough):
-            return _NOTHING
+    def _saved(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> _Storage:
+        """Return the storage behind a saved tensor."""
         if isinstance(held, SavedExcluded):
-            index = self._index_of(StorageKey.of(tensor), False)
-            storage = self.storages[index]
+            storage = self._storage_of(StorageKey.of(tensor), False)
             storage.is_movable, storage.is_asked = False, storage.is_asked and bool(storage.passes)
         elif isinstance(held, SavedCounted):
-            index = self._index_of_small(held)
+            storage = self._small_storage_of(held)
         else:
-            index = self._index_of(held.record.key, True)  # else there were no view of it
-            storage, origin = self.storages[index], held.record.origin
-            storage.is_asked = True
+            storage = self._storage_of(held.record.key, True)  # else there were no view of it
+            storage.is_asked, origin = True, held.record.origin
             if origin is not None and storage.origin is None:
-                storage.origin = origin
-                storage.sources = tuple(sorted({self._by_key[key] for key in origin.sources if key in self._by_key}))
-        storage = self.storages[index]
+                found = {self._by_key[key].index for key in origin.sources if key in self._by_key}
+                storage.origin, storage.sources = origin, tuple(sorted(found))
         storage.left = len(self.pauses)
         if self._scene.is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
             storage.left = None
-            self._watch(tensor.untyped_storage(), _End.LEFT, index)
+            self._watch(tensor.untyped_storage(), _End.LEFT, storage)
         if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
             storage.passes.append(self._pass_number)
-        return index
+        return storage
 
-    def _index_of(self, key: StorageKey, is_movable: bool) -> int:
+    def _storage_of(self, key: StorageKey, is_movable: bool) -> _Storage:
         if key not in self._by_key:
             self._by_key[key] = self._add(key.nbytes, is_movable)
         return self._by_key[key]
 
-    def _index_of_small(self, held: SavedCounted) -> int:  # see [Note: Small tensors]
-        index = self._small.get(held.memory)  # a storage that is saved many times takes its memory once
-        if index is not None:
-            return index
-        if self._small_index == _NOTHING:
-            self._small_index = self._add(0, False)
-            self.storages[self._small_index].is_asked = False
-        self._small[held.memory] = self._small_index
-        self.storages[self._small_index].nbytes += max(1, held.nbytes)
-        return self._small_index
+    def _small_storage_of(self, held: SavedCounted) -> _Storage:  # see [Note: Small tensors]
+        if held.memory not in self._small:  # a storage that is saved many times takes its memory once
+            if self._all_small is None:
+                self._all_small = self._add(0, False)
+                self._all_small.is_asked = False
+            self._all_small.nbytes += max(1, held.nbytes)
+            self._small[held.memory] = self._all_small
+        return self._small[held.memory]
 
-    def _add(self, nbytes: int, is_movable: bool) -> int:
-        now = len(self.pauses)
-        self.storages.append(_Storage(nbytes, self._scene.running.path(), now, now, is_movable))
-        return len(self.storages) - 1
+    def _add(self, nbytes: int, is_movable: bool) -> _Storage:
+        now, index = len(self.pauses), len(self.storages)
+        self.storages.append(_Storage(index, nbytes, self._scene.running.path(), now, now, is_movable))
+        return self.storages[-1]
 
-    def _watch(self, watched: object, end: _End, index: int) -> None:
+    def _watch(self, watched: object, end: _End, storage: _Storage) -> None:
         """Note the end of an object as an end of a storage."""
         notice = self._ends.watch(watched, _Ended)
-        notice.end, notice.index = end, index
+        notice.end, notice.storage = end, storage
 
     def _note(self, notice: _Ended) -> None:
-        end, index = notice.end, notice.index
-        if index == _NOTHING or self.ended is not None:
+        end, storage, now = notice.end, notice.storage, len(self.pauses)
+        if self.ended is not None:
             return
-        storage, now = self.storages[index], len(self.pauses)
         if end is _End.LEFT:
             storage.left = now
         elif not storage.is_evicted:  # a retained graph ends after its loaded bytes are free
@@ -336,7 +332,7 @@ class Recorder:
         for pause, number in self.uses:
             used.setdefault(number, []).append(pause)
         blocks = [self._block(number, used.get(number, []), times) for number in range(len(self._passes))]
-        storages = [self._storage(index, blocks, times) for index in range(len(self.storages))]
+        storages = [self._row(one, blocks, times) for one in self.storages]
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
         is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
         forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
@@ -359,16 +355,15 @@ class Recorder:
             started_s = max(left_s, times[used[0]])
             ended_s = max(started_s, times[used[-1]])
         inputs = tuple(dict.fromkeys(found.inputs))
-        is_own = any(one.passes == [number] for at, one in enumerate(self.storages) if at not in inputs)
+        is_own = any(one.passes == [number] and one.index not in inputs for one in self.storages)
         frees = bool(used) and is_own  # else the model checkpoints the block itself
         return BlockTrace(found.module, times[found.entered], left_s, started_s, ended_s, inputs, frees)
 
-    def _storage(self, index: int, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
-        found = self.storages[index]
+    def _row(self, found: _Storage, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
         packed_s, left_s, freed_s = times[found.packed], _before(times, found.left), _before(times, found.freed)
         used_s = freed_s if found.unpacked is None else times[found.unpacked]
         # Saved ones have times of their own, and may be free before a reader's backward ends.
-        readers = [] if found.passes else [block for block in blocks if index in block.inputs]
+        readers = [] if found.passes else [block for block in blocks if found.index in block.inputs]
         if readers:
             used_s = min(block.backward_start_s for block in readers)
             freed_s = max(block.backward_end_s for block in readers)

@@ -230,13 +230,14 @@ class _Replay:
         """Have compute wait for a storage that is needed now."""
         self._settle(now_s)
         padded, written_s = self._padded[storage], self._written_s[storage]
+        is_in_staging = self._is_in_staging(storage, now_s)
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
         if storage not in self._ahead:
             self._bring(storage, now_s)
         else:
             self._ahead_bytes -= self._ahead.pop(storage)
             self._staged_bytes -= padded if self._place[storage] == _NVME and written_s <= now_s else 0
-        if written_s > now_s:  # handed over from staging, or not written at all
+        if is_in_staging:  # handed over, or not written at all
             write_s = padded / self._write_rate
             if written_s - write_s > now_s:  # not begun: the drive goes on with the next, and is not worn for this one
                 self._writes.free_s = max(now_s, self._writes.free_s - write_s)
@@ -247,16 +248,21 @@ class _Replay:
             self._arrived_s[storage] = self._back_s[storage] = max(now_s, self._arrived_s[storage]) + took_s
         self._wait(storage, self._arrived_s[storage] - now_s)
 
+    def _is_in_staging(self, storage: int, now_s: float) -> bool:
+        """Return whether all of a storage is there on its way to the drive."""
+        return self._written_s[storage] > now_s and self._padded[storage] <= self._resources.staging_bytes
+
     def _bring(self, storage: int, now_s: float) -> None:
         """Ask for the reload of a storage."""
         took_s = self._nbytes[storage] / self._resources.copy_in_bytes_per_s
-        if self._written_s[storage] > now_s:
+        if self._is_in_staging(storage, now_s):
             self._forwarded_bytes += self._nbytes[storage]
             self._back_s[storage] = self._written_s[storage]
             self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
             return
         on_drive = self._place[storage] == _NVME
-        there_s = self._read(now_s, self._padded[storage]) if on_drive else max(now_s, self._copied_s[storage])
+        begin_s = max(now_s, self._written_s[storage] if on_drive else self._copied_s[storage])
+        there_s = self._read(begin_s, self._padded[storage]) if on_drive else begin_s
         self._back_s[storage] = there_s
         self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
 
@@ -279,8 +285,7 @@ class _Replay:
             storage = order[self._cursor]
             on_drive = self._place[storage] == _NVME
             if on_drive or (self._place[storage] == _HOST and not self._resources.is_synchronous):
-                # What is not yet written has its place in staging already.
-                padded = 0 if self._written_s[storage] > now_s else self._padded[storage]
+                padded = 0 if self._is_in_staging(storage, now_s) else self._padded[storage]
                 part = PREFETCH_FRACTION_OF_STAGING if on_drive and self._writes.free_s > now_s else 1.0
                 is_over = self._ahead_bytes + padded > part * self._resources.staging_bytes
                 # One alone may be larger than the bound.
