@@ -79,7 +79,7 @@ def planned_gib(one: Published) -> float:
         model.write_text(json.dumps(MODELS[one.model]))
         config.write_text(json.dumps(CONFIGS[one.config]))
         options = command_parser().parse_args(["plan", str(model), "--config", str(config), *shlex.split(one.options)])
-        setup_of, _, _ = setups(options)
+        setup_of, *_ = setups(options)
         (found,) = [row for row in fixed_rows(setup_of(options.seq)) if row.name == one.row]
     return round(found.need_bytes / GIB, 1)
 

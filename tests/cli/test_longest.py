@@ -1,7 +1,8 @@
 """``ds_tba plan --longest`` by hand, and against runs on the CPU: a length 10 % shorter fits, one 10 % longer does not.
 
 A run is measured by the peak of all its tensors but parameters and gradients. The plan's margins are taken off: what it
-may use for tensors that come and go is what the run may use. Staging is host memory for the plan, and not measured.
+may use for tensors that come and go is what the run may use. Staging is not measured but counted in full: a GPU holds
+what it has read ahead in buffers of its own, where a CPU has it in staging.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(
                 subject.model.gradient_checkpointing_enable({"use_reentrant": False})
             with offloader_in(tmp_path) if is_offloaded else nullcontext() as offloader:
                 peak_bytes = peak_of(subject, offloader, TensorMeter)
-            assert (peak_bytes <= ROOM_BYTES) is fits, (name, found[name], part, peak_bytes / ROOM_BYTES)
+            room_bytes = ROOM_BYTES - (STAGING_BYTES if is_offloaded else 0)
+            assert (peak_bytes <= room_bytes) is fits, (name, found[name], part, peak_bytes / room_bytes)
 
 
 @contextmanager

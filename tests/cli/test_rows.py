@@ -461,7 +461,7 @@ def test_host_memory_is_recommended_before_a_drive_where_it_is_enough() -> None:
     assert by_name(poor)["+ checkpointing and host"].verdict == HOST_FULL
     chosen = recommended(rows_of(poor))
     assert chosen is None or not chosen.cost.host_bytes
-    assert poor.filled(by_name(poor)["+ checkpointing and host"]) > 1
+    assert by_name(poor)["+ checkpointing and host"].filled > 1
 
 
 def test_what_layers_leave_to_the_allocator_counts_with_checkpointing_alone() -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -97,7 +97,7 @@ def dry_run(
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
     return DryRun(
         trace=recorder.trace(resources, micro_steps=training.micro_steps),
-        temporary=spans_of(clock.samples, max(whole_bytes, default=0)),
+        temporary=clock.temporary(max(whole_bytes, default=0)),
         loose_bytes=loose_bytes,
         parameters=sum(one.numel() for one in parameters),
         parameter_bytes=sum(one.nbytes for one in parameters) - saved_by_bits,
@@ -156,15 +156,6 @@ def left_by_layers(subject: Subject, blocks: Mapping[str, nn.Module]) -> int:
         subject.forward()
     hook.remove()
     return seen[-1][0] if seen and clock.largest_bytes > seen[-1][1] else 0
-
-
-def spans_of(samples: Sequence[tuple[float, float, int]], more_bytes: int = 0) -> Spans:
-    """Return temporary tensors by time: what is there as an operation ends is there while it runs.
-
-    Spans end a little before the next begins, so that no two of them count together.
-    """
-    took_s, ends_s, nbytes = map(np.array, zip(*samples, strict=True))
-    return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
 
 
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -226,11 +217,10 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     mask's ``sum()`` is compared with a number as if all were true.
 
     Args:
-        saved: level of the saved tensors, which samples leave out: inputs, buffers, logits and gradients are left.
+        saved: level of the saved tensors, which are not temporary: inputs, buffers, logits and gradients are left.
 
     Attributes:
         now_s: seconds of all operations so far.
-        samples: of each operation that takes time the seconds, its end, and the bytes then, without saved tensors.
         last_operation: name of the last one, which may have failed.
     """
 
@@ -239,9 +229,18 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.now_s, self.last_operation = 0.0, ""
-        self.samples: list[tuple[float, float, int]] = []
+        # Of each operation that takes time the seconds, its end, and the bytes then without saved tensors.
+        self._samples: list[tuple[float, float, int]] = []
         self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
         self._saved = Gauge() if saved is None else saved
+
+    def temporary(self, more_bytes: int) -> Spans:
+        """Return the tensors beside saved ones by time, and ``more_bytes`` all the time.
+
+        What is there as an operation ends is there while it runs. Spans end before the next ones begin.
+        """
+        took_s, ends_s, nbytes = map(np.array, zip(*self._samples, strict=True))
+        return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
 
     def mark(self) -> float:
         return self.now_s
@@ -269,7 +268,7 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
             moved_s = sum(one.numel() * one.element_size() for one in tensors.values()) / self._memory_bytes_per_s
             took_s = max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
             self.now_s += took_s
-            self.samples.append((took_s, self.now_s, self.now_bytes - self._saved.now))
+            self._samples.append((took_s, self.now_s, self.now_bytes - self._saved.now))
         return result
 
 

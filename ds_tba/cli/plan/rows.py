@@ -53,6 +53,7 @@ class Row:
         cost, need_bytes: of a step, and of the device in all; see [Note: Need].
         verdict: ``fits``, ``tight``, ``does not fit`` or ``lacks host memory``; empty where the device's memory is not
             known.
+        filled: how full it has the device, or host memory where activations go there; above 1 it does not fit well.
         written_bytes_per_day, life_days: wear of the drives, with ZeRO's own writes; no life where nothing is written.
         merged, advice: what to merge into ``ds_config.json``, and what else to do.
         host_bytes, swap_bytes: of host memory and of the drives, for activations and by ZeRO's own offload.
@@ -62,6 +63,7 @@ class Row:
     cost: Prediction
     need_bytes: int
     verdict: str
+    filled: float
     written_bytes_per_day: float
     life_days: float | None
     merged: DsConfig
@@ -165,18 +167,13 @@ class Setup:
         path = self.training.offload.nvme_path or "/local_nvme"
         return {BLOCK: {"enabled": True, "nvme_path": path, "placement": placement, **more}}
 
-    def filled(self, row: Row) -> float:
-        """Return how full a row has the device, or host memory where activations go there; above 1 it is no fit."""
-        host = row.host_bytes * self.sharers / self.host_memory_bytes if row.cost.host_bytes else 0.0
-        return max(host, row.need_bytes / (TIGHT * (self.device.memory_bytes or math.inf)))
-
     def row(self, name: str, cost: Prediction, moving_bytes: int, merged: DsConfig, advice: str) -> Row:
         """Return a row with its need, its verdict and its wear.
 
         Args:
             moving_bytes: the peak of saved and temporary tensors together.
         """
-        held, zero, memory_bytes = self.held, self.zero, self.device.memory_bytes
+        held, zero = self.held, self.zero
         linked_bytes = zero.link_bytes + cost.read_bytes + cost.forwarded_bytes
         linked_s = linked_bytes / self.device.copy_bytes_per_s + self.trace.optimizer_s
         cost = replace(cost, step_s=max(cost.step_s, linked_s))
@@ -185,17 +182,18 @@ class Setup:
         loose_bytes = self.run.loose_bytes if cost.recomputed_s else 0
         stepping = sum(held.always.values()) + held.stepping_bytes
         need = staged_on_device + max(stepping, held.nbytes + loose_bytes + int(moving_bytes * (1 + FRAGMENTATION)))
-        verdict = ""
-        if memory_bytes is not None:
-            verdict = "does not fit" if need > memory_bytes else "tight" if need > TIGHT * memory_bytes else "fits"
         written_bytes = self.stored_share * cost.written_bytes + zero.written_bytes
         per_day = written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
         host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
-        if verdict in ("fits", "tight") and cost.host_bytes and host_bytes * self.sharers > self.host_memory_bytes:
-            verdict = HOST_FULL
+        host_filled = host_bytes * self.sharers / self.host_memory_bytes if cost.host_bytes else 0.0
+        filled = need / (self.device.memory_bytes or math.inf)
+        verdict = HOST_FULL if host_filled > 1 else "tight" if filled > TIGHT else "fits"
+        if self.device.memory_bytes is None or filled > 1:
+            verdict = "does not fit" if filled > 1 else ""
         swap_bytes = zero.swap_bytes + cost.written_bytes // self.training.micro_steps
         life = life_days(self.tbw, per_day)
-        return Row(name, cost, need, verdict, per_day, life, merged, advice, host_bytes, swap_bytes)
+        filled = max(host_filled, filled / TIGHT)
+        return Row(name, cost, need, verdict, filled, per_day, life, merged, advice, host_bytes, swap_bytes)
 
     def fixed_row(self, setting: Setting) -> Row:
         """Return the row of a setting that makes no plan; see :func:`assign`."""
@@ -280,7 +278,7 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
         filled: dict[int, float] = {}
         fits, fails, guess = 0, MOST + UNIT, first
         while fails - fits > max(UNIT, NEAR * fits):
-            filled[guess] = setup_of(guess).filled(rows(guess)[name])
+            filled[guess] = rows(guess)[name].filled
             fits, fails = (guess, fails) if filled[guess] <= 1 else (fits, guess)
             if fails > MOST:
                 guess = min(MOST, 2 * fits)
