@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from operator import attrgetter
 from statistics import median
+from typing import Protocol
 
 import torch
 
 from ds_tba.core.accounts import CountedMemory
-from ds_tba.core.cache import TensorCache
 from ds_tba.core.eligibility import Eligibility
 from ds_tba.core.ends import Ends, Notice
 from ds_tba.core.saved import (
@@ -131,6 +131,14 @@ class Recorded:
         self.pass_number = pass_number
 
 
+class SavingCache(Protocol):
+    """Whoever saves tensors: the cache."""
+
+    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
+        """Return whether a tensor may leave device memory."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Scene:
     """The surroundings of a recording.
@@ -144,7 +152,7 @@ class Scene:
             copy is done, which says nothing about when forward releases the tensor.
     """
 
-    cache: TensorCache
+    cache: SavingCache
     clock: Clock
     running: RunningModule
     memory: MemoryMeter | None = None
