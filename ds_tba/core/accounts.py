@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ds_tba.core.ends import Ends, Notice
+from ds_tba.core.prefetch import Alive
 from ds_tba.core.tensors import components_of, has_plain_storage, held_bytes, is_parameter
 from ds_tba.device.accelerator import Accelerator, Stream
 from ds_tba.device.copies import Releases
@@ -73,12 +74,14 @@ class CountedGone(Notice):
     """Tells the end of a tensor without a record that had this memory counted.
 
     Attributes:
+        alive: of the micro-step that has saved it; None where autograd has not.
         is_lent: it belongs to a recipe.
     """
 
-    __slots__ = ("is_lent", "memory")
+    __slots__ = ("alive", "is_lent", "memory")
 
     memory: CountedMemory
+    alive: Alive | None
     is_lent: bool
 
 
@@ -159,12 +162,15 @@ class Accounts(ABC):
         memory.users += 1
         return memory
 
-    def count_kept(self, user: object, tensor: torch.Tensor, nbytes: int, reason: str) -> CountedMemory:
+    def count_kept(
+        self, user: object, tensor: torch.Tensor, nbytes: int, reason: str, alive: Alive | None
+    ) -> CountedMemory:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
 
         Args:
             user: with whose end it is counted no longer.
             reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
+            alive: of the micro-step that saves it; None for a tensor of ours.
         """
         if self.may_wait:
             self.wait_for(nbytes)
@@ -178,7 +184,9 @@ class Accounts(ABC):
             if reason:
                 self.meter.kept_bytes[reason] += added_bytes
             notice = self.ends.watch(user, CountedGone)
-            notice.memory, notice.is_lent = memory, False
+            notice.memory, notice.alive, notice.is_lent = memory, alive, False
+            if alive is not None:
+                alive.count += 1
         return memory
 
     def count_until_free(self, storage: torch.UntypedStorage) -> None:

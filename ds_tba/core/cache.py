@@ -226,8 +226,8 @@ class TensorCache(Residency):
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
         """
         with self.lock:
-            step, has_saved = self.forward.micro_step, self.meter.saved.now > 0
-            if step.is_interleaved or not step.expects_forward(has_saved=has_saved):
+            step = self.forward.micro_step
+            if step.is_interleaved or not step.expects_forward:
                 return None
             self.forward = replace(self.forward, by_key={})
         if self.rematerialization is not None:
@@ -257,7 +257,7 @@ class TensorCache(Residency):
         """True if one more forward belongs to the last micro-step; see [Note: Micro-steps]."""
         self.act_on_ends()
         with self.lock:
-            return self.forward.micro_step.expects_forward(has_saved=self.meter.saved.now > 0)
+            return self.forward.micro_step.expects_forward
 
     @poisons
     def end_micro_step(self) -> None:
@@ -324,7 +324,8 @@ class TensorCache(Residency):
         """
         is_of_function = self._function_saves.saver_of(tensor) > 0
         nbytes = tensor.untyped_storage().nbytes() if is_whole else held_bytes(tensor, self._device)
-        counted = kind(self, tensor, nbytes, reason, is_of_function=is_of_function)
+        alive = self.forward.micro_step.alive
+        counted = kind(self, tensor, nbytes, reason, alive=alive, is_of_function=is_of_function)
         if is_of_function:
             counted.memory.is_of_function = True
         if self.rematerialization is not None and not of_graph:
@@ -405,6 +406,7 @@ class TensorCache(Residency):
             self._of_thread.number = node
         forward.by_key[key] = record
         self._live_records += 1
+        record.micro_step.alive.count += 1
         return record
 
     @poisons
@@ -522,6 +524,8 @@ class TensorCache(Residency):
             self.free(gone.memory)
         elif isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
+            if gone.alive is not None:
+                gone.alive.count -= 1
             self.meter.saved.add(0 if gone.is_lent else -gone.memory.unsave())
             self.uncount(gone.memory)
         elif isinstance(gone, ViewGone):
@@ -548,5 +552,6 @@ class TensorCache(Residency):
             del self.forward.by_key[record.key]  # a later save would share bytes that are given up
         if record.ticket is not None:
             record.ticket.store.release(record.ticket)
+        record.micro_step.alive.count -= 1
         if record.index != NO_INDEX:
             record.micro_step.remove(record.index)

@@ -35,17 +35,28 @@ class Phase(Enum):
     BACKWARD = "something was unpacked"
 
 
+class Alive:
+    """The number of tensors and storages that one micro-step has saved and that are alive, moved or not."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class MicroStep(Generic[Record]):
     """The moved records of one micro-step, in the order in which they were placed.
 
     Attributes:
         is_interleaved: see [Note: Micro-steps].
         lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
+        alive: what it has saved.
     """
 
     def __init__(self, *, is_interleaved: bool = False) -> None:
         self.is_interleaved = is_interleaved
         self.lead: Sequence[int] = ()
+        self.alive = Alive()
         self.phase = Phase.FORWARD
         self._records: list[Record | None] = []
         self._nodes: list[int] = []  # of each record
@@ -55,13 +66,10 @@ class MicroStep(Generic[Record]):
         self._used = 0  # how far backward has come in the order
         self._asked = 0  # how far in the order was asked for
 
-    def expects_forward(self, *, has_saved: bool) -> bool:
-        """Return whether one more forward belongs to it: nothing was unpacked, and what was saved is alive.
-
-        Args:
-            has_saved: a saved tensor is alive.
-        """
-        return self.is_interleaved or (self.phase is Phase.WAITING and has_saved)
+    @property
+    def expects_forward(self) -> bool:
+        """True if one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
+        return self.is_interleaved or (self.phase is Phase.WAITING and self.alive.count > 0)
 
     def begin_forward(self, lead: Sequence[int] = ()) -> None:
         self.phase = Phase.FORWARD

@@ -29,7 +29,7 @@ import torch
 
 from ds_tba.core.accounts import Accounts, CountedGone, CountedMemory
 from ds_tba.core.ends import Notice
-from ds_tba.core.prefetch import MicroStep
+from ds_tba.core.prefetch import Alive, MicroStep
 from ds_tba.core.tensors import (
     Stamp,
     VersionWitness,
@@ -334,14 +334,25 @@ class SavedCounted(_Kept):
     __slots__ = ("__weakref__", "_cache", "eps", "is_of_function", "memory", "nbytes")
 
     def __init__(
-        self, cache: Keeper, tensor: torch.Tensor, nbytes: int, reason: str, *, is_of_function: bool = False
+        self,
+        cache: Keeper,
+        tensor: torch.Tensor,
+        nbytes: int,
+        reason: str,
+        *,
+        alive: Alive | None = None,
+        is_of_function: bool = False,
     ) -> None:
         super().__init__(tensor, is_of_function=is_of_function)
         self.is_of_function = is_of_function
         self._cache = cache
         self.eps: tuple[float | None] | None = None
         self.nbytes = nbytes
-        self.memory = cache.count_kept(self, tensor, nbytes, reason)
+        self.memory = cache.count_kept(self, tensor, nbytes, reason, alive)
+
+    def signature(self) -> tuple[object, ...]:
+        """Return the layout of the tensor, the same as if it were to leave: a plan may have it stay from now on."""
+        return self.held.dtype, self.held.shape, self.held.stride(), self.held.storage_offset()
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
@@ -352,7 +363,7 @@ class SavedCounted(_Kept):
         self.memory.users += 1
         self.memory.lent += 1
         notice = self._cache.ends.watch(other, CountedGone)
-        notice.memory, notice.is_lent = self.memory, True
+        notice.memory, notice.alive, notice.is_lent = self.memory, None, True
         return other
 
 

@@ -34,6 +34,25 @@ def written(store: NvmeStore) -> tuple[TensorCache, Tensor, Tensor]:
     return cache, x, loss
 
 
+def test_forwards_without_backward_are_micro_steps_of_their_own_whatever_else_is_alive() -> None:
+    """A loss that a program keeps with its graph joined all evaluations after it into one micro-step."""
+    cache, x = TensorCache([], "cpu", 1), torch.randn(8, requires_grad=True)
+    with cache.saving():
+        kept_loss = x.sin().sum()
+    assert cache.expects_forward  # a second forward may come before the backward of both
+    with cache.saving():
+        loss = x.cos().sum()
+    assert cache.expects_forward
+    loss.backward()
+    for _ in range(3):
+        with cache.saving():
+            loss = x.exp().sum()
+        assert cache.expects_forward
+        del loss
+        assert not cache.expects_forward
+    assert kept_loss.requires_grad and cache.stats.saved.now > 0
+
+
 # ---- what is stored, and how often ----------------------------------------------------------------------------------
 
 

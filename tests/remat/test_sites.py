@@ -23,7 +23,7 @@ from ds_tba.remat import store as store_module
 from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
-from ds_tba.storage.base import Always
+from ds_tba.storage.base import Always, Choice
 
 Forward = Callable[..., torch.Tensor]
 SIZE = (33, 65)
@@ -165,6 +165,35 @@ def test_what_begins_to_differ_is_an_error_within_so_many_steps(monkeypatch: pyt
     before = run.nbytes
     agrees(run, changed, x, y)  # a script that goes on does so without the site
     assert run.nbytes == before
+
+
+@dataclasses.dataclass
+class OperandIn:
+    """A plan by which the first storage goes to these stores, or stays, and all others are made again."""
+
+    stores: tuple[Any, ...]
+    first: Any = None
+
+    def choose(self, key: Any, _nbytes: int) -> Choice:
+        self.first = self.first or key
+        is_first = key == self.first
+        return Choice(self.stores if is_first else (), True, "plan", rematerialize=not is_first)
+
+
+def test_a_site_stays_itself_when_a_plan_has_its_operand_stay(make_store: StoreFactory) -> None:
+    """A new site would be proven anew, by a change that begins after it has run."""
+    store = make_store()
+    run = Run(stores=(store,))
+    made_bytes = []
+    for stores in ((store,), (store,), (), ()):
+        x = tensor()
+        with run.cache.saving(OperandIn(stores)):
+            loss = functional.silu(x.cumsum(0)).square().sum()
+        loss.backward()
+        run.cache.end_micro_step()
+        made_bytes.append(run.nbytes)
+    assert run.sites.summary()["rematerialized_sites"] == {"silu": 1}
+    assert 0 < made_bytes[1] < made_bytes[2] < made_bytes[3]
 
 
 def test_every_site_is_compared_again_within_so_many_visits() -> None:
