@@ -169,8 +169,8 @@ class Accounts(ABC):
 
         Args:
             user: with whose end it is counted no longer.
-            reason: in the report's words; empty for a tensor of ours, which autograd has not saved.
-            alive: of the micro-step that saves it; None for a tensor of ours.
+            reason: in the report's words.
+            alive: of the micro-step that saves it; None for a tensor of ours, which autograd has not saved.
         """
         if self.may_wait:
             self.wait_for(nbytes)
@@ -179,13 +179,12 @@ class Accounts(ABC):
                 self.ends.act()
             holders = (tensor,) if has_plain_storage(tensor) else components_of(tensor)[:1]
             memory = self.count(holders[0].untyped_storage() if holders else None, nbytes)
-            added_bytes = memory.save(nbytes if reason else 0)
+            added_bytes = memory.save(nbytes if alive is not None else 0)
             self.meter.saved.add(added_bytes)
-            if reason:
-                self.meter.kept_bytes[reason] += added_bytes
             notice = self.ends.watch(user, CountedGone)
             notice.memory, notice.alive, notice.is_lent = memory, alive, False
             if alive is not None:
+                self.meter.kept_bytes[reason] += added_bytes
                 alive.count += 1
         return memory
 

@@ -79,6 +79,7 @@ from ds_tba.storage.base import KEPT, Always, AnyStore, Choice, Policy, Ticket
 STATS_LIMIT_S = 1.0
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
+_WHOLE = frozenset({Eligibility.ELIGIBLE, Eligibility.EXCLUDED, Eligibility.SMALL})  # they hold all of their storage
 
 
 @dataclass(eq=False)
@@ -291,13 +292,10 @@ class TensorCache(Residency):
                 return PassedThrough(tensor)
             if why is Eligibility.ELIGIBLE:
                 return self._save(tensor)
-            if why is Eligibility.EXCLUDED:
-                return self._keep(tensor, self.gate.excluded_by(), SavedExcluded)
             if why in _FOREIGN:
                 self.meter.kept_bytes[why.value] += nbytes_of(tensor)
                 return PassedThrough(tensor)
-            is_whole, of_graph = why is Eligibility.SMALL, why is Eligibility.OF_GRAPH
-            return self._keep(tensor, why.value, is_whole=is_whole, of_graph=of_graph)
+            return self._keep(tensor, why, self.gate.excluded_by() if why is Eligibility.EXCLUDED else why.value)
         except BaseException as error:
             self.note_exception(error)
             raise
@@ -307,28 +305,15 @@ class TensorCache(Residency):
         why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
         return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
-    def _keep(
-        self,
-        tensor: torch.Tensor,
-        reason: str,
-        kind: type[SavedCounted] = SavedCounted,
-        *,
-        is_whole: bool = True,
-        of_graph: bool = False,
-    ) -> SavedCounted:
-        """Keep a tensor that stays where it is until backward; its storage has no record.
-
-        Args:
-            is_whole: it holds all of its storage.
-            of_graph: a replay of a CUDA graph overwrites it, so that nothing is rematerialized from it.
-        """
+    def _keep(self, tensor: torch.Tensor, why: Eligibility, reason: str) -> SavedCounted:
+        """Keep a tensor that stays where it is until backward, for a reason in the report's words, without a record."""
         is_of_function = self._function_saves.saver_of(tensor) > 0
-        nbytes = tensor.untyped_storage().nbytes() if is_whole else held_bytes(tensor, self._device)
-        alive = self.forward.micro_step.alive
+        nbytes = tensor.untyped_storage().nbytes() if why in _WHOLE else held_bytes(tensor, self._device)
+        kind, alive = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, self.forward.micro_step.alive
         counted = kind(self, tensor, nbytes, reason, alive=alive, is_of_function=is_of_function)
         if is_of_function:
             counted.memory.is_of_function = True
-        if self.rematerialization is not None and not of_graph:
+        if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
             self.rematerialization.note(tensor, counted)
         return counted
 
@@ -346,7 +331,7 @@ class TensorCache(Residency):
             if not stays and (record is not None or (first is None and not self.may_wait)):
                 view = self._add_view(record or self._add(forward, tensor, key, choice), tensor)
         if stays:
-            return self._keep(tensor, choice.reason)
+            return self._keep(tensor, Eligibility.ELIGIBLE, choice.reason)
         if view is None:  # something may have to be proven or waited for first
             view = self._save_slowly(forward, tensor, key, choice)
         if not self._accelerator.is_synchronous:

@@ -194,7 +194,7 @@ class Recipe(NamedTuple):
             if is_of_a_module(one):
                 with torch.no_grad():
                     copy = one.held.detach().clone()  # an optimizer may step before backward
-                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")  # no reason: autograd has not saved it
+                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")  # autograd has not saved it
         return self._with(copies) if copies else self
 
     def _with(self, own: Mapping[int, Held]) -> Recipe:
