@@ -105,7 +105,6 @@ NAMES = [
     Name("torch.utils._pytree.tree_flatten", ALL),
     Name("torch.utils._pytree.tree_unflatten", ALL),
     Name("torch.utils._pytree.tree_leaves", ALL),
-    Name("torch.utils._pytree.tree_map_only", PLAN),
     Name("torch.autograd.graph._allow_mutation_on_saved_tensors_enabled", "its refusal around forward"),
     # PyTorch: checkpoints
     Name("._top_saved_tensors_default_hooks", RECOMPUTE, "torch._C._autograd._top_saved_tensors_default_hooks"),
@@ -132,7 +131,7 @@ NAMES = [
     Name("._schema", PLAN, "torch.ops.aten.mm.default._schema"),
     *(
         Name(f"._scaled_dot_product_{kind}", PLAN, f"torch.ops.aten._scaled_dot_product_{kind}")
-        for kind in ("attention_math", "efficient_attention", "flash_attention", "flash_attention_for_cpu")
+        for kind in ("attention_math", "efficient_attention", "flash_attention")
     ),
     Name("torch.distributed.distributed_c10d._get_default_store", "several ranks"),
     # DeepSpeed

@@ -107,16 +107,8 @@ def draw(seed: int) -> Program:
     batches = _weighed(chance, fresh=3, numpy=1, data=1) if stem == "linear" else "fresh"
     steps = _draw_steps(chance, placement, batches, blocks)
     recompute = chance.random() < 0.5
-    # Any checkpoint runs again what reads or changes state, and hands out an alias of what a Function saved, which
-    # ``.grad`` may then share.
     if recompute:
-        blocks = tuple(
-            tuple(
-                _stateless(name).replace("ReturnsLeaf", "ReturnsFresh").replace("ReturnsBuffer", "ReturnsFresh")
-                for name in names
-            )
-            for names in blocks
-        )
+        blocks = tuple(tuple(map(_repeatable, names)) for names in blocks)
     if recompute and placement == "adaptive":  # a block that runs again needs its inputs unchanged, as any checkpoint
         steps = tuple(replace(step, kind="usual", how="") if step.kind == "mutate" else step for step in steps)
     rematerialize = random.Random(f"rematerialize {seed}").random() < 0.8
@@ -192,6 +184,17 @@ def _stateless(name: str) -> str:
     kind, colon, checkpointed = name.partition(":")
     may_not = {part.__name__ for part in (*parts.STATEFUL, parts.BatchNorm)}
     return f"Dropout{colon}{checkpointed}" if kind in may_not else name
+
+
+def _repeatable(name: str) -> str:
+    """Return a part that any checkpoint can run again.
+
+    It cannot what reads or changes state, nor what changes its input. And it hands out an alias of what a Function
+    saved, which ``.grad`` may then share.
+    """
+    others = {"ReturnsLeaf": "ReturnsFresh", "ReturnsBuffer": "ReturnsFresh", "ChangesInput": "InPlace"}
+    kind, colon, around = _stateless(name).partition(":")
+    return others.get(kind, kind) + colon + around
 
 
 def _draw_blocks(chance: random.Random, device: str) -> tuple[tuple[str, ...], ...]:
