@@ -443,6 +443,8 @@ class SwapSpace:
             if error is None and place is not None and part.host is None:
                 with suppress(RuntimeError, MemoryError):  # else backward copies it when it wants it
                     part.arrival = self.copy_in(part, place)
+            # Else this frame would hold the memory until the lane runs again, and backward may be done with it before.
+            place = None
         with self.changed:
             part.error = error
             if error is not None:
