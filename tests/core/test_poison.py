@@ -37,7 +37,7 @@ def test_figures_can_be_read_by_a_handler_that_has_interrupted_the_holder_of_the
 
 @pytest.mark.long
 def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
-    """At random moments, some of them in the middle of our own code, which may hold any lock."""
+    """At random moments, most of them in the middle of our own code, which may hold any lock."""
     times = 10
     done = signals("closes", tmp_path, times)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_a_handler_that_closes_and_exits_never_hangs(tmp_path: Path) -> None:
     assert len(ends) == times and set(ends) <= {"0 finished", "0 running"}, done.stdout + done.stderr
     assert ends.count("0 finished") > times / 5, done.stdout + done.stderr
     assert "RUN return" in done.stdout
-    assert len(re.findall(r"^RUN \w+ \S+ inside", done.stdout, re.MULTILINE)) > times / 5, done.stdout
+    assert len(re.findall(r"^RUN \w+ \S+ inside", done.stdout, re.MULTILINE)) > times / 2, done.stdout
 
 
 @pytest.mark.long

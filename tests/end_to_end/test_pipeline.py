@@ -255,8 +255,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
         for report in others:
             assert report["offloaded_bytes"] > 0 and report["fallbacks"] == 0
             assert report["peak_saved_bytes_without"] == kept["peak_saved_bytes"]
-            # A quarter as a rule; on a busy machine one tensor more, of those that a send between the stages may hold.
-            assert report["peak_saved_bytes"] < kept["peak_saved_bytes"] / 2
+            assert report["peak_saved_bytes"] < kept["peak_saved_bytes"] / 3
         for name in ("fp32.3", "bf16.0", "varies.0", "masked.0"):
             report = found[name, rank]["report"]
             assert report["plans"] >= 1 and report["plan"]["bytes"]["nvme"] > 0

@@ -124,9 +124,8 @@ def closes(directory: Path, report: Path, chance: random.Random) -> int:
         if end == "raise":
             raise Interrupted
 
-    # Of the process's own time: on a busy machine the first step would not be over by then.
-    signal.signal(signal.SIGPROF, on_signal)
-    signal.setitimer(signal.ITIMER_PROF, chance.uniform(0.001, LATEST_S))
+    signal.signal(signal.SIGALRM, on_signal)
+    signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.001, LATEST_S))
     try:
         while not seen:
             step(model, x, offloader)
