@@ -33,7 +33,7 @@ USUAL = {
     "num_key_value_heads": HEADS, "head_dim": WIDTH // HEADS, "max_position_embeddings": LONGEST,
     "pad_token_id": 0,
 }  # fmt: skip
-# As many heads for keys as for queries: of grouped ones a GPU has no fused attention in FP32, and the plan is of a GPU.
+# Keys have as many heads as queries: the plan is of a GPU, which has no fused attention in FP32 for grouped ones.
 # GPT-2's attention has no dropout here: with it the CPU has no kernel that does without a square of scores.
 GPT2 = {**SPECIAL, "n_embd": WIDTH, "n_head": HEADS, "n_positions": LONGEST, "attn_pdrop": 0.0}
 MODELS: dict[str, dict[str, Any]] = {

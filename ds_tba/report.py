@@ -346,9 +346,10 @@ class ReportFile:
 
     def _is_of_another(self, path: Path) -> bool:
         """Return whether another engine has written the file since this one was made."""
-        if not path.exists():
+        try:
+            present = path.stat()
+        except FileNotFoundError:
             return False
-        present = path.stat()
         return present.st_mtime >= self._made_at_s and (present.st_ino, present.st_mtime_ns) != self._own
 
 

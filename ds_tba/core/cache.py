@@ -79,7 +79,8 @@ from ds_tba.storage.base import KEPT, Always, AnyStore, Choice, Policy, Ticket
 STATS_LIMIT_S = 1.0
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
-_WHOLE = frozenset({Eligibility.ELIGIBLE, Eligibility.EXCLUDED, Eligibility.SMALL})  # they hold all of their storage
+# The whole storage counts, also where a view of it is saved.
+_WHOLE = frozenset({Eligibility.ELIGIBLE, Eligibility.EXCLUDED, Eligibility.SMALL})
 
 
 @dataclass(eq=False)
@@ -295,7 +296,8 @@ class TensorCache(Residency):
             if why in _FOREIGN:
                 self.meter.kept_bytes[why.value] += nbytes_of(tensor)
                 return PassedThrough(tensor)
-            return self._keep(tensor, why, self.gate.excluded_by() if why is Eligibility.EXCLUDED else why.value)
+            reason = self.gate.excluded_by() if why is Eligibility.EXCLUDED else why.value
+            return self._keep(tensor, why, reason, self._function_saves.saver_of(tensor))
         except BaseException as error:
             self.note_exception(error)
             raise
@@ -305,9 +307,13 @@ class TensorCache(Residency):
         why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
         return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
-    def _keep(self, tensor: torch.Tensor, why: Eligibility, reason: str) -> SavedCounted:
-        """Keep a tensor that stays where it is until backward, for a reason in the report's words, without a record."""
-        is_of_function = self._function_saves.saver_of(tensor) > 0
+    def _keep(self, tensor: torch.Tensor, why: Eligibility, reason: str, function: int) -> SavedCounted:
+        """Keep a tensor that stays where it is until backward, for a reason in the report's words, without a record.
+
+        Args:
+            function: see :class:`StorageKey`.
+        """
+        is_of_function = function > 0
         nbytes = tensor.untyped_storage().nbytes() if why in _WHOLE else held_bytes(tensor, self._device)
         kind, alive = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, self.forward.micro_step.alive
         counted = kind(self, tensor, nbytes, reason, alive=alive, is_of_function=is_of_function)
@@ -331,7 +337,7 @@ class TensorCache(Residency):
             if not stays and (record is not None or (first is None and not self.may_wait)):
                 view = self._add_view(record or self._add(forward, tensor, key, choice), tensor)
         if stays:
-            return self._keep(tensor, Eligibility.ELIGIBLE, choice.reason)
+            return self._keep(tensor, Eligibility.ELIGIBLE, choice.reason, key.function)
         if view is None:  # something may have to be proven or waited for first
             view = self._save_slowly(forward, tensor, key, choice)
         if not self._accelerator.is_synchronous:

@@ -299,10 +299,6 @@ class _Kept:
         """Return the saved tensor, if it was not modified since."""
         return self.held if self._version < 0 else unmodified(self.held, self._version)
 
-    def signature(self) -> tuple[object, ...]:
-        """Return the layout of the tensor."""
-        return self.held.dtype, self.held.shape, self.held.stride(), type(self).__name__
-
     @property
     def is_unmodified(self) -> bool:
         return self._version < 0 or self.held._version == self._version
@@ -315,6 +311,10 @@ class PassedThrough(_Kept):
     """
 
     __slots__ = ()
+
+    def signature(self) -> tuple[object, ...]:
+        """Return the layout of the tensor, which no activation has."""
+        return self.held.dtype, self.held.shape, self.held.stride(), type(self).__name__
 
     def is_of(self, cache: Keeper) -> bool:
         return True  # no cache has a record of it
@@ -350,9 +350,9 @@ class SavedCounted(_Kept):
         self.nbytes = nbytes
         self.memory = cache.count_kept(self, tensor, nbytes, reason, alive)
 
-    def signature(self) -> tuple[object, ...]:
+    def signature(self) -> ViewSpec:
         """Return the layout of the tensor, the same as if it were to leave: a plan may have it stay from now on."""
-        return self.held.dtype, self.held.shape, self.held.stride(), self.held.storage_offset()
+        return ViewSpec.of(self.held)
 
     def is_of(self, cache: Keeper) -> bool:
         return self._cache is cache
@@ -462,10 +462,9 @@ class SavedView:
             version = self._witness.version if held is None else held._version
             raise modified(self.spec.form, self.record.key.version, version)
 
-    def signature(self) -> tuple[object, ...]:
+    def signature(self) -> ViewSpec:
         """Return the layout of the tensor."""
-        spec = self.spec
-        return spec.dtype, spec.shape, spec.stride, spec.storage_offset
+        return self.spec
 
     @property
     def spec(self) -> ViewSpec:

@@ -79,7 +79,7 @@ def test_what_tensor_parallel_layers_save_as_dtensors_stays(tmp_path: Path, row_
     row_says(outcome(ours))
 
 
-# What a reader of the guide has already, around what it shows.
+# A reader of the guide has this code already; the guide shows what is added to it.
 GIVEN = """
 import torch
 from torch import nn

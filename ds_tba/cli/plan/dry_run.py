@@ -229,7 +229,7 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()
         self.now_s, self.last_operation = 0.0, ""
-        # Of each operation that takes time the seconds, its end, and the bytes then without saved tensors.
+        # Each operation that takes time adds its seconds, the time of its end, and the bytes then beside saved tensors.
         self._samples: list[tuple[float, float, int]] = []
         self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
         self._saved = Gauge() if saved is None else saved

@@ -301,7 +301,7 @@ def tile_mlps(_model: nn.Module, layers: Sequence[nn.Module]) -> bool:
     return bool(found)
 
 
-# What each option does to a model and its layers, in order; a model without any place for it is refused.
+# Each option changes a model and its layers by a function, in this order, and needs what the text names.
 AIDS: dict[str, tuple[Callable[[nn.Module, Sequence[nn.Module]], bool], str]] = {
     "--liger": (fuse_kernels, "RMS norm or gated MLP, or no lm_head whose loss could be fused"),
     "--fused-loss": (fuse_loss, "lm_head whose loss could be fused"),
