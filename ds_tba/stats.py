@@ -31,7 +31,6 @@ class StoreStats:
 
     Attributes:
         rescued_storages: number of storages with a part whose write failed.
-        fallbacks: number of its refusals, by reason; another store may have taken the storage, or been asked again.
     """
 
     offloaded_bytes: int = 0
@@ -42,7 +41,6 @@ class StoreStats:
     rescued_bytes: int = 0
     rescued_storages: int = 0
     stall_s: float = 0.0
-    fallbacks: Counter[str] = field(default_factory=Counter)
 
 
 class Gauge:

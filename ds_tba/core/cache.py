@@ -304,7 +304,7 @@ class TensorCache(Residency):
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory."""
-        why = self.gate.judge(tensor, acts=bool(self.watched), casts_stay=not self.is_limited)
+        why = self.gate.judge(tensor, acts=bool(self.issuers), casts_stay=not self.is_limited)
         return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
     def _keep(self, tensor: torch.Tensor, why: Eligibility, reason: str, function: int) -> SavedCounted:
@@ -422,10 +422,14 @@ class TensorCache(Residency):
     def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
         """Have a store take the bytes of a record, or keep them."""
         views = record.holders
-        if choice.stores and not record.may_leave:
+        if choice.stores and stays:
+            record.refusal = "forward failed"
+        elif choice.stores and not record.may_leave:
             record.refusal = Eligibility.NO_GRAPH.value
-        elif views and views[0].held is not None and not stays:
+        elif choice.stores and views and views[0].held is not None:
             self.offload(record, views[0].held, choice)
+        elif choice.stores:
+            record.refusal = "its storage was exchanged"
         if record.is_kept:
             self.meter.kept_bytes[record.refusal or choice.reason] += record.nbytes
             self.add_kept(record)
@@ -471,7 +475,7 @@ class TensorCache(Residency):
     def rematerialize(self, store: TensorStore[Any] | None) -> None:
         """Ask a store that knows what storages are made of before those that keep their bytes; None: none."""
         self.rematerialization = store
-        self.watched = self.stores if store is None else (store, *self.stores)
+        self.issuers = self.stores if store is None else (store, *self.stores)
 
     @poisons
     def hold(self, record: SavedStorage) -> None:

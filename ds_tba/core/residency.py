@@ -39,7 +39,7 @@ from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
-from ds_tba.storage.base import AnyStore, Choice, Loaded, Ticket
+from ds_tba.storage.base import AnyIssuer, AnyStore, Choice, Loaded, Refusal, Store, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Residency(Keeper, Poisoned):
 
     Attributes:
         limit_bytes: the budget; infinite without one.
-        watched: all stores whose pending copies hold device memory.
+        issuers: all whose pending copies hold device memory: the stores, and before them the one that rematerializes.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Residency(Keeper, Poisoned):
         super().__init__(device, accelerator)
         self.limit_bytes = math.inf
         self.stores = tuple(stores)
-        self.watched: tuple[AnyStore, ...] = self.stores
+        self.issuers: tuple[AnyIssuer, ...] = self.stores
         self._setting = ""  # that asks for the limit
         self._released_limit_bytes = released_bytes
         self._has_warned = False
@@ -76,7 +76,7 @@ class Residency(Keeper, Poisoned):
         self._largest_bytes = 0  # of the storages that left
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
-        self._ahead: dict[SavedStorage, None] = {}  # asked of stores ahead of backward, oldest first
+        self._ahead: dict[SavedStorage, AnyStore] = {}  # asked of these stores ahead of backward, oldest first
         self._copied: list[CountedMemory] = []  # that copies out may hold, and no record any more
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
@@ -205,7 +205,7 @@ class Residency(Keeper, Poisoned):
 
     def _copies_out(self) -> list[PendingCopy]:
         """Copies that hold device memory on its way out, oldest first of each store."""
-        found = [copy for store in self.watched for copy in store.copies_out()]
+        found = [copy for issuer in self.issuers for copy in issuer.copies_out()]
         self.ends.act()  # of the memory that finished copies have let go of
         if not found:  # else one of them may hold memory that nobody else wants any more
             for memory in self._copied:
@@ -236,9 +236,11 @@ class Residency(Keeper, Poisoned):
 
     def prefetch(self, record: SavedStorage) -> bool:
         """Have a record read ahead, if its bytes are wanted; False where there is no room for it now."""
-        ticket = record.ticket
+        ticket, store = record.ticket, None if record.ticket is None else record.ticket.store
         if record.state is not RecordState.AWAY or not record.pending or ticket is None:
             return True  # there, on its way, or wanted by nobody any more
+        if not isinstance(store, Store):  # it is made when backward wants it: counted now, it would fill the budget
+            return True
         if record in self._ahead or record.living_source() is not None:  # which backward gets
             return True
         if not self._accelerator.is_synchronous:
@@ -246,9 +248,9 @@ class Residency(Keeper, Poisoned):
             # The largest storage must fit as well: backward may want any other first.
             if self.is_exceeded_by(record.nbytes + self._largest_bytes):
                 return False
-        if not ticket.store.prefetch(ticket):
+        if not store.prefetch(ticket):
             return False
-        self._ahead[record] = None
+        self._ahead[record] = store
         if not self._accelerator.is_synchronous:  # else it is read into staging, which has its own bound
             self._gauge.add(record.nbytes)
         return True
@@ -345,7 +347,7 @@ class Residency(Keeper, Poisoned):
                 self.end_load(record, loading, None)
             raise
         with self.lock:
-            if store.keeps_bytes:
+            if isinstance(store, Store):  # else it was made, and nothing has moved
                 self.meter.moving_s += time.perf_counter() - started_s
             self.end_load(record, loading, loaded)
         return loaded
@@ -403,7 +405,7 @@ class Residency(Keeper, Poisoned):
         # First: add_early() evicts until few are left, and another thread may have evicted and prefetched this one.
         self._early.pop(record, None)
         if record in self._ahead:
-            if record.ticket is not None and record.ticket.store.cancel_prefetch(record.ticket):
+            if record.ticket is not None and self._ahead[record].cancel_prefetch(record.ticket):
                 self.end_prefetch(record)
             return
         kept_at = self._movable.pop(record, AT_ONCE)
@@ -437,7 +439,7 @@ class Residency(Keeper, Poisoned):
         Returns:
             Whether one did; else the record has the last refusal.
         """
-        refusal = record.refusal
+        refusal: Refusal | None = None
         with out_of_modes():  # a mode that copies what operations return would leave staging as it was
             for store in choice.stores:
                 started_s = time.perf_counter()
@@ -446,10 +448,14 @@ class Residency(Keeper, Poisoned):
                 if isinstance(taken, Ticket):
                     self.give(record, taken)
                     return True
-                refusal = taken.value
-        if refusal and not record.refusal:  # once: a budget tries again at each save
-            self.meter.fallbacks[refusal] += 1
-        record.refusal = refusal
+                refusal = taken
+        if refusal is None:
+            return False
+        if not record.refusal:  # once: a budget tries again at each save
+            self.meter.fallbacks[refusal.value] += 1
+            if self.meter.fallbacks[refusal.value] == 1:
+                refusal.advise(record.nbytes)
+        record.refusal = refusal.value
         return False
 
     def give(self, record: SavedStorage, ticket: Ticket) -> None:

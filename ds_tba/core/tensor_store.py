@@ -11,16 +11,14 @@ from typing import Generic
 import torch
 
 from ds_tba.core.saved import Origin, SavedCounted, SavedView
-from ds_tba.storage.base import OwnTicket, Store
+from ds_tba.storage.base import Issuer, OwnTicket
 
 
-class TensorStore(Store[OwnTicket], Generic[OwnTicket]):
+class TensorStore(Issuer[OwnTicket], Generic[OwnTicket]):
     """A store that may do without the bytes of a storage, as it knows what the storage is made of.
 
     It sees each tensor as autograd saves it, and comes before the stores of bytes.
     """
-
-    keeps_bytes = False
 
     @abstractmethod
     def begin_forward(self) -> None:

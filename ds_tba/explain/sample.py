@@ -28,6 +28,7 @@ from ds_tba.holders import Holder, merged
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
 from ds_tba.stats import CacheStats, PathMeter, StoreStats
+from ds_tba.storage.base import Store
 
 # Nodes that only look at a tensor in another shape.
 _VIEWS = frozenset(
@@ -216,7 +217,7 @@ def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[H
     for key, one in list(seen.items()):
         where = "resident"
         if isinstance(key, SavedStorage) and key.state is RecordState.AWAY:
-            where = "moved" if key.ticket is None or key.ticket.store.keeps_bytes else "again"
+            where = "moved" if key.ticket is None or isinstance(key.ticket.store, Store) else "again"
         found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
     return sorted((one for one in found.values() if one.saved_bytes), key=attrgetter("saved_bytes"), reverse=True)
 

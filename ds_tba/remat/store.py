@@ -29,7 +29,7 @@ from ds_tba.errors import ActivationModifiedError, StateError
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe
 from ds_tba.remat.search import note
 from ds_tba.remat.sites import Sites
-from ds_tba.storage.base import Loaded, Refusal, Ticket
+from ds_tba.storage.base import Loaded, Ticket
 
 # Bytes of storages that are held until a device has answered their comparison; one may be larger.
 MAX_UNREAD_BYTES = 256 << 20
@@ -114,9 +114,6 @@ class RematStore(TensorStore[RecipeTicket]):
             return None, None
         origin = Makeable(recipe.site, recipe.depth, recipe.sources)
         return origin, self._proven(tensor, recipe) if is_wanted else None
-
-    def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> RecipeTicket | Refusal:
-        raise StateError("bytes do not tell what they are made of; this is a bug in ds_tba")
 
     def _proven(self, tensor: torch.Tensor, recipe: Recipe) -> RecipeTicket | None:
         """Take the storage of a tensor if its recipe gives the same bytes, by a comparison where one is due."""
@@ -250,18 +247,9 @@ class RematStore(TensorStore[RecipeTicket]):
         with self._cache.scratch(recipe.scratch_bytes):
             return Loaded(self._arrival(self.sites.make(recipe)), stored=True)
 
-    def prefetch(self, ticket: RecipeTicket) -> bool:
-        return True  # False would hold up all reads behind it
-
-    def cancel_prefetch(self, ticket: RecipeTicket) -> bool:
-        return False
-
     def release(self, ticket: RecipeTicket) -> None:
         with self._lock:
             ticket.recipe = ticket.held = ticket.record = None
-
-    def close(self) -> None:
-        """Give nothing back: there is nothing."""
 
 
 def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:

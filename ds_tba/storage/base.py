@@ -16,7 +16,6 @@ import torch
 
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import StateError
-from ds_tba.stats import StoreStats
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +30,9 @@ class Refusal(Enum):
     HOST_FULL = "no room in host_budget_bytes"
     CLOSED = "store closed"
 
-    def count(self, stats: StoreStats, nbytes: int, *, is_last: bool = True) -> None:
-        """Count a storage that stays in memory, or a part whose write failed; say the first of each kind in the log.
-
-        The store's lock is held.
-
-        Args:
-            is_last: else another store may have it, and there is nothing to advise.
-        """
-        stats.fallbacks[self.value] += 1
-        if stats.fallbacks[self.value] == 1 and self in _ADVICE and is_last:
+    def advise(self, nbytes: int) -> None:
+        """Say in the log that a storage stays in memory because no store has taken it, and what to do about that."""
+        if self in _ADVICE:
             logger.info(
                 "%s: a saved storage of %d bytes stays in device memory, and others may (the report counts them as "
                 "fallbacks). %s",
@@ -67,7 +59,7 @@ class Ticket:
 
     __slots__ = ("nbytes", "store")
 
-    def __init__(self, nbytes: int, store: AnyStore) -> None:
+    def __init__(self, nbytes: int, store: Issuer[Any]) -> None:
         self.nbytes = nbytes
         self.store = store
 
@@ -83,6 +75,7 @@ class Ticket:
 
 OwnTicket = TypeVar("OwnTicket", bound=Ticket)
 AnyStore: TypeAlias = "Store[Any]"  # whose tickets only it can tell apart
+AnyIssuer: TypeAlias = "Issuer[Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +96,35 @@ class Loaded:
         return self.arrival.join()
 
 
-class Store(ABC, Generic[OwnTicket]):
-    """Holds the bytes of storages between pack and unpack. A ticket goes back to the store that issued it.
+class Issuer(ABC, Generic[OwnTicket]):
+    """Issues tickets, and gives the bytes of a storage back for the one that it issued."""
 
-    Attributes:
-        keeps_bytes: it does; else it makes them anew.
-    """
+    @abstractmethod
+    def get(self, ticket: OwnTicket, device: torch.device) -> Loaded:
+        """Bring the bytes of a ticket to the device.
 
-    keeps_bytes: ClassVar[bool] = True
+        One thread at a time asks for those of a ticket, and nobody cancels or releases it meanwhile.
+
+        Raises:
+            ActivationLostError: they could not be read back.
+            ActivationCorruptionError: what was read is not what was written.
+        """
+
+    @abstractmethod
+    def release(self, ticket: OwnTicket) -> None:
+        """Give the bytes up. Waits for no transfer and no device; any thread may call it, but no finalizer."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Free the memory that finished copies still hold. Never blocks on the device."""
+
+    @abstractmethod
+    def copies_out(self) -> Sequence[PendingCopy]:
+        """List the copies out of device memory under way, oldest first. Never blocks."""
+
+
+class Store(Issuer[OwnTicket]):
+    """Holds the bytes of storages between pack and unpack, in memory or on drives."""
 
     @abstractmethod
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> OwnTicket | Refusal:
@@ -131,34 +145,11 @@ class Store(ABC, Generic[OwnTicket]):
         """
 
     @abstractmethod
-    def get(self, ticket: OwnTicket, device: torch.device) -> Loaded:
-        """Bring the bytes of a ticket to the device: from memory if a write is unfinished, else read.
-
-        One thread at a time asks for those of a ticket, and nobody cancels or releases it meanwhile.
-
-        Raises:
-            ActivationLostError: they could not be read back.
-            ActivationCorruptionError: what was read is not what was written.
-        """
-
-    @abstractmethod
-    def release(self, ticket: OwnTicket) -> None:
-        """Give the bytes up. Waits for no transfer and no device; any thread may call it, but no finalizer."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Free the memory that finished copies still hold. Never blocks on the device."""
-
-    @abstractmethod
     def cancel_prefetch(self, ticket: OwnTicket) -> bool:
         """Cancel a prefetch and free its memory; the store still has the bytes.
 
         False where there is nothing to cancel now.
         """
-
-    @abstractmethod
-    def copies_out(self) -> Sequence[PendingCopy]:
-        """List the copies out of device memory under way, oldest first. Never blocks."""
 
     def give_back(self) -> bool:
         """Give memory, threads and disk space back until the next :meth:`put`; False where bytes are in its care."""

@@ -75,7 +75,6 @@ class HostStore(Store[HostTicket]):
         ahead_bytes: bound of what is copied to the device before backward asks for it, and of the device memory that
             waits for its copy out (a larger tensor goes alone). The host runs far ahead of a device: without the second
             bound a whole forward would be held until the device has come so far.
-        is_last: whether what finds no room stays in device memory; else a drive takes it.
 
     Attributes:
         limit_bytes: as given.
@@ -89,7 +88,6 @@ class HostStore(Store[HostTicket]):
         ahead_bytes: int = 256 << 20,
         *,
         reserve_bytes: int = 0,
-        is_last: bool = True,
     ) -> None:
         self.stats = StoreStats()
         self.limit_bytes = limit_bytes
@@ -97,7 +95,6 @@ class HostStore(Store[HostTicket]):
         self._reserve_bytes = reserve_bytes
         self._may_grow = True
         self._accelerator = accelerator
-        self._is_last = is_last
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
         self._ahead_limit_bytes = ahead_bytes
@@ -113,9 +110,7 @@ class HostStore(Store[HostTicket]):
             self._copies.hold_at_most(max(0, self._ahead_limit_bytes - data.numel()))
             found = self._allocate(data.numel())
             if found is None:
-                refusal = Refusal.CLOSED if self._closed else Refusal.HOST_FULL
-                refusal.count(self.stats, data.numel(), is_last=self._is_last)
-                return refusal
+                return Refusal.CLOSED if self._closed else Refusal.HOST_FULL
         ticket = HostTicket(data.numel(), self, *found, data.device)
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet

@@ -74,7 +74,6 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         lanes: threads per file.
         integrity: checksum mode.
         codec: compresses in the lanes, for each of which the ring has a buffer.
-        is_last: whether what finds no room stays in device memory; else host memory takes it.
 
     Attributes:
         part_bytes: the length of all parts of a storage but the last.
@@ -89,15 +88,13 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         lanes: Lanes,
         integrity: str,
         codec: Codec | None = None,
-        *,
-        is_last: bool = True,
     ) -> None:
         checksums = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
         paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
         super().__init__(paths, ring, BlockIo(checksums, ring, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
-        self._backend, self._lanes, self._is_last = backend, lanes, is_last
+        self._backend, self._lanes = backend, lanes
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
         self._opening = threading.Lock()
         self.closed = self.is_open = self._has_failed_to_open = False
@@ -138,9 +135,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             if has_room or not (self.is_open and self.working):  # else that is the reason
                 return None
             too_large = slots.padded(nbytes) > slots.capacity_bytes
-            refusal = Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
-            refusal.count(self.stats, nbytes, is_last=self._is_last)
-            return refusal
+            return Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
 
     def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
         part = None
@@ -148,7 +143,6 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             with self.lock:
                 reserved = self._reserve(data.numel(), wait)
                 if isinstance(reserved, Refusal):
-                    reserved.count(self.stats, ticket.nbytes, is_last=self._is_last)
                     return reserved
                 slot, path, extent = reserved
                 part = Part(start, data.numel(), path, extent, slot)

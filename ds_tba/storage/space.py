@@ -27,7 +27,7 @@ from ds_tba.device.copies import Arrival, Destination, PendingCopy
 from ds_tba.errors import ActivationLostError, StorageError
 from ds_tba.stats import Kind, StoreStats
 from ds_tba.storage.backends.base import IoHandle
-from ds_tba.storage.base import Refusal, StateMachine, Store, Ticket
+from ds_tba.storage.base import StateMachine, Store, Ticket
 from ds_tba.storage.codec import BlockIo
 from ds_tba.storage.path import AHEAD, SwapPath, Task
 from ds_tba.storage.spans import Block, Span
@@ -421,7 +421,6 @@ class SwapSpace:
         if lost is None:
             self.stats.rescued_storages += is_wanted and is_first
             self.stats.rescued_bytes += part.nbytes
-            Refusal.PATH_FAILED.count(self.stats, part.nbytes)
         elif not is_wanted and ticket.is_taken:
             self.stats.cancelled_bytes += part.nbytes
 

@@ -80,11 +80,7 @@ class Tiers:
                 self.nvme = self._open_nvme(aio_config, accelerator)
                 self.by_placement[Placement.NVME] = self.nvme
             if uses_host:
-                is_last = self.nvme is None or not self._host_is_first
-                ahead_bytes = config.io.ring_bytes
-                self.host = HostStore(
-                    accelerator, host_bytes, ahead_bytes, reserve_bytes=reserve_bytes, is_last=is_last
-                )
+                self.host = HostStore(accelerator, host_bytes, config.io.ring_bytes, reserve_bytes=reserve_bytes)
                 host = {Placement.HOST: self.host}  # costs its copies only, and wears nothing
                 self.by_placement = host | self.by_placement if self._host_is_first else self.by_placement | host
             undo.pop_all()
@@ -258,9 +254,8 @@ class Tiers:
             buffers = 0 if codec is None else lanes.of(len(files))
             ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes, buffers)
             undo.callback(ring.close)
-            is_last = config.host_budget_bytes == 0 or self._host_is_first
             backend, integrity = self.selection.backend, config.io.integrity
-            store = NvmeStore(files, backend, ring, lanes, integrity, codec, is_last=is_last)
+            store = NvmeStore(files, backend, ring, lanes, integrity, codec)
             undo.callback(store.close)
             undo.pop_all()
         return store

@@ -53,6 +53,14 @@ def test_forwards_without_backward_are_micro_steps_of_their_own_whatever_else_is
     assert kept_loss.requires_grad and cache.stats.saved.now > 0
 
 
+def test_what_a_forward_that_failed_leaves_behind_stays_for_that_reason(make_store: StoreFactory) -> None:
+    cache, x = cache_over(make_store()), torch.randn(256, 256, requires_grad=True)
+    with pytest.raises(AlarmError), cache.saving():
+        loss = x.exp()
+        raise AlarmError
+    assert loss.requires_grad and cache.stats.kept_bytes == {"forward failed": x.nbytes}
+
+
 # ---- what is stored, and how often ----------------------------------------------------------------------------------
 
 

@@ -190,12 +190,43 @@ def test_no_thread_takes_the_cache_s_lock_after_a_store_s(
 ) -> None:
     """Or two threads would wait for each other, and one whose save acts on an end for itself."""
     cache = cache_over(device, make(make_store, device))
-    locks = [Watched([]) for _ in cache.watched]
+    locks = [Watched([]) for _ in cache.issuers]
     cache.lock = Watched(locks)  # type: ignore[assignment]
-    for store, lock in zip(cache.watched, locks, strict=True):
+    for store, lock in zip(cache.issuers, locks, strict=True):
         store._lock = lock  # type: ignore[attr-defined]
     train(three_layers, cache)
     assert cache.stats.rematerialized_bytes > 0
+
+
+def test_what_is_made_again_counts_from_when_it_is_made(device: Answers) -> None:
+    cache = cache_over(device, [])
+    peak_bytes = 0
+
+    def looking(hooks: Any) -> Any:
+        pack, unpack = hooks
+
+        def look(held: Any) -> Tensor:
+            nonlocal peak_bytes
+            tensor: Tensor = unpack(held)
+            peak_bytes = max(peak_bytes, cache.stats.resident.now)
+            return tensor
+
+        return pack, look
+
+    gates = [nn.Parameter(torch.rand(64, WIDTH)) for _ in range(8)]
+    for _ in range(STEPS):
+        x = gates[0] * 1.0
+        with cache.saving(around=looking):
+            for gate in gates:
+                x = functional.silu(x * gate)
+            loss = x.sum()
+        cache.rematerialization.wait_for_answers()
+        before_bytes, peak_bytes = cache.stats.resident.now, 0
+        loss.backward()
+        cache.end_micro_step()
+        cache.rematerialization.sites.step += 1
+    assert cache.stats.rematerialized_bytes >= 6 * gates[0].nbytes
+    assert peak_bytes <= before_bytes + 2 * gates[0].nbytes, (peak_bytes, before_bytes)
 
 
 def test_comparisons_pin_one_block_for_all(device: Answers) -> None:

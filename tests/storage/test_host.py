@@ -23,15 +23,12 @@ def put(store: HostStore, data: torch.Tensor) -> HostTicket:
     return ticket
 
 
-def test_the_budget_is_kept_and_room_comes_back(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ds_tba")
+def test_the_budget_is_kept_and_room_comes_back() -> None:
     store = HostStore(CpuAccelerator(), 3 * MIB)
     tickets = [put(store, torch.zeros(MIB, dtype=torch.uint8)) for _ in range(3)]
     assert store.put(torch.zeros(1, dtype=torch.uint8), wait=True) is Refusal.HOST_FULL
-    assert "no room in host_budget_bytes: a saved storage of 1 bytes stays in device memory" in caplog.text
     store.release(tickets[1])
     put(store, torch.ones(MIB, dtype=torch.uint8))
-    assert store.stats.fallbacks == {"no room in host_budget_bytes": 1}
     with pytest.raises(StateError, match="given up"):
         store.get(tickets[1], CPU)
     store.close()

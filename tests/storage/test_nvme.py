@@ -61,18 +61,13 @@ def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: Stor
     assert store.prefetch(ticket)
 
 
-def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ds_tba")
+def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB)
     tickets = [put(store, noise(MIB)) for _ in range(4)]
     for _ in range(2):
         assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
     assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
-    assert store.stats.fallbacks == {"staging full": 2, "larger than staging": 1}
-    full, larger = caplog.messages  # each kind when it first happens
-    assert full.startswith(f"staging full: a saved storage of {MIB} bytes stays") and "io.staging_bytes" in full
-    assert larger.startswith(f"larger than staging: a saved storage of {5 * MIB} bytes stays")
     gate.opened.set()
     until(lambda: store.ring.slots.used_bytes == 0, "the writes to drain")
     assert all(part_of(ticket).state is PartState.STORED for ticket in tickets)
@@ -85,7 +80,7 @@ def test_waiting_for_staging_waits_for_writes_and_gives_up_what_was_read_ahead(m
     pieces = [noise(MIB) for _ in range(12)]  # made beforehand, or making them might take as long as the writes
     tickets = [put(store, piece, wait=True) for piece in pieces]
     until(lambda: all(part_of(ticket).state is PartState.STORED for ticket in tickets), "the writes")
-    assert store.stats.stall_s > 0 and not store.stats.fallbacks
+    assert store.stats.stall_s > 0
     assert all(store.prefetch(ticket) for ticket in tickets[:2])
     until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in tickets[:2]), "the reads")
     assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
@@ -157,7 +152,6 @@ def test_a_failed_write_keeps_the_bytes_and_says_so_once(
         assert torch.equal(store.get(ticket, CPU).data, piece)
     # Also where what could not be written leaves no room in staging.
     assert [store.put(noise(2 * MIB), wait=wait) for wait in (False, True)] == [Refusal.PATH_FAILED] * 2
-    assert store.stats.fallbacks == {"path failed": 7}
     assert len(caplog.records) == 1 and "stay in memory" in caplog.text
     for ticket in tickets:
         store.release(ticket)

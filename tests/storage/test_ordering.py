@@ -245,7 +245,6 @@ def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
     for _ in range(12):
         assert not isinstance(store.put(device.allocate(MIB, CPU), wait=False), Refusal)
         assert device.allocated_bytes <= 4 * MIB
-    assert store.stats.fallbacks.total() == 0
 
 
 def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceFactory) -> None:
@@ -283,7 +282,7 @@ def test_a_drive_that_is_behind_means_keep(make_device: DeviceFactory, make_stor
     device, gate = make_device(late_compute=True), Gate()
     store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
     taken = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(10)]
-    assert taken.count(Refusal.STAGING_FULL) == 6 == store.stats.fallbacks["staging full"]
+    assert taken.count(Refusal.STAGING_FULL) == 6
     gate.opened.set()
 
 

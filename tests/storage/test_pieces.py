@@ -57,7 +57,6 @@ def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: Store
     assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
     assert not isinstance(nvme.put(noise(2 * MIB), wait=False), Refusal)
     assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
-    assert nvme.stats.fallbacks == {"larger than staging": 1, "staging full": 1}
     assert nvme.stats.offloaded_bytes == 2 * MIB
     gate.opened.set()
 
