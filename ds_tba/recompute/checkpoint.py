@@ -215,7 +215,8 @@ class _Pass:
         checkpoint_pack, checkpoint_unpack = hooks
 
         def pack(tensor: torch.Tensor) -> object:
-            if isinstance(tensor, nn.Parameter):
+            is_ragged = tensor.is_nested and tensor.layout is torch.strided  # the checkpoint asks for its shape
+            if is_ragged or isinstance(tensor, nn.Parameter):
                 return PassedThrough(tensor)
             if is_again:
                 placed.blocks.cache.count_again(tensor)

@@ -622,6 +622,20 @@ def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.Monkey
     bench.check(1)
 
 
+class Ragged(Linear):
+    """Saves a nested tensor, for whose shape PyTorch's checkpoint asks in vain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor(list(self.linear(x).unbind()), layout=torch.strided)
+        return torch.nested.to_padded_tensor(nested * nested, 0.0) + x
+
+
+def test_a_block_that_saves_nested_tensors_runs_again() -> None:
+    bench = Bench(Ragged)
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+
+
 def test_buffers_are_what_any_checkpoint_makes_of_them() -> None:
     """A batch norm counts its runs in them."""
     bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.ReLU()))
