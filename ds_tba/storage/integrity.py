@@ -1,4 +1,6 @@
-"""Are the bytes that came back those that left? Checksums taken at the write and compared after the read.
+"""Moves parts between staging and a file, and tells whether the bytes that came back are those that left.
+
+Checksums are taken at the write and compared after the read. A codec packs the pieces of a part, where there is one.
 
 DeepSpeed's aio op reports no errors (``csrc/aio/common/deepspeed_aio_common.cpp`` never reads the result of a
 completion), so a dropped or short block is seen here or nowhere.
@@ -12,28 +14,27 @@ the middle of a block is found by ``full`` only: no sampling covers units of 4 K
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from ds_tba.device.memory import PAGE_BYTES, host_view
+from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
+from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.codec import Codec
+from ds_tba.storage.spans import Span
+from ds_tba.storage.staging import StagingRing
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = PAGE_BYTES
 GATHER_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """The first differing sample of a transfer, offsets relative to its start."""
-
-    offset: int
-    nbytes: int
-    expected: int
-    found: int
+LEAST_GAIN = 1 / 8  # of a piece's bytes; with less, the time of reading it back is not worth it
 
 
 class Integrity:
@@ -47,7 +48,7 @@ class Integrity:
     """
 
     def __init__(self, mode: str, blocks: Callable[[int], list[tuple[int, int]]], *, on_device: bool = False) -> None:
-        self.mode = mode
+        self._mode = mode
         self._blocks = blocks
         self._on_device = on_device
 
@@ -63,20 +64,25 @@ class Integrity:
         view = host_view(data)
         return tuple(xxhash.xxh3_64_intdigest(view[start:end]) for start, end in samples)
 
-    def compare(self, data: torch.Tensor, expected: tuple[int, ...]) -> Mismatch | None:
-        """Return the first sample of ``data`` that differs from the digest taken at write, or None."""
+    def difference(self, data: torch.Tensor, expected: tuple[int, ...], offset: int) -> str:
+        """Tell of the first sample of ``data`` that differs from the digest taken at the write; empty if none does.
+
+        Args:
+            offset: of ``data`` in its file.
+        """
         samples = self._samples(data.numel())
         for (start, end), found, wanted in zip(samples, self.digest(data), expected, strict=True):
             if found != wanted:
-                return Mismatch(start, end - start, wanted, found)
-        return None
+                where = f"{end - start} bytes at file offset {offset + start}"
+                return f"{where} have checksum {found:#018x}, expected {wanted:#018x}"
+        return ""
 
     def _samples(self, nbytes: int) -> list[tuple[int, int]]:
-        if self.mode == "off":
+        if self._mode == "off":
             return []
         samples = []
         for start, end in self._blocks(nbytes):
-            if self.mode == "full" or end - start <= 2 * SAMPLE_BYTES:
+            if self._mode == "full" or end - start <= 2 * SAMPLE_BYTES:
                 samples.append((start, end))
             else:
                 samples += [(start, start + SAMPLE_BYTES), (end - SAMPLE_BYTES, end)]
@@ -99,3 +105,141 @@ def _copies_on_host(data: torch.Tensor, samples: Sequence[tuple[int, int]]) -> I
             yield from (part.cpu() for part in parts)  # which takes no device memory
             continue
         yield from torch.split(gathered.cpu(), [part.numel() for part in parts])
+
+
+class Piece(NamedTuple):
+    """Bytes of a part that are one transfer.
+
+    Attributes:
+        start, nbytes: the place of the bytes in the part.
+        offset, stored_bytes: the place in the file of what is stored for them.
+        packed_bytes: length of what a codec made of them; 0 where they are stored as they are.
+        checksums: of what is stored.
+    """
+
+    start: int
+    nbytes: int
+    offset: int
+    stored_bytes: int
+    packed_bytes: int = 0
+    checksums: tuple[int, ...] = ()
+
+    def within(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the place of the bytes in the memory of their part."""
+        return part if self.nbytes == part.numel() else part[self.start : self.start + self.nbytes]
+
+
+class PieceIo:
+    """Moves parts between staging and a file, for the lanes.
+
+    Args:
+        integrity: takes and compares the checksums.
+        ring: staging, with a buffer for each lane where there is a codec.
+    """
+
+    def __init__(self, integrity: Integrity, ring: StagingRing, codec: Codec | None = None) -> None:
+        self.integrity = integrity
+        self.codec = codec
+        self._ring = ring
+        self._buffers: dict[IoHandle, Span] = {}
+
+    def give_buffers(self, lanes: Sequence[IoHandle]) -> None:
+        """Give each lane, which has this handle, a buffer of its own, if the ring has such."""
+        self._buffers = dict(zip(lanes, self._ring.buffers, strict=False))
+
+    def write(self, handle: IoHandle, staged: torch.Tensor, offset: int, item_bytes: int) -> tuple[Piece, ...]:
+        """Write the bytes of a part from a file's ``offset`` on; return where they are.
+
+        Raises:
+            TransferError: the drive or the codec failed.
+        """
+        if self.codec is None:
+            return (self._write_piece(handle, staged, Piece(0, staged.numel(), offset, staged.numel())),)
+        pieces: list[Piece] = []
+        buffer = self._ring.view(self._buffers[handle])
+        for start in range(0, staged.numel(), buffer.numel()):
+            data = staged[start : start + buffer.numel()]
+            stored, packed_bytes = self._pack(self.codec, data, buffer, item_bytes)
+            piece = Piece(start, data.numel(), offset, stored.numel(), packed_bytes)
+            pieces.append(self._write_piece(handle, stored, piece))
+            offset += stored.numel()
+        return tuple(pieces)
+
+    def read_all(
+        self, handle: IoHandle, pieces: Sequence[Piece], part: torch.Tensor, where: str
+    ) -> StorageError | None:
+        """Read the pieces of a part into its memory; return the error for which its bytes must not be used, if any.
+
+        A piece that failed to come, or came wrong, is read once more: DeepSpeed's op tells no error of it.
+
+        Args:
+            where: the place of the part, for the error.
+        """
+        for piece in pieces:
+            problem, failure = self._try_to_read(handle, piece, part)
+            if problem:
+                what = problem if failure is not None else "bytes read back are not the bytes written"
+                logger.warning("%s: %s; trying once more", where, what)
+                problem, failure = self._try_to_read(handle, piece, part, again=True)
+            if failure is not None:
+                lost = ActivationLostError(
+                    f"{where}: the activation cannot be read back ({problem}). Stop, check the drive (dmesg, "
+                    "smartctl), and resume from the last checkpoint."
+                )
+                lost.__cause__ = failure
+                return lost
+            if problem:
+                return ActivationCorruptionError(
+                    f"{where}: bytes read back are not the bytes written: {problem}. A write was lost, short or stale: "
+                    "check the drive (dmesg, smartctl), and resume from the last checkpoint."
+                )
+        return None
+
+    def _try_to_read(
+        self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, again: bool = False
+    ) -> tuple[str, Exception | None]:
+        """Read a piece; return what is wrong with the bytes, or nothing, and why they did not come."""
+        try:
+            return self._read(handle, piece, part, again=again), None
+        except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
+            return str(error) or type(error).__name__, error
+
+    def _read(self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, again: bool = False) -> str:
+        """Read a piece of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.
+
+        Args:
+            again: they came wrong, or not at all.
+
+        Raises:
+            TransferError: the drive failed.
+        """
+        transfer = handle.read_again if again else handle.read
+        target = piece.within(part)
+        if self.codec is None or not piece.packed_bytes:
+            transfer(target, piece.offset)
+            return self.integrity.difference(target, piece.checksums, piece.offset)
+        stored = self._ring.view(self._buffers[handle])[: piece.stored_bytes]
+        transfer(stored, piece.offset)
+        problem = self.integrity.difference(stored, piece.checksums, piece.offset)
+        if not problem:
+            try:
+                self.codec.decompress(stored[: piece.packed_bytes], target)
+            except TransferError as error:  # of bytes in which a checksum that samples has missed something
+                problem = str(error)
+        return problem
+
+    def _pack(
+        self, codec: Codec, data: torch.Tensor, buffer: torch.Tensor, item_bytes: int
+    ) -> tuple[torch.Tensor, int]:
+        """Return what to store of a piece, and the length of what the codec made of it."""
+        packed_bytes = codec.compress(data, buffer, item_bytes)
+        stored_bytes = self._ring.slots.padded(packed_bytes)
+        if not packed_bytes or stored_bytes > (1 - LEAST_GAIN) * data.numel():
+            return data, 0
+        buffer[packed_bytes:stored_bytes].zero_()  # else bytes of the piece before would go to the drive
+        return buffer[:stored_bytes], packed_bytes
+
+    def _write_piece(self, handle: IoHandle, stored: torch.Tensor, piece: Piece) -> Piece:
+        checksums = self.integrity.digest(stored)
+        handle.write(stored, piece.offset)
+        return piece._replace(checksums=checksums)

@@ -31,8 +31,8 @@ from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import DsTbaError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import Loaded, Refusal, Store
-from ds_tba.storage.codec import BlockIo, Codec
-from ds_tba.storage.integrity import Integrity
+from ds_tba.storage.codec import Codec
+from ds_tba.storage.integrity import Integrity, PieceIo
 from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapPath, Task
 from ds_tba.storage.space import AT_HAND, BEFORE_WRITTEN, GIVEN_UP, Ahead, Part, PartState, SwapSpace, SwapTicket
 from ds_tba.storage.spans import Span
@@ -91,7 +91,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     ) -> None:
         checksums = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
         paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
-        super().__init__(paths, ring, BlockIo(checksums, ring, codec))
+        super().__init__(paths, ring, PieceIo(checksums, ring, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
         self._backend, self._lanes = backend, lanes

@@ -28,9 +28,9 @@ from ds_tba.errors import ActivationLostError, StorageError
 from ds_tba.stats import Kind, StoreStats
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import StateMachine, Store, Ticket
-from ds_tba.storage.codec import BlockIo
+from ds_tba.storage.integrity import Piece, PieceIo
 from ds_tba.storage.path import AHEAD, SwapPath, Task
-from ds_tba.storage.spans import Block, Span
+from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
 
 
@@ -66,7 +66,7 @@ class Part(StateMachine):
 
     Attributes:
         start: offset of its bytes in the storage.
-        blocks: the places in the file of what is stored, once it is written.
+        pieces: the places in the file of what is stored, once it is written.
         copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
         lane: the I/O handle of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
@@ -75,7 +75,7 @@ class Part(StateMachine):
     """
 
     __slots__ = (
-        "arrival", "blocks", "copy", "error", "extent", "host", "lane", "nbytes", "path", "slot", "start", "state",
+        "arrival", "copy", "error", "extent", "host", "lane", "nbytes", "path", "pieces", "slot", "start", "state",
         "uses",
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ class Part(StateMachine):
         self.extent = extent
         self.slot: Span | None = slot
         self.state = PartState.QUEUED
-        self.blocks: tuple[Block, ...] = ()
+        self.pieces: tuple[Piece, ...] = ()
         self.copy: PendingCopy | None = None
         self.uses: list[Event] = []
         self.lane: IoHandle | None = None
@@ -111,7 +111,7 @@ class Part(StateMachine):
     @property
     def stored_bytes(self) -> int:
         """Return the bytes that the drive has of it."""
-        return sum(block.stored_bytes for block in self.blocks)
+        return sum(piece.stored_bytes for piece in self.pieces)
 
     @property
     def place(self) -> str:
@@ -236,7 +236,7 @@ class SwapSpace:
         copying: the parts whose bytes are being copied into staging by a put.
     """
 
-    def __init__(self, paths: list[SwapPath], ring: StagingRing, io: BlockIo) -> None:
+    def __init__(self, paths: list[SwapPath], ring: StagingRing, io: PieceIo) -> None:
         self.stats = StoreStats()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
@@ -384,7 +384,7 @@ class SwapSpace:
             if transfer is not None:
                 path.meter.stop(transfer, moved=failure is None, drive_bytes=part.stored_bytes)
             self.writes.discard(part)
-            if part.blocks:
+            if part.pieces:
                 self._end_write(part)
             else:
                 self._end_failed_write(ticket, part, failure, lost)
@@ -394,7 +394,7 @@ class SwapSpace:
     def _write_staged(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> Exception | None:
         """Write the staged bytes, and note where they are; return what kept them from the drive, if anything did."""
         try:
-            part.blocks = self.io.write(handle, self.ring.view(part.slot), part.extent.offset, ticket.item_bytes)
+            part.pieces = self.io.write(handle, self.ring.view(part.slot), part.extent.offset, ticket.item_bytes)
         except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: see [Note: Degrading]
             return error
         return None
@@ -434,7 +434,7 @@ class SwapSpace:
             transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
         with self.ring.lane_stream():
             target = part.host if part.host is not None else self.ring.view(part.slot)
-            error = self.io.read_all(handle, part.blocks, target, part.place)
+            error = self.io.read_all(handle, part.pieces, target, part.place)
             with self.changed:  # before the copy onto the device, which is not the drive's time
                 part.path.meter.stop(transfer, moved=error is None, drive_bytes=part.stored_bytes)
                 place = ticket.place_of(part) if part.state not in GIVEN_UP else None

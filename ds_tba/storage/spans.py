@@ -9,9 +9,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
 
 from ds_tba.device.accelerator import AT_ONCE, Event
 from ds_tba.errors import StateError
@@ -134,25 +131,3 @@ class CopySafeAllocator(SpanAllocator):
     def has_spans_in_copies(self) -> bool:
         """True if :meth:`settle` will free a span later."""
         return bool(self._in_copies)
-
-
-class Block(NamedTuple):
-    """Bytes of a part that are one transfer.
-
-    Attributes:
-        start, nbytes: the place of the bytes in the part.
-        offset, stored_bytes: the place in the file of what is stored for them.
-        packed_bytes: length of what a codec made of them; 0 where they are stored as they are.
-        checksums: of what is stored.
-    """
-
-    start: int
-    nbytes: int
-    offset: int
-    stored_bytes: int
-    packed_bytes: int = 0
-    checksums: tuple[int, ...] = ()
-
-    def within(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the place of the bytes in the memory of their part."""
-        return part if self.nbytes == part.numel() else part[self.start : self.start + self.nbytes]

@@ -83,7 +83,7 @@ def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, n
     counts = {store.stats.written_bytes, store.stats.read_bytes, path.written_bytes, path.stored_bytes}
     assert counts == {sum(part.stored_bytes for part in ticket.parts)}
     assert path.meter.writes.moved_bytes == path.meter.reads.moved_bytes == data.numel()  # rates are of tensors
-    assert all(block.stored_bytes % 4096 == 0 for part in ticket.parts for block in part.blocks)
+    assert all(piece.stored_bytes % 4096 == 0 for part in ticket.parts for piece in part.pieces)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -97,11 +97,11 @@ def test_the_length_of_an_element_is_what_the_shuffle_needs(make_store: StoreFac
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_block_that_does_not_become_smaller_is_stored_as_it_is(make_store: StoreFactory, name: str) -> None:
+def test_a_piece_that_does_not_become_smaller_is_stored_as_it_is(make_store: StoreFactory, name: str) -> None:
     store = make_store(codec=Codec(name), staging_bytes=64 * MIB)
     data = torch.cat([noise(BUFFER_BYTES), torch.zeros(BUFFER_BYTES, dtype=torch.uint8)])
     ticket = stored(store, data.clone())
-    first, second = part_of(ticket).blocks
+    first, second = part_of(ticket).pieces
     assert (first.packed_bytes, first.stored_bytes) == (0, BUFFER_BYTES)
     assert 0 < second.packed_bytes <= second.stored_bytes < BUFFER_BYTES / 100
     assert second.offset == first.offset + first.stored_bytes
@@ -121,12 +121,12 @@ def mmap_of(nbytes: int) -> mmap.mmap:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("where", ["first page", "last page", "all of it"])
-def test_torn_and_stale_blocks_are_found(make_store: StoreFactory, name: str, where: str) -> None:
+def test_torn_and_stale_pieces_are_found(make_store: StoreFactory, name: str, where: str) -> None:
     store = make_store(codec=Codec(name))
     ticket = saved(store, bytes_of(activations(MIB)))
-    (block,) = part_of(ticket).blocks
-    length = block.stored_bytes if where == "all of it" else 4096
-    lose(store, block.offset + (block.stored_bytes - 4096 if where == "last page" else 0), length)
+    (piece,) = part_of(ticket).pieces
+    length = piece.stored_bytes if where == "all of it" else 4096
+    lose(store, piece.offset + (piece.stored_bytes - 4096 if where == "last page" else 0), length)
     with pytest.raises(ActivationCorruptionError, match="bytes read back are not the bytes written"):
         store.get(ticket, CPU)
 
@@ -139,10 +139,10 @@ def test_what_checksums_do_not_see_never_leaves_its_memory(make_store: StoreFact
     beside = noise(MIB)
     neighbour = put(store, beside.clone())
     ticket = saved(store, bytes_of(activations(MIB)))
-    (block,) = part_of(ticket).blocks
+    (piece,) = part_of(ticket).pieces
     torch.manual_seed(seed)
-    page = 4096 * int(torch.randint(0, block.stored_bytes // 4096, (1,))) if seed else 0
-    lose(store, block.offset + page, 4096)
+    page = 4096 * int(torch.randint(0, piece.stored_bytes // 4096, (1,))) if seed else 0
+    lose(store, piece.offset + page, 4096)
     if not page:
         with pytest.raises(ActivationCorruptionError, match=f"{name} cannot decompress"):
             store.get(ticket, CPU)
@@ -155,7 +155,7 @@ def test_what_checksums_do_not_see_never_leaves_its_memory(make_store: StoreFact
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_lengths_than_those_of_the_block_are_refused(name: str) -> None:
+def test_other_lengths_than_those_of_the_piece_are_refused(name: str) -> None:
     codec = Codec(name)
     packed, target = torch.empty(MIB, dtype=torch.uint8), torch.full((MIB,), 7, dtype=torch.uint8)
     length = codec.compress(torch.zeros(MIB, dtype=torch.uint8), packed, 1)
