@@ -9,9 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ds_tba.device.accelerator import Accelerator, new_thread
-
-THREAD_PREFIX = "ds_tba-"  # of the names of our threads
+from ds_tba.device.accelerator import THREAD_PREFIX, Accelerator, new_thread
 
 
 class Closer:
@@ -29,7 +27,7 @@ class Closer:
         # wait() may have interrupted a wait() that holds it.
         self._closing = threading.Lock()
         self._closing.acquire()
-        self._thread = new_thread(accelerator, self._run, "ds_tba-close")
+        self._thread = new_thread(accelerator, self._run, f"{THREAD_PREFIX}close")
         self._thread.start()
 
     def ask(self) -> None:

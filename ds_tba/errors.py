@@ -96,4 +96,4 @@ class ReportError(DsTbaError, ValueError):
 
 
 class StateError(DsTbaError, RuntimeError):
-    """An illegal state transition, or use after close."""
+    """Use after close or in a forked child, an earlier exception in our bookkeeping, or a bug in ds_tba."""

@@ -18,15 +18,17 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from ds_tba.config import OffloadConfig, ReportConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.compiled import compilations, moves_in_vain
 from ds_tba.core.eligibility import Eligibility
+from ds_tba.core.hooks import compilations
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile, Writer
-from ds_tba.stats import readable
+from ds_tba.stats import CacheStats, readable
 from ds_tba.wear import PathWear
 
 logger = logging.getLogger("ds_tba")
 
+# The fraction by which offloading is to lower the peak.
+MIN_GAIN = 0.02
 RATED_STEPS = 5  # under plans: fewer tell no rate
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
 _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
@@ -35,6 +37,18 @@ _NO_FORWARD = (
     'it, and not under torch.no_grad(); have the model return the loss, or set "until_backward": true. A loop of your '
     "own runs forward and loss inside of ds_tba.Offloader.saving()"
 )
+
+
+def moves_in_vain(stats: CacheStats, moved_bytes: int, compilations_before: int) -> bool:
+    """Return whether most of what is saved was offloaded and the peak is no lower for it, since code was compiled.
+
+    Code that is compiled as one graph saves everything at its end, and takes all of it back before its backward begins.
+
+    Args:
+        compilations_before: how many there were when the first step began; they say nothing about what it ran.
+    """
+    in_vain = stats.resident.peak > (1 - MIN_GAIN) * stats.saved.peak
+    return in_vain and moved_bytes > stats.saved.peak / 2 and compilations() > compilations_before
 
 
 class Summarized(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ds_tba.plan.plan import Limits, Plan, Planner, rank
+from ds_tba.plan.plan import Limits, Plan, Planner, order_of
 from ds_tba.plan.replay import replay
 from ds_tba.plan.search import adaptive, plan_of
 from ds_tba.plan.timeline import Assignment, Timeline
@@ -19,7 +19,7 @@ def planned(name: str, trace: Trace, limits: Limits, assignment: Assignment) -> 
     """Return the plan of an assignment; it prefetches just in time or as far as allowed, whichever is better."""
     timeline = Timeline(trace)
     both = [replay(timeline, assignment, distance) for distance in ((), None)]
-    return plan_of(name, min(both, key=lambda found: rank(found.cost, limits, timeline.trace.step_s)))
+    return plan_of(name, min(both, key=lambda found: order_of(found.cost, limits, timeline.trace.step_s)))
 
 
 def keep(trace: Trace, limits: Limits) -> Plan:

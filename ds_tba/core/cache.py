@@ -74,7 +74,7 @@ from ds_tba.core.tensors import (
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import follow
 from ds_tba.stats import CacheStats
-from ds_tba.storage.base import KEPT, Always, AnyStore, Choice, Policy, Ticket
+from ds_tba.storage.base import STAYS, Always, AnyStore, Choice, Policy, Ticket
 
 STATS_LIMIT_S = 1.0
 # Passed through: they hold no memory of the training device.
@@ -88,7 +88,7 @@ class Forward:
     """The forward under way, or the last one.
 
     Attributes:
-        is_recorded: a recorder looks at its hooks, for which all that a plan could move has a record.
+        is_recorded: a recorder is around its hooks, so that every storage that a plan could move gets a record.
         by_key: records of the storages saved in it; those of earlier forwards are found no more, but live on.
     """
 
@@ -179,7 +179,7 @@ class TensorCache(Residency):
         self,
         policy: Policy | None = None,
         around: Callable[[Hooks], Hooks] | None = None,
-        lead: Sequence[int] = (),
+        prefetch_distance: Sequence[int] = (),
         *,
         continues: bool = False,
     ) -> Iterator[None]:
@@ -188,14 +188,14 @@ class TensorCache(Residency):
         Args:
             policy: where it goes.
             around: a recorder's, which makes the hooks that autograd calls from ours; these call ours.
-            lead: see ``Plan.prefetch_distance``.
+            prefetch_distance: see ``Plan.prefetch_distance``.
             continues: the forward belongs to the micro-step of the last one; see [Note: Micro-steps].
         """
         if not torch.is_grad_enabled():  # an evaluation pass must not end the micro-step before its backward
             yield
             return
         policy, is_recorded = policy or self._default_policy, around is not None
-        step = self._begin_forward(policy, lead, continues=continues, is_recorded=is_recorded)
+        step = self._begin_forward(policy, prefetch_distance, continues=continues, is_recorded=is_recorded)
         try:
             with hooks_of_forward(self._hooks(step, around)):
                 yield
@@ -208,7 +208,7 @@ class TensorCache(Residency):
 
     @poisons
     def _begin_forward(
-        self, policy: Policy, lead: Sequence[int], *, continues: bool, is_recorded: bool
+        self, policy: Policy, prefetch_distance: Sequence[int], *, continues: bool, is_recorded: bool
     ) -> MicroStep[SavedStorage]:
         if self.rematerialization is not None:
             self.rematerialization.begin_forward()
@@ -217,7 +217,7 @@ class TensorCache(Residency):
             if not (continues or step.is_interleaved):
                 step = MicroStep()
                 self.meter.micro_steps += 1
-            step.begin_forward(lead)
+            step.begin_forward(prefetch_distance)
             self.forward = Forward(step, policy, is_recorded)  # finds no record of earlier ones
         return step
 
@@ -331,7 +331,7 @@ class TensorCache(Residency):
             if self.ends.left:
                 self.ends.act()
             record = forward.by_key.get(key)
-            choice = KEPT if record is not None else forward.policy.choose(key, key.nbytes)
+            choice = STAYS if record is not None else forward.policy.choose(key, key.nbytes)
             may_move = choice.stores or self.is_limited or forward.is_recorded
             stays = record is None and not may_move and (first is None or not choice.rematerialize)
             if not stays and (record is not None or (first is None and not self.may_wait)):
@@ -414,7 +414,7 @@ class TensorCache(Residency):
             with self.lock:
                 self.ends.act()
                 record = waiting.popleft()
-                choice, record.choice = record.choice, KEPT
+                choice, record.choice = record.choice, STAYS
                 if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
                     follow(self._accelerator, record.stream)
                     self._place(record, choice, stays=stays)

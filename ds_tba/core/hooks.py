@@ -50,6 +50,15 @@ Unpack: TypeAlias = Callable[[Any], torch.Tensor]
 # ---- torch.compile --------------------------------------------------------------------------------------------------
 
 
+def compilations() -> int:
+    """Return how much ``torch.compile`` has compiled in this process so far; 0 where nobody has imported it.
+
+    Counts everything that it times: frames, backwards (compiled when they first run), kernels and their tuning.
+    """
+    times: dict[str, list[float]] = getattr(sys.modules.get("torch._dynamo.utils"), "compilation_time_metrics", {})
+    return sum(map(len, list(times.values())))  # a list: another thread may compile meanwhile
+
+
 def skip_frames(functions: Iterable[Any]) -> None:
     """Have Python run these functions, which ``torch.compile`` would compile; see [Note: Compiled code].
 

@@ -13,8 +13,8 @@ between runs.
 hook of its own, so that it is known which micro-step the tensor belongs to. Of all nodes that are ready autograd runs
 the one that was made last (``torch/csrc/autograd/engine.cpp``, ``CompareNodeTaskTime``), which unpacks in the order in
 which it packed. Of interleaved forwards the earliest comes first. Without a plan reading goes as far as the stores'
-bounds allow. With a plan it goes no further than ``lead`` says, so that reloaded bytes do not lie in device memory long
-before their use.
+bounds allow. With a plan it goes no further than ``prefetch_distance`` says, so that reloaded bytes do not lie in
+device memory long before their use.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class MicroStep(Generic[Record]):
 
     Attributes:
         is_interleaved: see [Note: Micro-steps].
-        lead: see ``Plan.prefetch_distance``; empty is no limit. To be set before backward.
+        prefetch_distance: see ``Plan.prefetch_distance``; empty is no limit. Set by each forward.
         alive: what it has saved.
     """
 
     def __init__(self, *, is_interleaved: bool = False) -> None:
         self.is_interleaved = is_interleaved
-        self.lead: Sequence[int] = ()
+        self.prefetch_distance: Sequence[int] = ()
         self.alive = Alive()
         self.phase = Phase.FORWARD
         self._records: list[Record | None] = []
@@ -71,9 +71,9 @@ class MicroStep(Generic[Record]):
         """True if one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
         return self.is_interleaved or (self.phase is Phase.WAITING and self.alive.count > 0)
 
-    def begin_forward(self, lead: Sequence[int] = ()) -> None:
+    def begin_forward(self, prefetch_distance: Sequence[int]) -> None:
         self.phase = Phase.FORWARD
-        self.lead = lead
+        self.prefetch_distance = prefetch_distance
         self._forwards.append(len(self._records))
 
     def add(self, record: Record, node: int) -> int:
@@ -102,8 +102,8 @@ class MicroStep(Generic[Record]):
             self._used = max(self._used, self._position.get(after, -1) + 1)
             self._asked = max(self._asked, self._used)
         reach = len(self._order)
-        if self._used < len(self.lead):
-            reach = min(reach, self._used + self.lead[self._used])
+        if self._used < len(self.prefetch_distance):
+            reach = min(reach, self._used + self.prefetch_distance[self._used])
         while self._asked < reach:
             record = self._records[self._order[self._asked]]
             if record is not None and not ask(record):  # no room now: it is asked for again at the next unpack

@@ -34,7 +34,7 @@ from ds_tba.core.eligibility import out_of_modes
 from ds_tba.core.forks import FORKS
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
-from ds_tba.core.tensors import storage_bytes, unmodified
+from ds_tba.core.tensors import unmodified, whole_storage
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
 from ds_tba.device.copies import PendingCopy, Release
 from ds_tba.device.memory import is_out_of_memory
@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 class Residency(Keeper, Poisoned):
     """The saved storages in device memory, within the budget: the part of the cache that moves bytes.
 
-    It changes only under the lock: ``limit``, ``wait_for``, ``give_way`` and ``scratch`` take it, and all other methods
-    that change anything are called under it. ``may_wait``, ``is_exceeded_by``, ``loading_bytes`` and ``memory_of`` only
-    read, and are called without it, too.
+    It changes only under the lock: ``limit``, ``wait_for``, ``give_way``, ``scratch``, ``end_early`` and ``load`` with
+    what that calls take it, and all other methods that change anything are called under it. ``may_wait``,
+    ``is_exceeded_by``, ``loading_bytes`` and ``memory_of`` only read, and are called without it, too.
 
     Args:
         stores: where bytes may go that were kept, in order of preference.
@@ -224,7 +224,7 @@ class Residency(Keeper, Poisoned):
         """Nobody wants a storage any more; call it before the record is dropped."""
         if record.ticket is not None and not self._accelerator.is_synchronous and record.source() is not None:
             record.memory.users -= 1
-            self._copied.append(record.memory)  # a copy out may hold it, or it would count as free too early
+            self._copied.append(record.memory)  # a copy out may still hold it: uncounted, it would pass for free
         else:
             self.uncount(record.memory)
         if record in self._ahead:
@@ -443,7 +443,7 @@ class Residency(Keeper, Poisoned):
         with out_of_modes():  # a mode that copies what operations return would leave staging as it was
             for store in choice.stores:
                 started_s = time.perf_counter()
-                taken = store.put(storage_bytes(tensor), wait=choice.wait, item_bytes=tensor.element_size())
+                taken = store.put(whole_storage(tensor), wait=choice.wait, item_bytes=tensor.element_size())
                 self.meter.moving_s += time.perf_counter() - started_s
                 if isinstance(taken, Ticket):
                     self.give(record, taken)

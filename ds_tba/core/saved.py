@@ -43,7 +43,7 @@ from ds_tba.core.tensors import (
     with_counter_of,
 )
 from ds_tba.device.accelerator import Stream
-from ds_tba.storage.base import KEPT, Loaded, StateMachine, Ticket
+from ds_tba.storage.base import STAYS, Loaded, StateMachine, Ticket
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
@@ -168,8 +168,7 @@ class SavedStorage(StateMachine):
         loaded: the bytes, while they are in device memory again.
         kept_views: views that may hold the bytes.
         memory: the account of the storage that was saved.
-        refusal: why it stays that was to leave, in the report's words: no store took it, or it may not, by
-            :attr:`may_leave`.
+        refusal: in the report's words, why it has stayed although it was to leave; empty if it has not.
         index: in its micro-step.
         views: how many are alive.
         lent: of those, how many belong to recipes, not to autograd.
@@ -201,7 +200,7 @@ class SavedStorage(StateMachine):
         self.stream = stream
         self.node = node
         self.has_graph = has_graph
-        self.choice = KEPT
+        self.choice = STAYS
         self.ticket: Ticket | None = None
         self.origin: Origin | None = None
         self.loading: Loading | None = None

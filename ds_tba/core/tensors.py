@@ -98,12 +98,12 @@ def is_of_a_users_function(context: type) -> bool:
     return not module.startswith(_TRUSTED) or module.startswith(_OF_USERS)
 
 
-def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of a tensor as uint8, 1-D, sharing its memory."""
-    return bytes_of(tensor.untyped_storage())
+    return as_uint8(tensor.untyped_storage())
 
 
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def as_uint8(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of a storage as uint8, 1-D, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -306,7 +306,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor, in memory of its own and in the same layout."""
     if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()  # its mark is not in its bytes
-    return ViewSpec.of(tensor).rebuild(storage_bytes(tensor).clone())
+    return ViewSpec.of(tensor).rebuild(whole_storage(tensor).clone())
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -337,7 +337,7 @@ def modified(form: str, saved: int, now: int) -> ActivationModifiedError:
 def with_counter_of(tensor: torch.Tensor, spec: ViewSpec, storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the view ``spec`` of a storage, with the version counter of a tensor of the same dtype."""
     again = tensor.detach()
-    again.data = spec.rebuild(bytes_of(storage))
+    again.data = spec.rebuild(as_uint8(storage))
     return again
 
 

@@ -27,6 +27,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+THREAD_PREFIX = "ds_tba-"  # of the names of our threads
 ANSWERS_BYTES = 4096  # pinned at a time for answers of the device: a page, which is the least that can be
 CUDA_DRIVER = "libcuda.so.1"
 RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -248,13 +249,13 @@ class MemoryMeter:
         self._retries: float | None = None  # at the first sample; infinite once there was a warning
         self._most_bytes = 0
 
-    def sample(self) -> float:
-        """Take the level of now, and the peak since the last sample; return by how much others have been above it."""
+    def sample(self) -> None:
+        """Take the level of now, and the peak since the last sample."""
         resident_bytes = self._now_resident_bytes()
         try:
             levels = self._memory.levels()
         except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
-            return 0.0
+            return
         peak_bytes, others_bytes = levels.peak_in_use_bytes, levels.in_use_bytes - resident_bytes
         if peak_bytes > self._peak_bytes:
             # How much of that peak was ours is not known. Take the lower of our two levels: that errs on the safe side.
@@ -274,7 +275,6 @@ class MemoryMeter:
                 levels.reserved_bytes,
             )
             self._retries = math.inf
-        return max(0, self._most_bytes - (levels.in_use_bytes - resident_bytes))
 
     def room_bytes(self) -> float:
         """Return the bytes that saved tensors may hold; see [Note: Room]."""

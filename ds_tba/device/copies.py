@@ -8,11 +8,11 @@ copy in waits for the point at which its memory was allocated, because kernels t
 its former tenant; the stream that consumes the bytes waits for the copy. The host waits for neither.
 
 [Note: Pools] A caching allocator keeps a pool for each stream, and a block of one pool is no use to another. Therefore
-the thread that asks for bytes allocates their memory, on its own current stream (:meth:`Copies.room`): what comes back
-takes the blocks that training itself has freed. On the stream of the copies it would take as much memory again, and a
-device that is sized by its budget would give back and take blocks all the time. The allocator is told of any other
-stream that reads the bytes (``record_stream``); memory that nobody wants before its copy is done is held until then
-(:meth:`Copies.drop`).
+the thread that asks for bytes allocates their memory, on its own current stream (:meth:`Copies.allocate`): what comes
+back takes the blocks that training itself has freed. On the stream of the copies it would take as much memory again,
+and a device that is sized by its budget would give back and take blocks all the time. The allocator is told of any
+other stream that reads the bytes (``record_stream``); memory that nobody wants before its copy is done is held until
+then (:meth:`Copies.drop`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PendingCopy:
         # Held, or the allocator would give it away under the copy.
         self._source: torch.Tensor | None = None if event is AT_ONCE else source
 
-    def is_done(self) -> bool:
-        """Return whether the copy is done, and free the memory if so. Never blocks."""
+    def free_if_done(self) -> bool:
+        """Free the memory if the copy is done; return whether it is. Never blocks."""
         if self._source is not None and self.event.query():  # else it would go while it is still copied
             self._source = None
         return self._source is None
@@ -212,7 +212,7 @@ class Copies:
             self._pending.append(pending)
         return pending
 
-    def room(self, nbytes: int, device: torch.device) -> Destination:
+    def allocate(self, nbytes: int, device: torch.device) -> Destination:
         """Allocate memory for bytes that come back, on the calling thread's current stream; see [Note: Pools].
 
         Raises:
@@ -270,7 +270,7 @@ class Copies:
 
     def settle(self) -> None:
         """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
-        while self._pending and self._pending[0].is_done():
+        while self._pending and self._pending[0].free_if_done():
             self._pending.popleft()
         self._dropped = [arrival for arrival in self._dropped if not arrival.is_done]
 

@@ -1,6 +1,6 @@
-"""Host memory as the kernel has it: aligned and in huge pages for direct I/O, kept from forks, and how much is left.
+"""Host memory as the kernel has it: aligned and in huge pages for direct I/O, and kept from forks.
 
-Huge pages double the rate of direct I/O against 4 KiB pages, measured. What other processes will take is not seen.
+Huge pages double the rate of direct I/O against 4 KiB pages, measured.
 """
 
 from __future__ import annotations

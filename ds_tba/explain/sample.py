@@ -81,7 +81,7 @@ class StepSamples:
         self.running = running
         self.holders: list[Holder] = []
         self.holders_step = self.earlier_bytes = 0
-        # By the record of a storage, or by its stamp where it has none: views of one count once.
+        # By the record of a storage, or by its account where it has none: views of one count once.
         self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
         self._is_after = False  # a forward
         self._phase_s = 0.0  # when the last part of the step ended

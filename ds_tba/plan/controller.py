@@ -110,9 +110,9 @@ class Controller:
             self._begin()
         recorder = self._recorder
         around = None if recorder is None else recorder.around
-        lead = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
+        prefetch_distance = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         with (
-            self._cache.saving(self._policy, around, lead, continues=continues),
+            self._cache.saving(self._policy, around, prefetch_distance, continues=continues),
             self._blocks.forward(recorder if self._chooses_blocks else None),
         ):
             yield
@@ -276,7 +276,7 @@ class Controller:
         return Wish(trace, limits, machine.room_bytes())
 
     def _follow(self, found: PlanInForce) -> None:
-        is_new = self.in_force is None or found.choice != self.in_force.choice  # on every rank alike
+        is_new = self.in_force is None or found.identity != self.in_force.identity  # on every rank alike
         if self._chooses_blocks:
             self._blocks.chosen = found.recomputed
         self._trace, self.in_force = found.trace, found

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from statistics import median_low
 
-from ds_tba.core.compiled import compilations
+from ds_tba.core.hooks import compilations
 from ds_tba.plan.policy import PlanInForce, PlanMismatch
 from ds_tba.plan.trace import Trace
 

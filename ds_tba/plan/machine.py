@@ -60,7 +60,7 @@ def measure_copies(
         copies.out(data, staged)
         copies.hold_at_most(0)
         copied_out_s = clock()
-        copies.into(staged, copies.room(staged.numel(), device)).wait()
+        copies.into(staged, copies.allocate(staged.numel(), device)).wait()
         out_s, in_s = min(out_s, copied_out_s - began_s), min(in_s, clock() - copied_out_s)
     return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
 

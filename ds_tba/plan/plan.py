@@ -115,11 +115,11 @@ class Planner(Protocol):
         ...
 
 
-Rank = tuple[bool, bool, float, float, float, int]
+Order = tuple[bool, bool, float, float, float, int]
 
 
-def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
-    """Rank a prediction, the lower the better: within host memory, then by what ``limits`` ask for.
+def order_of(prediction: Prediction, limits: Limits, kept_step_s: float) -> Order:
+    """Return a key that sorts predictions, the best first: within host memory, then by what ``limits`` ask for.
 
     Without a budget the lowest peak of those within ``max_step_overhead`` and the limit of wear. With a budget those
     that fit and exceed the limit of wear least, and of these the least time. Of equal ones the better other figure,
@@ -138,6 +138,6 @@ def rank(prediction: Prediction, limits: Limits, kept_step_s: float) -> Rank:
     return is_refused, False, worn_bytes, step_s, peak_bytes, written_bytes
 
 
-def is_outside(found: Rank) -> bool:
+def is_outside(found: Order) -> bool:
     """Return whether a rank is that of a plan outside of the limits."""
     return found[0] or found[1]

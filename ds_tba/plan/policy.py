@@ -49,7 +49,7 @@ class PlanInForce:
         return cls(plan, trace, limits, recomputed, _expected(trace, recomputed), moved_share)
 
     @property
-    def choice(self) -> tuple[object, ...]:
+    def identity(self) -> tuple[object, ...]:
         """Return what makes a plan another one: where which bytes go, and the blocks that are recomputed."""
         return self.trace.saved_bytes, self.plan.placements, self.plan.recomputed_blocks
 

@@ -12,7 +12,7 @@ without staging and drive. A recomputed block runs its forward again and makes i
 storage is made at its first use.
 
 It is a model of averages. What it leaves out (lanes that share a drive unevenly, writes that slow when reads begin,
-kernels that copies slow) shows in the measured steps, which ``ds_tba/plan`` answers, and costs time, never memory.
+kernels that copies slow) shows in the measured steps, which ``feedback.py`` answers, and costs time, never memory.
 
 [Note: Synchronous devices] There the training thread does the copies, and compute waits for them. Nothing is copied
 ahead; what was read is used where it lies, in staging.

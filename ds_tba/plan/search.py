@@ -22,7 +22,7 @@ from functools import cache, partial
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.plan.plan import SAME_TIME_S, Limits, Plan, Rank, is_outside, rank
+from ds_tba.plan.plan import SAME_TIME_S, Limits, Order, Plan, is_outside, order_of
 from ds_tba.plan.replay import Outcome, replay
 from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Places, Timeline
 from ds_tba.plan.trace import Trace
@@ -50,7 +50,7 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
         found = _Search(timeline, limits).found()
     # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
     as_far = replay(timeline, found.assignment)
-    if rank(as_far.cost, limits, timeline.trace.step_s) <= rank(found.cost, limits, timeline.trace.step_s):
+    if order_of(as_far.cost, limits, timeline.trace.step_s) <= order_of(found.cost, limits, timeline.trace.step_s):
         found = as_far
     return plan_of("adaptive", found)
 
@@ -192,10 +192,10 @@ class _Search:
     # ---- replays ------------------------------------------------------------------------------------------------
 
     def _is_within(self, outcome: Outcome) -> bool:
-        return not is_outside(self._rank(outcome))
+        return not is_outside(self._order(outcome))
 
-    def _rank(self, outcome: Outcome) -> Rank:
-        return rank(outcome.cost, self._limits, self._timeline.trace.step_s)
+    def _order(self, outcome: Outcome) -> Order:
+        return order_of(outcome.cost, self._limits, self._timeline.trace.step_s)
 
     def _bisect(self, most: int, outcome: Callable[[int], Outcome]) -> tuple[int, int]:
         """Return two neighbouring counts, up to ``most``, between which the limits are just met.
@@ -218,9 +218,9 @@ class _Search:
         found = self._seen.get(key)
         if found is None:
             found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
-            if self._rank(found) < self._rank(self._best):
+            if self._order(found) < self._order(self._best):
                 self._best = found
-            if not found.cost.written_bytes and self._rank(found) < self._rank(self._simplest):
+            if not found.cost.written_bytes and self._order(found) < self._order(self._simplest):
                 self._simplest = found
         return found
 

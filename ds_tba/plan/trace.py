@@ -166,8 +166,8 @@ class Trace:
 
     def scaled(self, time: float, size: float = 1.0) -> Trace:
         """Return a step ``time`` times as long, whose storages are ``size`` times as large."""
-        storages = tuple(replace(_later(one, time), nbytes=math.ceil(one.nbytes * size)) for one in self.storages)
-        blocks = tuple(_later(one, time) for one in self.blocks)
+        storages = tuple(replace(_stretched(one, time), nbytes=math.ceil(one.nbytes * size)) for one in self.storages)
+        blocks = tuple(_stretched(one, time) for one in self.blocks)
         end_s, optimizer_s = self.end_s * time, self.optimizer_s * time
         return replace(self, storages=storages, blocks=blocks, end_s=end_s, optimizer_s=optimizer_s)
 
@@ -187,7 +187,7 @@ class Trace:
         )
 
 
-def _later(row: Row, factor: float) -> Row:
+def _stretched(row: Row, factor: float) -> Row:
     """Return a row with all its times, whose names end in ``_s``, times a factor."""
     times = {field.name: getattr(row, field.name) for field in fields(row) if field.name.endswith("_s")}
     return replace(row, **{name: at_s * factor for name, at_s in times.items() if at_s is not None})

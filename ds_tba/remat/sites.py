@@ -31,7 +31,7 @@ import torch
 
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.core.saved import Keeper
-from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, storage_bytes
+from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, whole_storage
 from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
@@ -234,7 +234,7 @@ class Sites:
         """
         site = recipe.site
         try:
-            made = storage_bytes(recipe.make(self._restore, None, []))
+            made = whole_storage(recipe.make(self._restore, None, []))
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(
                 f"{error} Output of {site.op} was to be made again from it, not saved: "

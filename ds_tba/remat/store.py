@@ -21,7 +21,7 @@ import torch
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensor_store import TensorStore
-from ds_tba.core.tensors import storage_bytes, unmodified
+from ds_tba.core.tensors import unmodified, whole_storage
 from ds_tba.device.accelerator import moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.device.memory import is_out_of_memory
@@ -169,7 +169,7 @@ class RematStore(TensorStore[RecipeTicket]):
 
     def _new_ticket(self, recipe: Recipe, source: torch.Tensor | None) -> RecipeTicket:
         """Take a storage, whose bytes are held where a comparison is not answered yet."""
-        held = None if source is None else self._arrival(storage_bytes(source))
+        held = None if source is None else self._arrival(whole_storage(source))
         ticket = RecipeTicket(recipe.steps[-1].nbytes, self, recipe, held)
         if held is None:
             self._add(ticket)

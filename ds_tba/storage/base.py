@@ -19,6 +19,8 @@ from ds_tba.errors import StateError
 
 logger = logging.getLogger(__name__)
 
+ASKED_TOO_LATE = "bytes were asked for after they were given up; this is a bug in ds_tba"
+
 
 class Refusal(Enum):
     """Why a store cannot take a tensor now; the values are the report's words."""
@@ -204,8 +206,8 @@ class Choice:
     rematerialize: bool = False
 
 
-KEPT = Choice((), wait=False)
-"""Nothing has it: it stays where it is."""
+STAYS = Choice((), wait=False)
+"""The choice of no store: the storage stays where it is."""
 
 
 class Policy(Protocol):
@@ -219,10 +221,8 @@ class Policy(Protocol):
 class Always:
     """The same choice for every storage; what can be made again is not saved, where ``rematerialize`` is set."""
 
-    def __init__(
-        self, stores: Sequence[AnyStore], *, wait: bool, reason: str = "placement keep", rematerialize: bool = False
-    ) -> None:
-        self._choice = Choice(tuple(stores), wait, reason, rematerialize)
+    def __init__(self, stores: Sequence[AnyStore], *, wait: bool, rematerialize: bool = False) -> None:
+        self._choice = Choice(tuple(stores), wait, "placement keep", rematerialize)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         return self._choice

@@ -19,7 +19,7 @@ from ds_tba.device.copies import Arrival, Copies, PendingCopy
 from ds_tba.device.memory import huge_page_memory, is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.stats import StoreStats
-from ds_tba.storage.base import Loaded, Refusal, Store, Ticket
+from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Store, Ticket
 from ds_tba.storage.spans import CopySafeAllocator, Span
 from ds_tba.storage.staging import CLOSED
 
@@ -61,7 +61,7 @@ class HostTicket(Ticket):
             StateError: they were given up.
         """
         if self.span is None:
-            raise StateError("bytes were asked for after they were given up; this is a bug in ds_tba")
+            raise StateError(ASKED_TOO_LATE)
         return self.segment.memory[self.span.offset : self.span.offset + self.span.nbytes]
 
 
@@ -230,7 +230,7 @@ class HostStore(Store[HostTicket]):
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
         # After the copy out, or bytes that the device has not written yet would be handed over.
         after = [ticket.copy] if ticket.copy is not None else []
-        arrival = self._copies.into(ticket.view(), self._copies.room(ticket.nbytes, device), after)
+        arrival = self._copies.into(ticket.view(), self._copies.allocate(ticket.nbytes, device), after)
         ticket.uses = [event for event in ticket.uses if not event.query()]
         ticket.uses.append(arrival.event)
         return arrival

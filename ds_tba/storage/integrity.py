@@ -143,9 +143,9 @@ class PieceIo:
         self._ring = ring
         self._buffers: dict[IoHandle, Span] = {}
 
-    def give_buffers(self, lanes: Sequence[IoHandle]) -> None:
-        """Give each lane, which has this handle, a buffer of its own, if the ring has such."""
-        self._buffers = dict(zip(lanes, self._ring.buffers, strict=False))
+    def give_buffers(self, handles: Sequence[IoHandle]) -> None:
+        """Give the lane of each handle a buffer of its own, if the ring has such."""
+        self._buffers = dict(zip(handles, self._ring.buffers, strict=False))
 
     def write(self, handle: IoHandle, staged: torch.Tensor, offset: int, item_bytes: int) -> tuple[Piece, ...]:
         """Write the bytes of a part from a file's ``offset`` on; return where they are.

@@ -23,18 +23,18 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
+from ds_tba.device.accelerator import THREAD_PREFIX
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import DsTbaError, StateError
 from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.base import Loaded, Refusal, Store
+from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Store
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.integrity import Integrity, PieceIo
-from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapPath, Task
-from ds_tba.storage.space import AT_HAND, BEFORE_WRITTEN, GIVEN_UP, Ahead, Part, PartState, SwapSpace, SwapTicket
+from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapPath
+from ds_tba.storage.space import BEFORE_WRITTEN, GIVEN_UP, OVER, Ahead, Part, PartState, SwapSpace, SwapTicket
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import CLOSED, StagingRing
 from ds_tba.storage.swap_file import SwapFile
@@ -48,7 +48,6 @@ COPY_POLL_S = 0.001
 SLOW_WAIT_S = 30.0  # for a drive, before that is told
 SLOW_AGAIN_S = 60.0  # from one such warning to the next
 PART_FRACTION_OF_STAGING = 0.25
-_ASKED_TOO_LATE = "bytes were asked for after they were given up; this is a bug in ds_tba"
 _S = PartState
 
 
@@ -77,7 +76,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
     Attributes:
         part_bytes: the length of all parts of a storage but the last.
-        closed, is_open: for good, and as [Note: Open] has it.
+        closed: for good.
+        is_open: it has staging, handles and lanes; see [Note: Open].
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             part.copy = self.ring.copies.out(data, self.ring.view(slot))
             with self.lock:
-                path.writes.put(Task(partial(self.write, ticket, part), partial(self.lose, part)))
+                self.queue_write(ticket, part)
                 self.copying.discard(part)
                 if part.start + part.nbytes == ticket.nbytes:  # not before: a later part may be refused
                     ticket.is_taken = True
@@ -247,7 +247,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             is_new = ticket.destination is None
             if is_new:
                 with suppress(RuntimeError, MemoryError):
-                    ticket.destination = None if copies.is_full else copies.room(ticket.nbytes, ticket.device)
+                    ticket.destination = None if copies.is_full else copies.allocate(ticket.nbytes, ticket.device)
                 if ticket.destination is None:
                     return False
             has_begun = self.begin(ticket, ticket.parts)
@@ -260,7 +260,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         with self.lock:
             self.settle_copies()  # backward needs the memory of what forward has finished copying
             if ticket.is_given_up:
-                raise StateError(_ASKED_TOO_LATE)
+                raise StateError(ASKED_TOO_LATE)
             loaded = self._load(ticket, device, beside)
             self.changed.notify_all()
         # Here: if the caller never did, the memory could go to the next tenant while it is still copied into.
@@ -276,12 +276,12 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             beside: gets copies from memory beside staging, which goes when they are done.
         """
         if ticket.destination is None:
-            ticket.destination = self.ring.copies.room(ticket.nbytes, device)
+            ticket.destination = self.ring.copies.allocate(ticket.nbytes, device)
         for index, part in enumerate(ticket.parts):
             if part.arrival is not None and part.state in (_S.STORED, _S.RELEASED):
                 continue  # handed over before something failed
             self.begin(ticket, [one for one in ticket.parts[index + 1 :] if one.state is _S.STORED])
-            self._wait_until_at_hand(ticket, part)
+            self._wait_until_over(ticket, part)
             if part.arrival is None:
                 part.arrival = self.copy_in(part, ticket.destination.part(part.start, part.nbytes))
                 beside += [part.arrival] if part.host is not None else []
@@ -307,8 +307,11 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             part.move(_S.STORED)
             self.free_slot(part)
 
-    def _wait_until_at_hand(self, ticket: SwapTicket, part: Part) -> None:
-        """Block until the bytes of a part are in memory. Called under the lock, which each wait releases."""
+    def _wait_until_over(self, ticket: SwapTicket, part: Part) -> None:
+        """Block until the bytes of a part are in memory; raise its error if they are lost.
+
+        Called under the lock, which each wait releases.
+        """
         if part.state in BEFORE_WRITTEN:
             return
         started = time.perf_counter()
@@ -318,12 +321,12 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             self._begin_urgent_read(part)
         if part.state is _S.READ_QUEUED:
             self.queue_read(ticket, part, URGENT)
-        while part.state not in AT_HAND | GIVEN_UP and not self.closed:
+        while part.state not in OVER | GIVEN_UP and not self.closed:
             self.changed.wait(LANE_CHECK_S)
             self._tell_if_slow("backward", [part.path], started)
         if part.state in GIVEN_UP:
-            raise StateError(_ASKED_TOO_LATE)
-        if part.state not in AT_HAND:
+            raise StateError(ASKED_TOO_LATE)
+        if part.state not in OVER:
             raise StateError(CLOSED)
         self.stats.stall_s += time.perf_counter() - started
         if part.error is not None:
@@ -427,8 +430,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 self.ring.open()
                 self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
                 for index, path in enumerate(self.paths):
-                    path.writes.start(f"ds_tba-write-{index}", self.ring.accelerator)
-                    path.reads.start(f"ds_tba-read-{index}", self.ring.accelerator)
+                    path.writes.start(f"{THREAD_PREFIX}write-{index}", self.ring.accelerator)
+                    path.reads.start(f"{THREAD_PREFIX}read-{index}", self.ring.accelerator)
             except BaseException:
                 if self._stop_lanes():
                     self._free()

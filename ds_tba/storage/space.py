@@ -51,7 +51,7 @@ class PartState(Enum):
 
 _S = PartState
 BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
-AT_HAND = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})  # LOST: nothing more will come, and the hand-over raises
+OVER = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})  # nothing more will come: it is in memory, or lost
 GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
 UNDER_WAY = BEFORE_WRITTEN | {_S.READ_QUEUED, _S.READING, _S.ABANDONED}  # a lane has it, or is to have it
 
@@ -68,14 +68,14 @@ class Part(StateMachine):
         start: offset of its bytes in the storage.
         pieces: the places in the file of what is stored, once it is written.
         copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
-        lane: the I/O handle of the lane that uses its memory: several tasks may be queued to read one part.
+        handle: of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
         host: memory outside of staging, of a read for which there was no slot.
         error: the reason why its bytes are LOST.
     """
 
     __slots__ = (
-        "arrival", "copy", "error", "extent", "host", "lane", "nbytes", "path", "pieces", "slot", "start", "state",
+        "arrival", "copy", "error", "extent", "handle", "host", "nbytes", "path", "pieces", "slot", "start", "state",
         "uses",
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ class Part(StateMachine):
         self.pieces: tuple[Piece, ...] = ()
         self.copy: PendingCopy | None = None
         self.uses: list[Event] = []
-        self.lane: IoHandle | None = None
+        self.handle: IoHandle | None = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
@@ -362,11 +362,15 @@ class SwapSpace:
 
     # ---- tasks of lanes -----------------------------------------------------------------------------------------
 
+    def queue_write(self, ticket: SwapTicket, part: Part) -> None:
+        """Have a lane write a part that is in its slot, or about to be copied there."""
+        part.path.writes.put(Task(partial(self._write, ticket, part), partial(self._lose, part)))
+
     def queue_read(self, ticket: SwapTicket, part: Part, priority: int = AHEAD) -> None:
         """Have a lane read a part that waits for that; by which of several tasks is nothing to whoever waits."""
-        part.path.reads.put(Task(partial(self._read, ticket, part), partial(self.lose, part)), priority)
+        part.path.reads.put(Task(partial(self._read, ticket, part), partial(self._lose, part)), priority)
 
-    def write(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
+    def _write(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
         """Write a queued part, unless its write was cancelled; its bytes stay in staging if they cannot be written."""
         path, failure, transfer = part.path, None, None
         with self.ring.lane_stream():
@@ -375,7 +379,7 @@ class SwapSpace:
                 if part.state is not _S.QUEUED:
                     return
                 part.move(_S.WRITING)
-                part.lane = handle
+                part.handle = handle
                 if lost is None and path.failure is None:  # else it would fail anew, after the kernel's own tries
                     transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
             if transfer is not None:
@@ -430,7 +434,7 @@ class SwapSpace:
             if part.state is not _S.READ_QUEUED:
                 return
             part.move(_S.READING)
-            part.lane = handle
+            part.handle = handle
             transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
         with self.ring.lane_stream():
             target = part.host if part.host is not None else self.ring.view(part.slot)
@@ -456,11 +460,11 @@ class SwapSpace:
             self.settle_copies()
             self.changed.notify_all()
 
-    def lose(self, part: Part, handle: IoHandle, error: BaseException) -> None:
+    def _lose(self, part: Part, handle: IoHandle, error: BaseException) -> None:
         """Give the bytes of a part up by name, because a lane failed at it, and not the drive. May be called twice."""
         with self.changed:
             # Else another lane has it, or nobody waits for it. Memory may have run out before it was noted who has it.
-            if part.state in UNDER_WAY and part.lane in (None, handle):
+            if part.state in UNDER_WAY and part.handle in (None, handle):
                 self.writes.discard(part)
                 self.read_ahead.end(part)
                 part.error = ActivationLostError(
@@ -473,7 +477,7 @@ class SwapSpace:
 
     def _end_work(self, part: Part, state: PartState) -> bool:
         """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
-        part.lane = None
+        part.handle = None
         if part.state is _S.ABANDONED:
             self.drop_arrival(part)
             self.give_up(part)

@@ -77,7 +77,7 @@ class Tiers:
         with ExitStack() as undo:
             undo.callback(self.close)
             if config.uses_nvme:
-                self.nvme = self._open_nvme(aio_config, accelerator)
+                self.nvme = self._open_nvme(aio_config)
                 self.by_placement[Placement.NVME] = self.nvme
             if uses_host:
                 self.host = HostStore(accelerator, host_bytes, config.io.ring_bytes, reserve_bytes=reserve_bytes)
@@ -226,8 +226,8 @@ class Tiers:
         tbw = self._config.ssd.rated_endurance_tbw
         return [f"{one.path} ({', '.join(filter(None, (one.file_system, rated(tbw))))})" for one in self.directories]
 
-    def _open_nvme(self, aio_config: AioConfig, accelerator: Accelerator) -> NvmeStore:
-        config = self._config
+    def _open_nvme(self, aio_config: AioConfig) -> NvmeStore:
+        config, accelerator = self._config, self._accelerator
         limit_bytes = config.io.swap_file_bytes
         needed = limit_bytes or config.io.ring_bytes
         lower = "set io.staging_bytes to less, " if limit_bytes is None else "lower io.swap_file_bytes, "

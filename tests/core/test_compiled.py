@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ds_tba.core.compiled import compilations, moves_in_vain
+from ds_tba.core.hooks import compilations
+from ds_tba.reporting import moves_in_vain
 from ds_tba.stats import CacheStats
 
 

@@ -16,7 +16,7 @@ from support import traces
 from support.traces import uneven_layers
 
 from ds_tba.config import Placement
-from ds_tba.plan.plan import Limits, is_outside, rank
+from ds_tba.plan.plan import Limits, is_outside, order_of
 from ds_tba.plan.replay import replay
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Assignment, Timeline
@@ -84,7 +84,7 @@ def test_plans_are_on_average_within_a_margin_of_the_oracles_and_within_limits_w
     ratios = []
     for trace, limits, theirs in asked(has_budget=has_budget):
         ours = adaptive(trace, limits).prediction
-        assert not is_outside(rank(ours, limits, trace.step_s)), theirs
+        assert not is_outside(order_of(ours, limits, trace.step_s)), theirs
         of_both = [one.step_s if has_budget else one.peak_saved_bytes for one in (ours, theirs)]
         ratios.append(of_both[0] / of_both[1])
     assert statistics.mean(ratios) <= margin

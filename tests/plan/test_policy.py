@@ -121,7 +121,7 @@ def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
     summary = found.summary()
     assert (summary["bytes"]["rematerialize"], summary["rematerialized_s"]) == (SIZE, 0.5)
     assert summary["rematerialized_bytes"] == SIZE
-    assert found.choice != costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5).choice
+    assert found.identity != costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5).identity
 
 
 def test_the_line_of_a_plan_tells_what_is_written_a_day_and_the_days() -> None:

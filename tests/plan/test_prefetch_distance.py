@@ -177,11 +177,11 @@ def prefetched(record: Any) -> bool:
     return bool(record.ticket.store.prefetch(record.ticket))
 
 
-def five(store: Asked, lead: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
+def five(store: Asked, prefetch_distance: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
     step, records = MicroStep(), [Record(store) for _ in range(5)]
     for node, record in enumerate(records):
         step.add(record, node)  # type: ignore[arg-type]
-    step.lead = lead
+    step.prefetch_distance = prefetch_distance
     step.phase = Phase.WAITING
     return step, records
 
@@ -199,10 +199,12 @@ def test_the_cache_asks_for_no_more_than_the_distance_says() -> None:
     assert store.tickets == [record.ticket for record in reversed(records)]
 
 
-@pytest.mark.parametrize(("lead", "counts"), [((), [5, 5]), ((1,), [1, 5]), ((5, 5), [5, 5])])
-def test_without_a_distance_and_beyond_its_end_the_cache_asks_for_all(lead: tuple[int, ...], counts: list[int]) -> None:
+@pytest.mark.parametrize(("distance", "counts"), [((), [5, 5]), ((1,), [1, 5]), ((5, 5), [5, 5])])
+def test_without_a_distance_and_beyond_its_end_the_cache_asks_for_all(
+    distance: tuple[int, ...], counts: list[int]
+) -> None:
     store = Asked()
-    step, _ = five(store, lead)
+    step, _ = five(store, distance)
     found = []
     for after in (None, 4):
         step.read_ahead(prefetched, after)
@@ -223,9 +225,9 @@ def test_the_bounds_of_the_store_hold_with_a_distance_too() -> None:
 class Interleaved:
     """Three forwards of two records each, of which two are ahead of the first backward."""
 
-    def __init__(self, lead: tuple[int, ...] = ()) -> None:
+    def __init__(self, prefetch_distance: tuple[int, ...] = ()) -> None:
         self.store, self.step = Asked(), MicroStep(is_interleaved=True)
-        self._lead, self._records = lead, list[Record]()
+        self._lead, self._records = prefetch_distance, list[Record]()
         self.forward()
         self.forward()
 
@@ -262,7 +264,7 @@ def test_what_one_node_has_saved_comes_back_in_the_order_in_which_it_was_saved()
 
 
 def test_the_distance_goes_on_across_interleaved_forwards() -> None:
-    schedule = Interleaved(lead=(1, 1, 2, 1, 1, 1))
+    schedule = Interleaved(prefetch_distance=(1, 1, 2, 1, 1, 1))
     assert schedule.use(None) == [1]
     assert schedule.use(1) == [1, 0]
     assert schedule.use(0) == [1, 0, 3, 2]  # of the next forward, before its backward begins
@@ -276,7 +278,7 @@ def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_st
     cache, ahead = cache_over(store), list[int]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        cache.forward.micro_step.lead = (2,) * 8
+        cache.forward.micro_step.prefetch_distance = (2,) * 8
         y = x
         for _ in range(8):
             y = Spy.apply(chain(y, 1), torch.ones(4), lambda: ahead.append(store.read_ahead.prefetched_bytes))

@@ -41,7 +41,7 @@ from support.leftovers import after_a_while, held
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import mark_inputs, mark_owned, storage_bytes
+from ds_tba.core.tensors import mark_inputs, mark_owned, whole_storage
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import DsTbaError
 from ds_tba.remat.recipe import Recipe
@@ -632,7 +632,7 @@ def bits(tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
     still = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return str(tensor.dtype), tuple(tensor.shape), storage_bytes(still).numpy().tobytes()
+    return str(tensor.dtype), tuple(tensor.shape), whole_storage(still).numpy().tobytes()
 
 
 def kind_of(error: BaseException) -> str:

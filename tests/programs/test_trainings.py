@@ -11,7 +11,7 @@ from support import runs
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedView
-from ds_tba.core.tensors import storage_bytes
+from ds_tba.core.tensors import whole_storage
 from programs.running import check
 from programs.trainings import draw
 
@@ -43,7 +43,7 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         if not view.is_lent:  # what is wrong in a comparison only is saved
             loaded.append(data.numel())
         if len(loaded) == 20 and not view.is_lent:
-            storage_bytes(data)[3] ^= 1
+            whole_storage(data)[3] ^= 1
         return data
 
     monkeypatch.setattr(TensorCache, "load", wrong)
