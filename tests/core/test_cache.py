@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
+import numpy as np
 import pytest
 import torch
 from conftest import AlarmError, StoreFactory
@@ -59,6 +60,21 @@ def test_what_a_forward_that_failed_leaves_behind_stays_for_that_reason(make_sto
         loss = x.exp()
         raise AlarmError
     assert loss.requires_grad and cache.stats.kept_bytes == {"forward failed": x.nbytes}
+
+
+def test_what_has_no_graph_stays_while_it_is_in_use(make_store: StoreFactory) -> None:
+    """Its memory is NumPy's here, which refills it once no tensor of the program has it."""
+    memory = np.full((64, 64), 3.0, np.float32)
+    store = make_store()
+    cache, x, data = cache_over(store), torch.ones(64, 64, requires_grad=True), torch.from_numpy(memory)
+    with cache.saving():
+        loss = (x * data).sum()
+    assert cache.stats.kept_bytes["no graph, and in use elsewhere"] == data.nbytes
+    wait_for_writes(store)
+    del data
+    memory[:] = 7
+    loss.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((64, 64), 7.0))  # as without us
 
 
 # ---- what is stored, and how often ----------------------------------------------------------------------------------
