@@ -157,6 +157,11 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_ragged(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is nested and of strided layout: it has no shape."""
+    return tensor.is_nested and tensor.layout is torch.strided
+
+
 def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
     """Return the bytes of device memory that a kept tensor holds.
 
@@ -201,8 +206,7 @@ def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def form_of(tensor: torch.Tensor) -> str:
     """Return shape and dtype for people; nested tensors may have no shape, and subclasses are not asked."""
     with torch._C.DisableTorchFunctionSubclass():
-        is_ragged = tensor.is_nested and tensor.layout is torch.strided
-        return _form("nested" if is_ragged else str(list(tensor.shape)), tensor.dtype)
+        return _form("nested" if is_ragged(tensor) else str(list(tensor.shape)), tensor.dtype)
 
 
 def _form(shape: str, dtype: torch.dtype) -> str:

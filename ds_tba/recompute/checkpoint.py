@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from ds_tba.core.accounts import Accounts
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
 from ds_tba.core.saved import PassedThrough
-from ds_tba.core.tensors import has_plain_storage, integers_of
+from ds_tba.core.tensors import components_of, has_plain_storage, integers_of, is_ragged
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
@@ -41,10 +41,11 @@ _OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
 _COLUMNS = 1024
 _HOST = "cpu"
 
+_LEAVE_OUT = 'Leave it out by naming the others in "recompute", or set "recompute": false'
 _REPAIR = (
     "As under any checkpoint, a block may not change what it reads (a counter, an adapter that is switched, a cache of "
-    "keys and values: use_cache=False), nor draw random numbers but from PyTorch's default generators. Leave it out "
-    'by naming the others in "recompute", or set "recompute": false.'
+    "keys and values: use_cache=False), nor draw random numbers but from PyTorch's default generators. "
+    f"{_LEAVE_OUT}."
 )
 
 
@@ -198,12 +199,12 @@ class _Pass:
             (args, kwargs), self._given, self.values = self._given, None, []  # or they would be held
             with set_checkpoint_early_stop(self._users_stop), self._saving(is_again=False):
                 output = own(*args, **kwargs)
-            self._digests = _digests(output)
+            self._digests = _digests(self._placed.path, output)
             return output
         args, kwargs = tree_unflatten([values[number] for number in self._order], self._tree)
         with _gathered_stay(placed.block), self._saving(is_again=True):
             output = own(*args, **kwargs)
-        placed.blocks.compare(placed.path, self._digests, _digests(output))
+        placed.blocks.compare(placed.path, self._digests, _digests(placed.path, output))
         return output
 
     @contextmanager
@@ -215,9 +216,13 @@ class _Pass:
         checkpoint_pack, checkpoint_unpack = hooks
 
         def pack(tensor: torch.Tensor) -> object:
-            is_ragged = tensor.is_nested and tensor.layout is torch.strided  # the checkpoint asks for its shape
-            if is_ragged or isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter):
                 return PassedThrough(tensor)
+            if is_ragged(tensor):
+                raise RecomputationError(
+                    f"PyTorch cannot checkpoint the block {placed.path!r}, because it saves a nested tensor of strided "
+                    f"layout. {_LEAVE_OUT}, or make nested tensors with layout=torch.jagged."
+                )
             if is_again:
                 placed.blocks.cache.count_again(tensor)
             return checkpoint_pack(tensor)
@@ -245,19 +250,39 @@ class _Digest(NamedTuple):
     sums: torch.Tensor
 
 
-def _digests(output: object) -> list[_Digest]:
+def _digests(path: str, output: object) -> list[_Digest]:
+    """Return the digests of all tensors that a block returns.
+
+    Raises:
+        RecomputationError: the bytes of one cannot be had.
+    """
     with torch.no_grad():
-        return [_digest(one) for one in tree_flatten(output)[0] if isinstance(one, torch.Tensor)]
+        tensors = [one for one in tree_flatten(output)[0] if isinstance(one, torch.Tensor)]
+        return [_digest(part) for one in tensors for part in _parts(path, one)]
+
+
+def _parts(path: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with the bytes of one that a block returns: its components, if it is sparse or a subclass."""
+    if has_plain_storage(tensor):
+        yield tensor
+        return
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    parts = [getattr(tensor, name) for name in names] or components_of(tensor)
+    if not parts:
+        raise RecomputationError(
+            f"the block {path!r} returns a tensor of type {type(tensor).__name__} and layout {tensor.layout}, whose "
+            f"bytes cannot be compared when it runs again. {_LEAVE_OUT}."
+        )
+    for part in parts:
+        yield from _parts(path, part)
 
 
 def _digest(tensor: torch.Tensor) -> _Digest:
-    form: tuple[object, ...] = type(tensor), tensor.dtype, tensor.layout
-    if not has_plain_storage(tensor):
-        return _Digest(form, torch.zeros(0))
+    form = type(tensor), tensor.dtype, tensor.layout, tensor.shape
     numbers = integers_of(tensor).contiguous().view(-1)
     is_on_host = tensor.device.type == _HOST
     sums = torch.tensor(digest_of(numbers.view(torch.uint8)) - (1 << 63)) if is_on_host else sums_of(numbers)
-    return _Digest((*form, tensor.shape), sums)
+    return _Digest(form, sums)
 
 
 def sums_of(numbers: torch.Tensor) -> torch.Tensor:

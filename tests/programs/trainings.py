@@ -189,10 +189,11 @@ def _stateless(name: str) -> str:
 def _repeatable(name: str) -> str:
     """Return a part that any checkpoint can run again.
 
-    It cannot what reads or changes state, nor what changes its input. And it hands out an alias of what a Function
-    saved, which ``.grad`` may then share.
+    It cannot what reads or changes state, nor what changes its input or saves a strided nested tensor. And it hands out
+    an alias of what a Function saved, which ``.grad`` may then share.
     """
-    others = {"ReturnsLeaf": "ReturnsFresh", "ReturnsBuffer": "ReturnsFresh", "ChangesInput": "InPlace"}
+    others = {"ReturnsLeaf": "ReturnsFresh", "ReturnsBuffer": "ReturnsFresh"}
+    others |= {"ChangesInput": "InPlace", "Nested": "Dropout"}
     kind, colon, around = _stateless(name).partition(":")
     return others.get(kind, kind) + colon + around
 

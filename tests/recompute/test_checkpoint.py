@@ -630,10 +630,46 @@ class Ragged(Linear):
         return torch.nested.to_padded_tensor(nested * nested, 0.0) + x
 
 
-def test_a_block_that_saves_nested_tensors_runs_again() -> None:
-    bench = Bench(Ragged)
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
+def test_a_block_that_saves_strided_nested_tensors_is_refused_with_the_repair() -> None:
+    with pytest.raises(
+        RecomputationError, match=r"'layers.0'.* nested tensor of strided layout. Leave it out by naming"
+    ):
+        Bench(Ragged).check(0)
+
+
+class Counts(Linear):
+    """Returns other bytes each time, in a tensor of any layout."""
+
+    def __init__(self, returns: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.calls, self.returns = 0, returns
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.returns(torch.tanh(self.linear(x) * self.calls))
+
+
+def jagged(x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.jagged)
+
+
+def strided(x: Tensor) -> Tensor:
+    return torch.nested.as_nested_tensor(list(x.unbind()), layout=torch.strided)
+
+
+@pytest.mark.parametrize(
+    ("returns", "dense", "words"),
+    [
+        (jagged, lambda y: y.to_padded_tensor(0.0), "differs when its forward runs again"),
+        (Tensor.to_sparse, Tensor.to_dense, "differs when its forward runs again"),
+        (strided, lambda y: torch.nested.to_padded_tensor(y, 0.0), "bytes cannot be compared"),
+    ],
+    ids=["jagged", "sparse", "strided nested"],
+)
+def test_an_output_of_any_layout_is_compared_or_refused(returns: Any, dense: Any, words: str) -> None:
+    net = around_each(lambda layer, x: dense(layer(x)))
+    with pytest.raises(RecomputationError, match=words):
+        Bench(lambda: Counts(returns), net=net).check(0)
 
 
 def test_buffers_are_what_any_checkpoint_makes_of_them() -> None:
