@@ -213,6 +213,8 @@ class TensorCache(Residency):
         if self.rematerialization is not None:
             self.rematerialization.begin_forward()
         with self.lock:
+            if not self._live_records:  # else storages of a longer batch, long gone, would keep others from being read
+                self.largest_bytes = 0
             step = self.forward.micro_step
             if not (continues or step.is_interleaved):
                 step = MicroStep()
@@ -270,6 +272,7 @@ class TensorCache(Residency):
         """
         with self.lock:
             self.ends.act()
+            self.copies_out()  # or what the program keeps of each step would count as saved for ever
             self.forward.micro_step = MicroStep()
         if self.rematerialization is not None:
             self.rematerialization.wait_for_answers()
@@ -370,6 +373,7 @@ class TensorCache(Residency):
         """Enter one more view of a storage."""
         offloaded = not record.is_kept
         if record.views:
+            record.node = next_sequence_number()
             self.meter.deduplicated_bytes += nbytes_of(tensor) if offloaded else 0
         if record.views == record.lent:
             self.meter.saved.add(record.memory.save(record.nbytes))
@@ -390,7 +394,7 @@ class TensorCache(Residency):
         self.count_until_free(storage)
         if ticket is not None:
             self.give(record, ticket)
-            record.index = record.micro_step.add(record, node)
+            record.index = record.micro_step.add(record)
         else:
             record.choice = choice
             self._of_thread.leaving.append(record)
@@ -434,7 +438,7 @@ class TensorCache(Residency):
             self.meter.kept_bytes[record.refusal or choice.reason] += record.nbytes
             self.add_kept(record)
         else:
-            record.index = record.micro_step.add(record, record.node)
+            record.index = record.micro_step.add(record)
 
     # ---- unpack -------------------------------------------------------------------------------------------------
 

@@ -22,9 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-Record = TypeVar("Record")
+
+class Placed(Protocol):
+    """A record of a micro-step.
+
+    Attributes:
+        node: the sequence number of the last node that saved it, which backward runs first.
+    """
+
+    node: int
+
+
+Record = TypeVar("Record", bound=Placed)
 
 
 class Phase(Enum):
@@ -59,7 +70,6 @@ class MicroStep(Generic[Record]):
         self.alive = Alive()
         self.phase = Phase.FORWARD
         self._records: list[Record | None] = []
-        self._nodes: list[int] = []  # of each record
         self._forwards: list[int] = []  # index of the first record of each
         self._order: list[int] = []
         self._position: dict[int, int] = {}
@@ -76,10 +86,9 @@ class MicroStep(Generic[Record]):
         self.prefetch_distance = prefetch_distance
         self._forwards.append(len(self._records))
 
-    def add(self, record: Record, node: int) -> int:
-        """Append a record, which the node with that sequence number has saved first; returns its index."""
+    def add(self, record: Record) -> int:
+        """Append a record; return its index."""
         self._records.append(record)
-        self._nodes.append(node)
         return len(self._records) - 1
 
     def remove(self, index: int) -> None:
@@ -116,6 +125,10 @@ class MicroStep(Generic[Record]):
         bounds = pairwise([*self._forwards, count] if self.is_interleaved else [0, count])
         new: list[int] = []
         for first, end in bounds:
-            new += sorted(range(max(first, known), end), key=lambda index: -self._nodes[index])
+            new += sorted(range(max(first, known), end), key=self._node_of, reverse=True)
         self._position |= {index: known + place for place, index in enumerate(new)}
         self._order += new
+
+    def _node_of(self, index: int) -> int:
+        record = self._records[index]
+        return -1 if record is None else record.node

@@ -6,8 +6,8 @@ Sees records, stores and streams; cannot see autograd, nor which storages a plan
 forward, what was loaded or rematerialized, what recomputations save, and what is being read ahead onto a device. With a
 budget, nothing is added before there is room. Room is made by waiting for copies, then by moving what was kept, the
 oldest first, because backward wants that last, then by giving up what was read ahead. So a plan that keeps too much
-costs time and no memory. Tensors that forward itself holds, or that are too small to move, may exceed the budget: a
-warning says so once, before they do.
+costs time and no memory. Tensors that forward itself holds, that a lane is reading, or that are too small to move, may
+exceed the budget: a warning says so once, before they do.
 
 What was reloaded counts until the streams that used it have passed the point at which the host let go of it: before
 that the allocator takes new memory for the next reload. Before a reload the host waits for the oldest of these, without
@@ -73,11 +73,15 @@ class Residency(Keeper, Poisoned):
         self._released_limit_bytes = released_bytes
         self._has_warned = False
         self._forks = FORKS.count
-        self._largest_bytes = 0  # of the storages that left
+        self.largest_bytes = 0  # of the storages that left, and of which any is alive
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
         self._ahead: dict[SavedStorage, AnyStore] = {}  # asked of these stores ahead of backward, oldest first
-        self._copied: list[CountedMemory] = []  # that copies out may hold, and no record any more
+        # What copies out may hold, and no record any more: since the last look at the copies, and since the one before,
+        # at which these were under way.
+        self._copied: list[CountedMemory] = []
+        self._copied_before: list[CountedMemory] = []
+        self._under_way: list[PendingCopy] = []
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     def note_exception(self, error: BaseException) -> None:
@@ -165,14 +169,14 @@ class Residency(Keeper, Poisoned):
         self._releases.settle()
         copies: list[PendingCopy] = []
         if not self._fits(nbytes, copies):
-            copies = self._copies_out()
-            # Copies: ends that _copies_out() acts on remove records. Of what is read ahead the newest is wanted last.
+            copies = self.copies_out()
+            # Copies: ends that copies_out() acts on remove records. Of what is read ahead the newest is wanted last.
             for record in (*self._movable, *reversed(list(self._ahead))):
                 if self._fits(nbytes, copies):
                     break
                 if record not in pinned:  # or an operand would be evicted for what is made of it
                     self.evict(record)
-                    copies = self._copies_out()
+                    copies = self.copies_out()
         is_too_far = self._releases.nbytes > self._released_limit_bytes and not self.is_limited
         if not (is_too_far or self.is_exceeded_by(nbytes)):
             return None
@@ -188,8 +192,8 @@ class Residency(Keeper, Poisoned):
             self._has_warned = True  # or each save from now on would say it
             logger.warning(
                 "%s %d cannot be held: %d bytes of saved tensors are in device memory, %d more come, and none of them "
-                "can be moved now: forward or backward is using them, they are smaller than min_tensor_bytes, excluded "
-                "by name, or there is no room for them elsewhere (fallbacks in the report). Training goes on above the "
+                "can be moved now: forward or backward is using them, a drive is reading them, they are smaller than "
+                "min_tensor_bytes, excluded by name, or there is no room for them elsewhere (fallbacks in the report). Training goes on above the "
                 "budget. A budget larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes would help",
                 self._setting,
                 self.limit_bytes,
@@ -203,14 +207,17 @@ class Residency(Keeper, Poisoned):
         leaving_bytes = self._releases.nbytes + sum(copy.nbytes for copy in copies)
         return not self.is_exceeded_by(nbytes - leaving_bytes)
 
-    def _copies_out(self) -> list[PendingCopy]:
-        """Copies that hold device memory on its way out, oldest first of each store."""
+    def copies_out(self) -> list[PendingCopy]:
+        """List the copies that hold device memory on its way out, oldest first of each store.
+
+        What copies may have held counts no longer once all are done that were under way when it was let go of.
+        """
         found = [copy for issuer in self.issuers for copy in issuer.copies_out()]
         self.ends.act()  # of the memory that finished copies have let go of
-        if not found:  # else one of them may hold memory that nobody else wants any more
-            for memory in self._copied:
+        if not any(copy in found for copy in self._under_way):
+            for memory in (*self._copied_before, *(() if found else self._copied)):
                 self._end_count(memory)
-            self._copied.clear()
+            self._copied_before, self._copied, self._under_way = self._copied if found else [], [], found
         return found
 
     # ---- records that come and go -------------------------------------------------------------------------------
@@ -246,7 +253,7 @@ class Residency(Keeper, Poisoned):
         if not self._accelerator.is_synchronous:
             self._releases.settle()
             # The largest storage must fit as well: backward may want any other first.
-            if self.is_exceeded_by(record.nbytes + self._largest_bytes):
+            if self.is_exceeded_by(record.nbytes + self.largest_bytes):
                 return False
         if not store.prefetch(ticket):
             return False
@@ -268,7 +275,7 @@ class Residency(Keeper, Poisoned):
         It stays for that, but the oldest of them leave that take more than two operands of an op.
         """
         self._early[record] = None
-        while sum(one.nbytes for one in self._early) > 2 * self._largest_bytes and len(self._early) > 1:
+        while sum(one.nbytes for one in self._early) > 2 * self.largest_bytes and len(self._early) > 1:
             self.evict(next(iter(self._early)))
 
     def end_early(self) -> None:
@@ -295,7 +302,7 @@ class Residency(Keeper, Poisoned):
             with self.lock:
                 self._use(record, tensor)
                 self.note_unpacked(view)
-                record.micro_step.read_ahead(self.prefetch, after=record.index)
+                self._read_ahead(view)
             return tensor
         try:
             return self._load_once(view)
@@ -305,6 +312,12 @@ class Residency(Keeper, Poisoned):
         # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
         self.give_way()
         return self._load_once(view)
+
+    def _read_ahead(self, view: SavedView) -> None:
+        """Ask for what backward wants after a view. A recipe wants its operands before their turn, also in forward."""
+        record = view.record
+        if not view.is_lent:
+            record.micro_step.read_ahead(self.prefetch, after=record.index)
 
     def _use(self, record: SavedStorage, tensor: torch.Tensor) -> None:
         """Note that the current stream uses the storage that was saved, which another one may have saved."""
@@ -322,7 +335,7 @@ class Residency(Keeper, Poisoned):
             if view.is_lent:  # or each recipe that wants it would read it again
                 self.add_early(record)
             self.note_unpacked(view)
-            record.micro_step.read_ahead(self.prefetch, after=record.index)
+            self._read_ahead(view)
         return view.rebuild(data)
 
     def _loaded(self, record: SavedStorage) -> Loaded:
@@ -465,6 +478,6 @@ class Residency(Keeper, Poisoned):
         is_kept, record.ticket = record.is_kept, ticket
         record.move(RecordState.AWAY)
         record.loaded = None
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        self.largest_bytes = max(self.largest_bytes, record.nbytes)
         if is_kept:
             record.release_views()

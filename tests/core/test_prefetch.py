@@ -61,6 +61,20 @@ def failing_behind(gate: Gate, what: str) -> Callable[[str, int], None]:
     return script
 
 
+def test_what_two_nodes_have_saved_comes_back_for_the_later_one(make_store: StoreFactory) -> None:
+    """As the input of a layer that its gate saves again."""
+    cache, asked = cache_over(make_store()), list[int]()
+    x = torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        first = x.exp()
+        second = first.sin()  # saves the first
+        third = second.cos()  # saves the second
+        loss = third.sum() + first.square().sum()  # saves the first once more
+    cache.prefetch = lambda record: asked.append(record.index) is None  # type: ignore[assignment]
+    loss.backward()
+    assert asked == [1]  # while backward has the first
+
+
 def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(store: NvmeStore, gate: Gate) -> None:
     pieces = [noise(MIB + 1) for _ in range(3)]
     tickets = under_write(store, gate, *pieces)

@@ -271,3 +271,42 @@ def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: Late
                 gate.set()
             thread.join(30)
     store.close()
+
+
+def test_what_the_program_keeps_of_each_step_counts_as_saved_no_longer_than_copies_hold_it(device: LateDevice) -> None:
+    store = HostStore(device, 64 * MIB)
+    cache, outputs, counted = TensorCache([store], "cpu", 1024, accelerator=device), [], []
+    for _ in range(6):
+        gate = threading.Event()
+        store._copies._out_stream.run(lambda gate=gate: gate.wait(30))
+        with cache.saving():
+            outputs.append(device.allocate(MIB, CPU))
+            held = cache.pack(outputs[-1])
+            new_operation()
+        del held  # its graph is gone, and the copy out is under way
+        cache.end_micro_step()
+        counted.append(cache.stats.resident.now)
+        gate.set()
+        device.synchronize()
+    cache.end_micro_step()
+    assert max(counted) <= 2 * MIB and counted[-1] > 0 and cache.stats.resident.now == 0
+    store.close()
+
+
+def test_a_long_batch_keeps_no_later_one_from_being_read_ahead(device: LateDevice) -> None:
+    store = HostStore(device, 64 * MIB)
+    cache, asked = TensorCache([store], "cpu", 1024, wait_for_staging=True, accelerator=device), list[object]()
+    cache.limit(3 * MIB + MIB // 8)
+    prefetch = store.prefetch
+    store.prefetch = lambda ticket: asked.append(ticket) or prefetch(ticket)  # type: ignore[method-assign]
+    counts = []
+    for nbytes in (3 * MIB, MIB // 4):
+        saved = forward(device, cache, 4, nbytes)
+        device.synchronize()
+        cache.settle()
+        asked.clear()
+        backward(device, cache, saved, 0.0)
+        counts.append(len(asked))
+        cache.end_micro_step()
+    assert counts == [0, 3]
+    store.close()

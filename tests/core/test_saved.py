@@ -16,4 +16,4 @@ def test_illegal_moves_raise() -> None:
     record = SavedStorage(StorageKey(0, 1, 0, 1), MicroStep(), torch.UntypedStorage(1), CountedMemory(), AT_ONCE, 0)
     with pytest.raises(StateError, match="from 'kept in device memory' to 'in device memory again'"):
         record.move(RecordState.LOADED)
-    assert MicroStep().add(record, 0) == 0
+    assert MicroStep().add(record) == 0

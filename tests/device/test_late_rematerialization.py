@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ds_tba.core.cache import TensorCache
+from ds_tba.core.hooks import hooks_of_forward
+from ds_tba.core.prefetch import Phase
 from ds_tba.device.accelerator import ANSWERS_BYTES
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -227,6 +229,28 @@ def test_what_is_made_again_counts_from_when_it_is_made(device: Answers) -> None
         cache.rematerialization.sites.step += 1
     assert cache.stats.rematerialized_bytes >= 6 * gates[0].nbytes
     assert peak_bytes <= before_bytes + 2 * gates[0].nbytes, (peak_bytes, before_bytes)
+
+
+def test_a_comparison_after_forward_does_not_begin_backward(device: Answers) -> None:
+    """It loads its operands: as if backward wanted them, all would be read ahead, and a second forward stand alone."""
+    cache = cache_over(device, [HostStore(device, 16 * MIB)])
+    weight, phases = nn.Parameter(torch.randn(64, WIDTH)), []
+    for _ in range(4):
+        with cache.saving():
+            x = weight @ weight.t() @ weight
+        device.synchronize()
+        cache.settle()
+        hooks = cache.after_forward()
+        assert hooks is not None
+        with hooks_of_forward(hooks):
+            y = functional.silu(x * 2.0 @ weight.t())  # saves what the comparison of its output loads
+            loss = (y @ weight).sin().sum()
+        phases.append((cache.forward.micro_step.phase, cache.expects_forward))
+        loss.backward()
+        del loss, x, y
+        cache.end_micro_step()
+        cache.rematerialization.sites.step += 1
+    assert phases == [(Phase.WAITING, True)] * 4 and cache.stats.rematerialized_bytes > 0
 
 
 def test_comparisons_pin_one_block_for_all(device: Answers) -> None:

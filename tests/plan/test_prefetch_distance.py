@@ -169,8 +169,8 @@ class Asked(Store[Ticket]):
 class Record:
     def __init__(self, store: Asked) -> None:
         self.ticket: Ticket | None = Ticket(1, store)
-        self.nbytes = 1
-        self.pending = 1
+        self.nbytes = self.pending = 1
+        self.node = 0
 
 
 def prefetched(record: Any) -> bool:
@@ -180,7 +180,8 @@ def prefetched(record: Any) -> bool:
 def five(store: Asked, prefetch_distance: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
     step, records = MicroStep(), [Record(store) for _ in range(5)]
     for node, record in enumerate(records):
-        step.add(record, node)  # type: ignore[arg-type]
+        record.node = node
+        step.add(record)
     step.prefetch_distance = prefetch_distance
     step.phase = Phase.WAITING
     return step, records
@@ -234,7 +235,8 @@ class Interleaved:
     def forward(self) -> None:
         self.step.begin_forward(self._lead)
         for record in (Record(self.store), Record(self.store)):
-            self.step.add(record, len(self._records))  # type: ignore[arg-type]
+            record.node = len(self._records)
+            self.step.add(record)
             self._records.append(record)
         self.step.phase = Phase.WAITING
 
@@ -257,7 +259,8 @@ def test_what_one_node_has_saved_comes_back_in_the_order_in_which_it_was_saved()
     store, step = Asked(), MicroStep()
     records = [Record(store) for _ in range(5)]
     for record, node in zip(records, (7, 7, 8, 9, 9), strict=True):
-        step.add(record, node)  # type: ignore[arg-type]
+        record.node = node
+        step.add(record)
     step.phase = Phase.WAITING
     step.read_ahead(prefetched)
     assert store.tickets == [records[at].ticket for at in (3, 4, 2, 0, 1)]
