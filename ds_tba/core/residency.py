@@ -194,7 +194,8 @@ class Residency(Keeper, Poisoned):
                 "%s %d cannot be held: %d bytes of saved tensors are in device memory, %d more come, and none of them "
                 "can be moved now: forward or backward is using them, a drive is reading them, they are smaller than "
                 "min_tensor_bytes, excluded by name, or there is no room for them elsewhere (fallbacks in the report). "
-                "Training goes on above the budget. A budget larger by %d or more, smaller micro-batches or a smaller min_tensor_bytes would help",
+                "Training goes on above the budget. A budget larger by %d or more, smaller micro-batches or a smaller "
+                "min_tensor_bytes would help",
                 self._setting,
                 self.limit_bytes,
                 self._gauge.now,
