@@ -64,13 +64,7 @@ from ds_tba.core.saved import (
     ViewGone,
 )
 from ds_tba.core.tensor_store import TensorStore
-from ds_tba.core.tensors import (
-    has_graph,
-    held_bytes,
-    nbytes_of,
-    next_sequence_number,
-    own,
-)
+from ds_tba.core.tensors import has_graph, held_bytes, nbytes_of, next_sequence_number, own
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import follow
 from ds_tba.stats import CacheStats
