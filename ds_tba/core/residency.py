@@ -24,6 +24,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -77,11 +78,11 @@ class Residency(Keeper, Poisoned):
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
         self._ahead: dict[SavedStorage, AnyStore] = {}  # asked of these stores ahead of backward, oldest first
-        # What copies out may hold, and no record any more: since the last look at the copies, and since the one before,
-        # at which these were under way.
+        # The memory that copies out may hold, and no record any more: since the last look at the copies, and since the
+        # one before, at which these were under way.
         self._copied: list[CountedMemory] = []
         self._copied_before: list[CountedMemory] = []
-        self._under_way: list[PendingCopy] = []
+        self._under_way = weakref.WeakSet[PendingCopy]()  # weakly: a comparison holds its operands
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     def note_exception(self, error: BaseException) -> None:
@@ -215,10 +216,14 @@ class Residency(Keeper, Poisoned):
         """
         found = [copy for issuer in self.issuers for copy in issuer.copies_out()]
         self.ends.act()  # of the memory that finished copies have let go of
-        if not any(copy in found for copy in self._under_way):
+        if not any(copy in self._under_way for copy in found):
             for memory in (*self._copied_before, *(() if found else self._copied)):
                 self._end_count(memory)
-            self._copied_before, self._copied, self._under_way = self._copied if found else [], [], found
+            self._copied_before, self._copied, self._under_way = (
+                self._copied if found else [],
+                [],
+                weakref.WeakSet(found),
+            )
         return found
 
     # ---- records that come and go -------------------------------------------------------------------------------

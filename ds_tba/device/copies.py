@@ -39,7 +39,7 @@ def follow(accelerator: Accelerator, stream: Stream) -> None:
 class PendingCopy:
     """A copy out of device memory. Holds that memory until the copy is done: see [Note: Ordering]."""
 
-    __slots__ = ("_source", "event", "nbytes")
+    __slots__ = ("__weakref__", "_source", "event", "nbytes")
 
     def __init__(self, event: Event, source: torch.Tensor) -> None:
         self.event = event
