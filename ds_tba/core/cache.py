@@ -93,15 +93,11 @@ class Forward:
 
 
 class _OfThread(threading.local):
-    """The storages that operations of this thread have saved, and that have not left yet: rule 3 of [Note: Exactness].
-
-    Attributes:
-        number: the sequence number at which the last of them was saved.
-    """
+    """The storages that operations of this thread have saved and that have not left: rule 3 of [Note: Exactness]."""
 
     def __init__(self) -> None:
         self.leaving: deque[SavedStorage] = deque()
-        self.number = -1
+        self.number = -1  # the sequence number at which the last of them was saved
 
 
 class TensorCache(Residency):
@@ -207,6 +203,7 @@ class TensorCache(Residency):
         if self.rematerialization is not None:
             self.rematerialization.begin_forward()
         with self.lock:
+            self.ends.act()
             if not self._live_records:  # else storages of a longer batch, long gone, would keep others from being read
                 self.largest_bytes = 0
             step = self.forward.micro_step
@@ -264,9 +261,12 @@ class TensorCache(Residency):
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
+        if FORKS.count != self._forks:  # another thread may have had a lock when this child was forked
+            return
         with self.lock:
             self.ends.act()
-            self.copies_out()  # or what the program keeps of each step would count as saved for ever
+            if not self._accelerator.is_capturing():
+                self.copies_out()  # or what the program keeps of each step would count as saved for ever
             self.forward.micro_step = MicroStep()
         if self.rematerialization is not None:
             self.rematerialization.wait_for_answers()
@@ -305,11 +305,7 @@ class TensorCache(Residency):
         return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
 
     def _keep(self, tensor: torch.Tensor, why: Eligibility, reason: str, function: int) -> SavedCounted:
-        """Keep a tensor that stays where it is until backward, for a reason in the report's words, without a record.
-
-        Args:
-            function: see :class:`StorageKey`.
-        """
+        """Keep a tensor that stays where it is until backward, for a reason in the report's words, without a record."""
         is_of_function = function > 0
         nbytes = tensor.untyped_storage().nbytes() if why in _WHOLE else held_bytes(tensor, self._device)
         kind, alive = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, self.forward.micro_step.alive
@@ -420,10 +416,10 @@ class TensorCache(Residency):
     def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
         """Have a store take the bytes of a record, or keep them."""
         views = record.holders
-        if choice.stores and stays:
-            record.refusal = "forward failed"
-        elif choice.stores and not record.may_leave:
+        if choice.stores and not record.may_leave:
             record.refusal = Eligibility.NO_GRAPH.value
+        elif choice.stores and stays:
+            record.refusal = "forward failed"
         elif choice.stores and views and views[0].held is not None:
             self.offload(record, views[0].held, choice)
         elif choice.stores:

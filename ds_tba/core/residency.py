@@ -217,13 +217,13 @@ class Residency(Keeper, Poisoned):
         found = [copy for issuer in self.issuers for copy in issuer.copies_out()]
         self.ends.act()  # of the memory that finished copies have let go of
         if not any(copy in self._under_way for copy in found):
-            for memory in (*self._copied_before, *(() if found else self._copied)):
-                self._end_count(memory)
-            self._copied_before, self._copied, self._under_way = (
-                self._copied if found else [],
-                [],
-                weakref.WeakSet(found),
-            )
+            ended, self._copied_before = self._copied_before, self._copied
+            self._copied, self._under_way = [], weakref.WeakSet(found)
+            if not found:
+                ended, self._copied_before = ended + self._copied_before, []
+            for memory in ended:
+                if memory not in self._copied_before:  # else a later step has saved it again, and copies that
+                    self._end_count(memory)
         return found
 
     # ---- records that come and go -------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Residency(Keeper, Poisoned):
         return self._load_once(view)
 
     def _read_ahead(self, view: SavedView) -> None:
-        """Ask for what backward wants after a view. A recipe wants its operands before their turn, also in forward."""
+        """Ask for what backward wants after a view; not after a recipe's: a comparison in forward wants it, too."""
         record = view.record
         if not view.is_lent:
             record.micro_step.read_ahead(self.prefetch, after=record.index)

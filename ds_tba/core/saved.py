@@ -38,6 +38,7 @@ from ds_tba.core.tensors import (
     kept,
     lineage_of,
     modified,
+    next_sequence_number,
     stamp_of,
     unmodified,
     with_counter_of,
@@ -158,7 +159,7 @@ class SavedStorage(StateMachine):
     Attributes:
         source: the storage that was saved, not held: while it lives, it is what backward gets.
         stream: that saved it.
-        node: the sequence number of the node that saved it last, which backward runs first.
+        node: the sequence number of the node that saved it last, or what is made of it: backward runs that first.
         has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
         choice: where it goes as soon as the operation that saves it is over.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
@@ -488,6 +489,7 @@ class SavedView:
         """Return one more view of the same bytes, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
         self.record.count_lent()
+        self.record.node = next_sequence_number()  # backward wants it for what is made of it
         state = self._cache.ends.watch(other, ViewGone)
         other.state = state.of(self.record, is_away=self.state.is_away, is_lent=True)
         if other.held is not None:

@@ -139,5 +139,5 @@ def order_of(prediction: Prediction, limits: Limits, kept_step_s: float) -> Orde
 
 
 def is_outside(found: Order) -> bool:
-    """Return whether a rank is that of a plan outside of the limits."""
+    """Return whether an order is that of a plan outside of the limits."""
     return found[0] or found[1]

@@ -221,7 +221,7 @@ class _Pass:
             if is_ragged(tensor):
                 raise RecomputationError(
                     f"PyTorch cannot checkpoint the block {placed.path!r}, because it saves a nested tensor of strided "
-                    f"layout. {_LEAVE_OUT}, or make nested tensors with layout=torch.jagged."
+                    f"layout, as attention on jagged ones does on a CPU. {_LEAVE_OUT}."
                 )
             if is_again:
                 placed.blocks.cache.count_again(tensor)
@@ -263,12 +263,16 @@ def _digests(path: str, output: object) -> list[_Digest]:
 
 def _parts(path: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors with the bytes of one that a block returns: its components, if it is sparse or a subclass."""
-    if has_plain_storage(tensor):
-        yield tensor
-        return
-    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    parts = [getattr(tensor, name) for name in names] or components_of(tensor)
+    if hasattr(tensor, "trigger_wait"):  # of a collective: its bytes may not have come yet
+        tensor = tensor.trigger_wait()
+    named = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    parts = [part for name in named if isinstance(part := getattr(tensor, name), torch.Tensor)] or components_of(tensor)
     if not parts:
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter, say: its bytes are those of a plain tensor
+            plain = tensor.detach().as_subclass(torch.Tensor)
+        if has_plain_storage(plain) and not plain.is_quantized:
+            yield plain
+            return
         raise RecomputationError(
             f"the block {path!r} returns a tensor of type {type(tensor).__name__} and layout {tensor.layout}, whose "
             f"bytes cannot be compared when it runs again. {_LEAVE_OUT}."

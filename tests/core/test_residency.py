@@ -293,6 +293,29 @@ def test_what_the_program_keeps_of_each_step_counts_as_saved_no_longer_than_copi
     store.close()
 
 
+def test_what_a_later_step_saves_again_counts_for_as_long_as_its_copy_runs(device: LateDevice) -> None:
+    """An encoder's output, say, that decoders of two micro-steps save."""
+    store = HostStore(device, 64 * MIB)
+    cache, data, gates = TensorCache([store], "cpu", 1024, accelerator=device), device.allocate(MIB, CPU), []
+    for _ in range(2):
+        gates.append(threading.Event())
+        store._copies._out_stream.run(gates[-1].wait)
+        with cache.saving():
+            held = cache.pack(data)
+            new_operation()
+        del held
+        gates[0].set()  # the first copy ends, and nobody looks
+        if len(gates) == 1:
+            device.synchronize()
+    cache.end_micro_step()
+    assert cache.stats.resident.now == MIB
+    gates[1].set()
+    device.synchronize()
+    cache.end_micro_step()
+    assert cache.stats.resident.now == 0
+    store.close()
+
+
 def test_a_long_batch_keeps_no_later_one_from_being_read_ahead(device: LateDevice) -> None:
     store = HostStore(device, 64 * MIB)
     cache, asked = TensorCache([store], "cpu", 1024, wait_for_staging=True, accelerator=device), list[object]()

@@ -632,9 +632,22 @@ class Ragged(Linear):
 
 def test_a_block_that_saves_strided_nested_tensors_is_refused_with_the_repair() -> None:
     with pytest.raises(
-        RecomputationError, match=r"'layers.0'.* nested tensor of strided layout. Leave it out by naming"
+        RecomputationError, match=r"'layers.0'.* nested tensor of strided layout.* Leave it out by naming"
     ):
         Bench(Ragged).check(0)
+
+
+class ReturnsBias(Linear):
+    """As Megatron's layers, which leave adding it to a later kernel."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
+        return torch.tanh(torch.nn.functional.linear(x, self.linear.weight)), self.linear.bias
+
+
+def test_a_block_may_return_a_parameter_beside_its_output() -> None:
+    bench = Bench(ReturnsBias, net=around_each(lambda layer, x: sum(layer(x))))
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
 
 
 class Counts(Linear):
@@ -663,11 +676,12 @@ def strided(x: Tensor) -> Tensor:
         (jagged, lambda y: y.to_padded_tensor(0.0), "differs when its forward runs again"),
         (Tensor.to_sparse, Tensor.to_dense, "differs when its forward runs again"),
         (strided, lambda y: torch.nested.to_padded_tensor(y, 0.0), "bytes cannot be compared"),
+        (lambda y: torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8), Tensor.dequantize, "cannot be compared"),
     ],
-    ids=["jagged", "sparse", "strided nested"],
+    ids=["jagged", "sparse", "strided nested", "quantized"],
 )
 def test_an_output_of_any_layout_is_compared_or_refused(returns: Any, dense: Any, words: str) -> None:
-    net = around_each(lambda layer, x: dense(layer(x)))
+    net = around_each(lambda layer, x: dense(layer(x)) + x)
     with pytest.raises(RecomputationError, match=words):
         Bench(lambda: Counts(returns), net=net).check(0)
 
