@@ -12,7 +12,8 @@ between runs.
 [Note: Reading ahead] It begins with the first unpack, of whatever kind, after forward: each forward has an unpack
 hook of its own, so that it is known which micro-step the tensor belongs to. Of all nodes that are ready autograd runs
 the one that was made last (``torch/csrc/autograd/engine.cpp``, ``CompareNodeTaskTime``), which unpacks in the order in
-which it packed. Of interleaved forwards the earliest comes first. Without a plan reading goes as far as the stores'
+which it packed. So a record has the place of the last node that saved it, or something that is made of it. Of
+interleaved forwards the earliest comes first. Without a plan reading goes as far as the stores'
 bounds allow. With a plan it goes no further than ``prefetch_distance`` says, so that reloaded bytes do not lie in
 device memory long before their use.
 """
@@ -29,7 +30,7 @@ class Placed(Protocol):
     """A record of a micro-step.
 
     Attributes:
-        node: the sequence number of the last node that saved it, which backward runs first.
+        node: the sequence number of the node for which backward wants it first.
     """
 
     node: int

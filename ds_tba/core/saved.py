@@ -159,7 +159,7 @@ class SavedStorage(StateMachine):
     Attributes:
         source: the storage that was saved, not held: while it lives, it is what backward gets.
         stream: that saved it.
-        node: the sequence number of the node that saved it last, or what is made of it: backward runs that first.
+        node: the sequence number of the node that saved it last, or something that is made of it.
         has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
         choice: where it goes as soon as the operation that saves it is over.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
