@@ -13,9 +13,9 @@ between runs.
 hook of its own, so that it is known which micro-step the tensor belongs to. Of all nodes that are ready autograd runs
 the one that was made last (``torch/csrc/autograd/engine.cpp``, ``CompareNodeTaskTime``), which unpacks in the order in
 which it packed. So a record has the place of the last node that saved it, or something that is made of it. Of
-interleaved forwards the earliest comes first. Without a plan reading goes as far as the stores'
-bounds allow. With a plan it goes no further than ``prefetch_distance`` says, so that reloaded bytes do not lie in
-device memory long before their use.
+interleaved forwards the earliest comes first. Without a plan reading goes as far as the stores' bounds allow. With a
+plan it goes no further than ``prefetch_distance`` says, so that reloaded bytes do not lie in device memory long before
+their use.
 """
 
 from __future__ import annotations
