@@ -82,7 +82,7 @@ class Residency(Keeper, Poisoned):
         # one before, at which these were under way.
         self._copied: list[CountedMemory] = []
         self._copied_before: list[CountedMemory] = []
-        self._under_way = weakref.WeakSet[PendingCopy]()  # weakly: a comparison holds its operands
+        self._under_way: list[weakref.ref[PendingCopy]] = []  # weakly: a comparison holds its operands
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     def note_exception(self, error: BaseException) -> None:
@@ -216,9 +216,9 @@ class Residency(Keeper, Poisoned):
         """
         found = [copy for issuer in self.issuers for copy in issuer.copies_out()]
         self.ends.act()  # of the memory that finished copies have let go of
-        if not any(copy in self._under_way for copy in found):
+        if not any(copy() in found for copy in self._under_way):
             ended, self._copied_before = self._copied_before, self._copied
-            self._copied, self._under_way = [], weakref.WeakSet(found)
+            self._copied, self._under_way = [], [weakref.ref(copy) for copy in found]
             if not found:
                 ended, self._copied_before = ended + self._copied_before, []
             for memory in ended:
