@@ -30,11 +30,10 @@ from ds_tba.report import ReportFile
 from ds_tba.stats import CacheStats, PathMeter, StoreStats
 from ds_tba.storage.base import Store
 
-# Nodes that only look at a tensor in another shape.
+# Nodes that only look at a tensor in another shape, and those that ZeRO-3 puts around each module.
 _VIEWS = frozenset(
     ("Alias", "Detach", "Expand", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose")
-    + ("Unsqueeze", "UnsafeView", "View")
-    + ("PreBackwardFunctionForModule", "PostBackwardFunctionModule")  # which ZeRO-3 puts around each module
+    + ("Unsqueeze", "UnsafeView", "View", "PreBackwardFunctionForModule", "PostBackwardFunctionModule")
 )
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
 # Since PyTorch 2.14 it is no Python code, and leaves no frame: then the op that made the tensor is named.
