@@ -156,7 +156,7 @@ MUTANTS = [
     Mutant("a parameter is an operand itself", REMAT,
            "            recipe = recipe.copied(cache)  #", "            pass  #", "tests/remat/test_sites.py"),
     Mutant("a recipe does not hold its operands", REMAT,
-           "            return recipe.bound()\n", "            return recipe\n", "tests/remat/test_store.py"),
+           "            return recipe.bound()\n", "            return recipe\n", "tests/remat/test_sites.py"),
     Mutant("a second consumer does not wait for what was made again", REMAT,
            "Arrival(device, data, moment(device), device.current_stream())", "Arrival.done(data)",
            "tests/remat/test_sites.py"),
