@@ -62,7 +62,7 @@ def failing_behind(gate: Gate, what: str) -> Callable[[str, int], None]:
 
 
 def test_what_two_nodes_have_saved_comes_back_for_the_later_one(make_store: StoreFactory) -> None:
-    """As the input of a layer that its gate saves again."""
+    """A gated layer does this: its gate saves the layer's input again."""
     cache, asked = cache_over(make_store()), list[int]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():

@@ -13,6 +13,7 @@ from conftest import Closing, StoreFactory
 from support import hazards
 from support.each_hazard import Scenario, scenarios
 from support.late_device import POISON, LateDevice
+from support.peaks import BackwardPeak
 from support.stepping import assert_same_steps
 from torch import Tensor, nn
 from torch.nn import functional
@@ -202,33 +203,21 @@ def test_no_thread_takes_the_cache_s_lock_after_a_store_s(
 
 def test_what_is_made_again_counts_from_when_it_is_made(device: Answers) -> None:
     cache = cache_over(device, [])
-    peak_bytes = 0
-
-    def looking(hooks: Any) -> Any:
-        pack, unpack = hooks
-
-        def look(held: Any) -> Tensor:
-            nonlocal peak_bytes
-            tensor: Tensor = unpack(held)
-            peak_bytes = max(peak_bytes, cache.stats.resident.now)
-            return tensor
-
-        return pack, look
-
+    peak = BackwardPeak(cache)
     gates = [nn.Parameter(torch.rand(64, WIDTH)) for _ in range(8)]
     for _ in range(STEPS):
         x = gates[0] * 1.0
-        with cache.saving(around=looking):
+        with cache.saving(around=peak.around):
             for gate in gates:
                 x = functional.silu(x * gate)
             loss = x.sum()
         cache.rematerialization.wait_for_answers()
-        before_bytes, peak_bytes = cache.stats.resident.now, 0
+        before_bytes, peak.nbytes = cache.stats.resident.now, 0
         loss.backward()
         cache.end_micro_step()
         cache.rematerialization.sites.step += 1
     assert cache.stats.rematerialized_bytes >= 6 * gates[0].nbytes
-    assert peak_bytes <= before_bytes + 2 * gates[0].nbytes, (peak_bytes, before_bytes)
+    assert peak.nbytes <= before_bytes + 2 * gates[0].nbytes, (peak.nbytes, before_bytes)
 
 
 def test_a_comparison_after_forward_does_not_begin_backward(device: Answers) -> None:

@@ -638,7 +638,7 @@ def test_a_block_that_saves_strided_nested_tensors_is_refused_with_the_repair() 
 
 
 class ReturnsBias(Linear):
-    """As Megatron's layers, which leave adding it to a later kernel."""
+    """Leaves adding its bias to a later kernel, as Megatron's layers do."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
         return torch.tanh(torch.nn.functional.linear(x, self.linear.weight)), self.linear.bias

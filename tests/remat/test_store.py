@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.doubles import wait_for_writes
+from support.peaks import BackwardPeak
 from torch import Tensor
 from torch.nn import Parameter, functional
 
@@ -56,31 +57,19 @@ def unet(inputs: list[Parameter]) -> Tensor:
 
 def peak_in_backward(cache: TensorCache, forward: Callable[[list[Parameter]], Tensor], inputs: list[Parameter]) -> int:
     """Bytes of saved tensors in memory at most, as each is unpacked in the last of some backwards."""
-    peak = 0
-
-    def looking(hooks: Any) -> Any:
-        pack, unpack = hooks
-
-        def look(held: Any) -> Tensor:
-            nonlocal peak
-            tensor: Tensor = unpack(held)
-            peak = max(peak, cache.stats.resident.now)
-            return tensor
-
-        return pack, look
-
+    peak = BackwardPeak(cache)
     for _ in range(STEPS):
-        with cache.saving(around=looking):
+        with cache.saving(around=peak.around):
             loss = forward(inputs)
         for store in cache.stores:
             wait_for_writes(store)
         cache.settle()
-        peak = 0
+        peak.nbytes = 0
         loss.backward()
         del loss
         gc.collect()
         cache.settle()
-    return peak
+    return peak.nbytes
 
 
 def test_backward_holds_no_more_than_without(make_store: StoreFactory) -> None:
