@@ -11,10 +11,10 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from ds_tba.config import OffloadConfig, ReportConfig
 from ds_tba.core.cache import TensorCache
@@ -29,7 +29,6 @@ logger = logging.getLogger("ds_tba")
 
 # The fraction by which offloading is to lower the peak.
 MIN_GAIN = 0.02
-RATED_STEPS = 5  # under plans: fewer tell no rate
 # Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
 _PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
 _NO_FORWARD = (
@@ -64,9 +63,8 @@ class Places(Summarized, Protocol):
 
     @property
     def offloaded_bytes(self) -> int: ...
-    def written_bytes(self) -> list[int]: ...
     def bandwidth(self) -> list[dict[str, Any]]: ...
-    def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]: ...
+    def wear(self, elapsed_s: float) -> list[PathWear]: ...
     def describe(self) -> list[str]: ...
 
 
@@ -99,14 +97,6 @@ class Core:
         return self.files.report.writer
 
 
-class _Planned(NamedTuple):
-    """The state of the run as its first plan came: from then on wear has a rate to project."""
-
-    steps: int
-    at_s: float
-    written_bytes: list[int]
-
-
 class Reporter:
     """Makes the report of an offloader."""
 
@@ -119,8 +109,7 @@ class Reporter:
         self._step_peak_bytes = 0
         self._packed_tensors = 0  # by the end of the last step
         self._has_said_nothing = False  # that nothing was offloaded
-        self._planned: _Planned | None = None
-        self._bandwidth_at_start: list[dict[str, object]] = []
+        self._bandwidth_at_start: list[dict[str, object]] = []  # as the first plan was made
         self._told: OffloadReport | None = None  # to the monitors
 
     def add(self, room: Summarized) -> None:
@@ -137,9 +126,7 @@ class Reporter:
         self._step_peak_bytes = stats.resident.lap()
         if steps == 1 and moves_in_vain(stats, core.tiers.offloaded_bytes, self._compilations_before):
             self._advise_to_compile_layers()
-        # The steps before move everything: days that are projected from them would be far too few.
-        if plans and self._planned is None:
-            self._planned = _Planned(steps, time.monotonic(), core.tiers.written_bytes())
+        if plans and not self._bandwidth_at_start:
             self._bandwidth_at_start = core.tiers.bandwidth()
         why = _NO_FORWARD if stats.packed_tensors == self._packed_tensors else ""
         why = self._why_nothing() if steps == 1 else why
@@ -170,6 +157,7 @@ class Reporter:
         budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
         kept = Counter(cache.kept_bytes)
         state = "running" if self._ended_at == math.inf else "finished"
+        elapsed_s = min(self._ended_at, time.monotonic()) - self._started_at
         fields: dict[str, Any] = {
             "state": f"{state}: {NOTHING_OFFLOADED}" if writer.steps and self._why_nothing() else state,
             "rank": writer.rank,
@@ -189,7 +177,7 @@ class Reporter:
             "step_peak_saved_bytes": self._step_peak_bytes,
             "budget_excess_bytes": 0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
             "bandwidth_at_start": self._bandwidth_at_start,
-            "wear": self._wear(),
+            "wear": [asdict(one) for one in self._core.tiers.wear(elapsed_s)],
             "device_memory": {} if self._memory is None else self._memory.levels()._asdict(),
         }
         for room in self._rooms:
@@ -210,12 +198,6 @@ class Reporter:
             ("peak_saved_bytes_without", report.peak_saved_bytes_without),
             *changes,
         ]
-
-    def _wear(self) -> list[dict[str, object]]:
-        since_s, before, planned = self._started_at, list[int](), self._planned
-        if planned is not None and self._core.writer.steps >= planned.steps + RATED_STEPS:
-            since_s, before = planned.at_s, planned.written_bytes
-        return [asdict(one) for one in self._core.tiers.wear(min(self._ended_at, time.monotonic()) - since_s, before)]
 
     def _why_nothing(self) -> str:
         """Return why nothing was offloaded, rematerialized or recomputed, with the repair; empty where it is right."""

@@ -1,10 +1,10 @@
 """How long does a drive last at this rate? The rating that the config has, over what all ranks write.
 
 [Note: Projected life] One definition, of ``ssd.min_life_days``, of plans and of the report: the days in which all ranks
-write the drive's rating. Where plans are made, the report's rate is that of the steps under them: those before move
-everything, and are few. A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so
-the projection assumes that our large sequential writes amplify no worse than that workload. What the drive was written
-before, and what other processes write, is not known here.
+write the drive's rating. The report's rate is that of the whole run, whose first steps move everything before there is
+a plan. A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so the projection
+assumes that our large sequential writes amplify no worse than that workload. What the drive was written before, and
+what other processes write, is not known here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-from ds_tba.errors import ConfigError
 
 TERABYTE = 10**12  # as drives are rated
 DAY_S = 86400.0
@@ -51,8 +49,7 @@ class PathWear:
 
     Attributes:
         written_bytes: written there by this rank.
-        written_bytes_per_day: of this rank, pauses included: at the rate since there are plans, else since the engine
-            was built.
+        written_bytes_per_day: of this rank since the engine was built, pauses included.
         rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for, as configured.
         life_days: the rating over the rate of all ranks; None without a rating or before the first write.
             See [Note: Projected life].
@@ -82,33 +79,18 @@ def life_days(tbw: float | None, written_bytes_per_day: float) -> float | None:
     return tbw * TERABYTE / written_bytes_per_day if tbw is not None and written_bytes_per_day else None
 
 
-def path_wear(
-    path: Path, written_bytes: int, elapsed_s: float, tbw: float | None, sharers: int = 1, before_bytes: int = 0
-) -> PathWear:
-    """Return the wear of a directory to which each of ``sharers`` ranks wrote ``written_bytes``.
-
-    Args:
-        elapsed_s: time in which the last of them were written, but for the first ``before_bytes``.
-    """
-    per_day = (written_bytes - before_bytes) / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
+def path_wear(path: Path, written_bytes: int, elapsed_s: float, tbw: float | None, sharers: int = 1) -> PathWear:
+    """Return the wear of a directory to which each of ``sharers`` ranks wrote ``written_bytes`` in ``elapsed_s``."""
+    per_day = written_bytes / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
     return PathWear(
         path=str(path), written_bytes=written_bytes, written_bytes_per_day=per_day, rated_endurance_tbw=tbw,
         life_days=life_days(tbw, sharers * per_day), sharers=sharers,
     )  # fmt: skip
 
 
-def write_limit_bytes_per_step(tbw: float | None, min_life_days: float | None, step_s: float) -> float:
+def write_limit_bytes_per_step(tbw: float, min_life_days: float | None, step_s: float) -> float:
     """Return the bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
 
     ``tbw`` is of all drives together, divided by the ranks that share them. See [Note: Projected life].
-
-    Raises:
-        ConfigError: a life is asked for and the rating is not known.
     """
-    if min_life_days is None:
-        return math.inf
-    if tbw is None:
-        raise ConfigError(
-            f'"ssd.min_life_days" is {min_life_days}: it needs "ssd.rated_endurance_tbw" of a data sheet.'
-        )
-    return tbw * TERABYTE / (min_life_days * DAY_S) * step_s
+    return math.inf if min_life_days is None else tbw * TERABYTE / (min_life_days * DAY_S) * step_s

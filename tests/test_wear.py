@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.offloaders import make, step
 
 from ds_tba import reporting
 from ds_tba import wear as drive_module
-from ds_tba.plan.agreement import Alone
 from ds_tba.report import OffloadReport
 from ds_tba.wear import drive_of, path_wear, rated, share_a_drive, write_limit_bytes_per_step
 
@@ -19,7 +17,7 @@ from ds_tba.wear import drive_of, path_wear, rated, share_a_drive, write_limit_b
 def test_life_is_rated_endurance_over_the_measured_rate(tmp_path: Path) -> None:
     wear = path_wear(tmp_path, 10**12, 43200.0, 600)
     assert wear.written_bytes_per_day == pytest.approx(2e12) and wear.life_days == pytest.approx(300) == wear.days()
-    shared = path_wear(tmp_path, 3 * 10**12, 86400.0, 600, sharers=4, before_bytes=10**12)
+    shared = path_wear(tmp_path, 2 * 10**12, 86400.0, 600, sharers=4)
     assert shared.life_days == pytest.approx(75) == shared.days() and shared.all_bytes_per_day == pytest.approx(8e12)
     assert write_limit_bytes_per_step(600.0 / 4, shared.life_days, 86400.0) == pytest.approx(2e12)
 
@@ -98,29 +96,16 @@ def test_a_report_of_before_still_shows(tmp_path: Path) -> None:
     assert any(name.startswith("wear of") for name, _ in OffloadReport(**old).rows())
 
 
-def test_the_rate_is_that_of_plans_and_the_text_counts_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The steps before the first plan move everything, and tell nothing of the days to come."""
-    offloader = make(tmp_path, placement="adaptive", rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
-    offloader.watch(torch.nn.Linear(1, 1), Alone())
+def test_the_text_counts_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = make(tmp_path, rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
     offloader._tiers._ranks_on_node = 2
-    while not offloader.report().plans:
-        step(offloader)
-    now_s, (path,) = reporting.time.monotonic(), offloader._tiers.paths
-    reporter = offloader._reporter
-    steps, _, before = planned = reporter._planned
-    assert before == [path.written_bytes] and steps == offloader.report().steps
-    reporter._planned = planned._replace(at_s=now_s - 1000.0, written_bytes=[path.written_bytes - 10**9])
+    step(offloader, written_first=True)
+    now_s, written_bytes = reporting.time.monotonic(), offloader.report().written_bytes
     monkeypatch.setattr(reporting.time, "monotonic", lambda: now_s)
-    reporter._started_at = now_s - 1.0
-    found = offloader.report().wear[0]["written_bytes_per_day"]
-    assert found == pytest.approx(86400 * path.written_bytes)  # too few steps to tell
-    assert found > 2 * 86400 * 10**6
-    monkeypatch.setattr(reporting, "RATED_STEPS", 0)
+    offloader._reporter._started_at = now_s - 86400 * written_bytes / 10**11
     report = offloader.report()
-    assert report.wear[0]["written_bytes_per_day"] == pytest.approx(86400 * 10**6)
-    assert report.wear[0]["life_days"] == pytest.approx(1e12 / (2 * 86400 * 10**6))
-    assert "0.17 TB a day" in report.summary() and "0.17 TB a day of 2 ranks at this rate, 6 days" in str(report.rows())
+    assert report.wear[0]["written_bytes_per_day"] == pytest.approx(1e11)
+    assert report.wear[0]["life_days"] == pytest.approx(5)
+    assert "0.20 TB a day" in report.summary() and "0.20 TB a day of 2 ranks at this rate, 5 days" in str(report.rows())
     monkeypatch.undo()
     offloader.close()

@@ -100,10 +100,6 @@ class Tiers:
         """Return the bytes of storages that the stores have taken so far."""
         return sum(store.stats.offloaded_bytes for store in (self.nvme, self.host) if store is not None)
 
-    def written_bytes(self) -> list[int]:
-        """Return the bytes that each path was written."""
-        return [path.written_bytes for path in self.paths]
-
     def bandwidth(self) -> list[dict[str, Any]]:
         """Return the rates of each path."""
         return [path.bandwidth() for path in self.paths]
@@ -157,18 +153,10 @@ class Tiers:
         codec = None if self.nvme is None else self.nvme.io.codec
         return None if codec is None else codec.name
 
-    def wear(self, elapsed_s: float, before: Sequence[int] = ()) -> list[PathWear]:
-        """Return the wear of each path.
-
-        Args:
-            elapsed_s: time that counts for its rate.
-            before: bytes that each path had been written when that time began; empty for none.
-        """
+    def wear(self, elapsed_s: float) -> list[PathWear]:
+        """Return the wear of each path at the rate of the ``elapsed_s`` since the start."""
         tbw, ranks = self._config.ssd.rated_endurance_tbw, self._ranks_on_node
-        return [
-            path_wear(path.file.directory, path.written_bytes, elapsed_s, tbw, ranks, before_bytes)
-            for path, before_bytes in zip(self.paths, before or [0] * len(self.paths), strict=True)
-        ]
+        return [path_wear(one.file.directory, one.written_bytes, elapsed_s, tbw, ranks) for one in self.paths]
 
     def left_tbw(self) -> float:
         """Return the terabytes that all drives together are rated for, as one rank's share."""
