@@ -249,29 +249,21 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
     if path is None:
         return None
     target = rank_path(path, rank)
-    try:
-        target.lstat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # too long, below a file, in a loop of symlinks, in a directory that may not be searched
-        raise ConfigError(
-            f"{key} {target} cannot be a file ({error.strerror}): name one in a directory that you may write to."
-        ) from error
-    directory = Path(os.path.realpath(target.parent))  # Path's raises for loops
+    directory = Path(os.path.realpath(target.parent))  # Path's own methods raise for loops, and for long names
     # The system's are also symlinks such as /dev/stdout: os.replace() would put a file in their place.
     is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
-    is_free = target.is_file() or target.is_symlink() or not target.exists()
-    if is_of_system or target.is_dir() or not is_free:
+    is_free = os.path.isfile(target) or os.path.islink(target) or not os.path.exists(target)
+    if is_of_system or os.path.isdir(target) or not is_free:
         raise ConfigError(
             f"{key} {target} is a directory, a device, a pipe or a file of the system's: name a regular file."
         )
-    if not os.access(target.parent, os.W_OK):
+    if not (os.path.isdir(directory) and os.access(directory, os.W_OK)):
         raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
     return target
 
 
-def write_file(path: Path, text: str) -> tuple[int, int]:
-    """Put a file at ``path`` at once: a reader never sees half of it. Return its inode and time.
+def write_file(path: Path, text: str) -> None:
+    """Put a file at ``path`` at once: a reader never sees half of it.
 
     A symlink at ``path`` is replaced, not followed, and the name in between cannot be foreseen: in a directory that
     others may write to, either could lead to a file that only this user may change.
@@ -281,12 +273,10 @@ def write_file(path: Path, text: str) -> tuple[int, int]:
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        written = unfinished.stat()
         os.replace(unfinished, path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    return written.st_ino, written.st_mtime_ns
 
 
 @dataclass(eq=False)
@@ -300,6 +290,10 @@ class Writer:
 
     rank: int
     steps: int = 0
+
+
+# By path the engine that has written there last, of those of this process that were made since.
+_LAST_WRITERS: dict[Path, Writer] = {}
 
 
 class ReportFile:
@@ -321,8 +315,9 @@ class ReportFile:
         self._key = key
         self.writer = writer
         self.path = checked_path(key, path, writer.rank)
-        self._written_at, self._made_at_s = -math.inf, time.time()
-        self._own: tuple[int, int] | None = None  # inode and time of the file as it was written last
+        self._written_at = -math.inf
+        if self.path is not None:
+            _LAST_WRITERS.pop(self.path, None)
 
     def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
@@ -333,24 +328,14 @@ class ReportFile:
         self.write_text(json.dumps(found, indent=2) + "\n")
 
     def write_text(self, text: str) -> None:
-        if self.path is None:
+        # An engine without a step, such as a reference, leaves the path to one that trains beside it.
+        if self.path is None or _LAST_WRITERS.get(self.path, self.writer).steps > self.writer.steps == 0:
             return
         try:
-            # An engine without a step, such as a reference, leaves the path to one that trains beside it.
-            if not self.writer.steps and self._is_of_another(self.path):
-                return
-            self._own = write_file(self.path, text)
+            write_file(self.path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
-        self._written_at = time.monotonic()
-
-    def _is_of_another(self, path: Path) -> bool:
-        """Return whether another engine has written the file since this one was made."""
-        try:
-            present = path.stat()
-        except FileNotFoundError:
-            return False
-        return present.st_mtime >= self._made_at_s and (present.st_ino, present.st_mtime_ns) != self._own
+        self._written_at, _LAST_WRITERS[self.path] = time.monotonic(), self.writer
 
 
 def _wear(path: PathWear) -> str:
