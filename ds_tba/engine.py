@@ -34,7 +34,6 @@ from ds_tba.config import (
     is_off,
     parse_block,
     refuse_misnamed,
-    zero_block,
     zero_paths,
 )
 from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
@@ -49,7 +48,7 @@ from ds_tba.update import refuse_half_updated
 from ds_tba.update.config import UpdateConfig, parse_update_block
 
 if TYPE_CHECKING:
-    from ds_tba.explain.account import ModelMemory, Way
+    from ds_tba.explain.account import ModelMemory
     from ds_tba.plan.agreement import Agreement
     from ds_tba.update.interleaved import InterleavedUpdate
 
@@ -80,14 +79,6 @@ class Engine(Protocol):
     activation_offloader: ActivationOffloader
     interleaved_optimizer_update: InterleavedUpdate
     _config: Config
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the sequences of a micro-batch."""
-        ...
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-batches of a step."""
-        ...
 
 
 def hook(engine_class: type) -> None:
@@ -278,7 +269,8 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
         config = offloader.config
         everyone = agreement() if config.is_planned or config.patterns else None
         of_stage = (_agreement_of_stage(engine) or everyone) if config.is_planned else None
-        offloader.watch(engine.module, of_stage, everyone=everyone, meter=_EngineMemory(engine))
+        meter = functools.partial(_memory, weakref.ref(engine))
+        offloader.watch(engine.module, of_stage, everyone=everyone, meter=meter)
         engine.activation_offloader = offloader
         for module in engine.module.modules():
             # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
@@ -294,21 +286,13 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
         logger.info("%s", offloader.start_line())
 
 
-class _EngineMemory:
-    """Counts what an engine holds on its device beside activations, for as long as the engine lives."""
+def _memory(alive: weakref.ref[Engine]) -> ModelMemory:
+    """Count what an engine holds on its device beside activations, for as long as it lives."""
+    from ds_tba.explain.account import ModelMemory
+    from ds_tba.explain.out_of_memory import memory_of
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
-
-    def memory(self) -> tuple[ModelMemory, Way]:
-        from ds_tba.explain.account import ModelMemory, Way
-        from ds_tba.explain.out_of_memory import memory_of
-
-        engine = self._engine()
-        if engine is None:
-            return ModelMemory(), Way()
-        way = Way(zero_block(engine._config._param_dict), int(engine.train_micro_batch_size_per_gpu()))
-        return memory_of(engine.module, engine.optimizer, torch.device(engine.device)), way
+    engine = alive()
+    return ModelMemory() if engine is None else memory_of(engine.module, engine.optimizer, torch.device(engine.device))
 
 
 def _join_update(engine: Engine, config: UpdateConfig) -> None:

@@ -42,12 +42,6 @@ class Holder:
     largest: str = ""
     largest_bytes: int = 0
 
-    def __str__(self) -> str:
-        made_by = f", made by {self.op}" if self.op else ""
-        of = f" of up to {self.largest}" if self.largest else ""
-        tensors = f"{self.tensors} tensor{'s' if self.tensors > 1 else ''}"
-        return f"{self.module or 'the model'}{made_by}: {tensors}{of}, {readable(self.saved_bytes)}"
-
     def add(self, nbytes: int, where: str, shape: str = "") -> None:
         """Count a storage that is ``"resident"``, ``"moved"`` or made ``"again"``."""
         if nbytes > self.largest_bytes:

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
 SAVED, TEMPORARY = "saved tensors", "logits and other temporary tensors"
@@ -31,40 +29,16 @@ class ModelMemory:
         return sum(self.always.values()) + sum(self.passing.values())
 
 
-class Way(NamedTuple):
-    """The part of a training's config that says what is done about memory already.
-
-    Attributes:
-        zero: the config's ``"zero_optimization"``.
-        batch: sequences of a micro-batch; 0 where that is not known.
-        aids: of ``--fused-loss``, ``--liger`` and ``--tiled-mlp`` those that are known to be in use.
-    """
-
-    zero: Mapping[str, Any] = {}
-    batch: int = 0
-    aids: Collection[str] = ()
-
-
-def remedy(holder: str, way: Way) -> str:
-    """Return what makes a holder smaller, of what is not done yet."""
-    shorter = [*(["a smaller batch"] if way.batch > 1 else []), "a shorter sequence"]
-    less = {"--fused-loss": "a fused loss for logits", "--tiled-mlp": "an MLP in tiles"}
-    done = {*way.aids, *(["--fused-loss"] if "--liger" in way.aids else [])}
-    states = {"stage": max(2, int(way.zero.get("stage") or 0)), "offload_optimizer": {"device": "cpu"}}
-    on_host = as_keys({"zero_optimization": states})
-    found = {
-        PARAMETERS: [as_keys({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}), "more ranks"],
-        GRADIENTS: [on_host, "LoRA"],
-        STATES: [on_host, "more ranks", "LoRA"],
-        "gathered parameters": ["a lower stage3_max_live_parameters, which a module's own parameters may exceed"],
-        "ZeRO's buckets": ["a lower reduce_bucket_size"],
-        SAVED: ["gradient checkpointing", *shorter],
-        TEMPORARY: [*(text for aid, text in less.items() if aid not in done), *shorter],
-        "CUDA context": ["a larger GPU"],
-    }[holder]
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
-
-
-def as_keys(keys: Mapping[str, object]) -> str:
-    """Return keys as they are merged into the config."""
-    return f"{json.dumps(keys)} in ds_config.json"
+_LESS_SAVED = "a smaller batch or a shorter sequence"
+_STATES_ON_HOST = 'ZeRO stage 2 or 3 with "offload_optimizer": {"device": "cpu"}'
+# By holder, what makes it smaller.
+REMEDIES = {
+    PARAMETERS: 'ZeRO stage 3 with "offload_param": {"device": "cpu"}, or more ranks',
+    GRADIENTS: f"{_STATES_ON_HOST}, or LoRA",
+    STATES: f"{_STATES_ON_HOST}, more ranks or LoRA",
+    "gathered parameters": "a lower stage3_max_live_parameters, which a module's own parameters may exceed",
+    "ZeRO's buckets": "a lower reduce_bucket_size",
+    SAVED: f"gradient checkpointing, {_LESS_SAVED}",
+    TEMPORARY: f"a fused loss for logits, an MLP in tiles, {_LESS_SAVED}",
+    "CUDA context": "a larger GPU",
+}

@@ -6,9 +6,11 @@ modules and optimizers, and that DeepSpeed puts its optimizer around the user's;
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from traceback import walk_tb
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.explain.account import GRADIENTS, PARAMETERS, SAVED, STATES, TEMPORARY, ModelMemory, Way, as_keys, remedy
+from ds_tba.explain.account import GRADIENTS, PARAMETERS, REMEDIES, SAVED, STATES, TEMPORARY, ModelMemory
 from ds_tba.explain.sample import StepSamples
 from ds_tba.holders import table
 from ds_tba.stats import readable
@@ -26,11 +28,8 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
-class ModelMeter(Protocol):
-    """Counts what a training holds beside activations."""
-
-    def memory(self) -> tuple[ModelMemory, Way]:
-        """Return that as it is now, and how the training is configured."""
+ModelMeter: TypeAlias = Callable[[], ModelMemory]
+"""Counts what a training holds beside activations now."""
 
 
 def memory_of(model: nn.Module, optimizer: object, device: torch.device) -> ModelMemory:
@@ -70,17 +69,20 @@ class Failure(NamedTuple):
     asked_bytes: int = 0
 
 
-def one_change(config: OffloadConfig, memory: ModelMemory, way: Way, peak_bytes: int, failure: Failure) -> str:
+def one_change(config: OffloadConfig, memory: ModelMemory, peak_bytes: int, failure: Failure) -> str:
     """Return the one change that helps most where saved tensors hold ``peak_bytes`` of device memory."""
-    if failure.phase == "optimizer step" or memory.nbytes > max(peak_bytes, failure.asked_bytes):
-        return remedy(PARAMETERS if way.zero.get("offload_optimizer") else STATES, way)
+    if failure.phase == "optimizer step":
+        return REMEDIES[STATES]
+    if memory.nbytes > max(peak_bytes, failure.asked_bytes):
+        return REMEDIES[max(memory.always, key=memory.always.__getitem__)]
     if failure.asked_bytes > peak_bytes:
-        return f"give that line less at a time: scaled_dot_product_attention for scores, {remedy(TEMPORARY, way)}"
+        return f"give that line less at a time: scaled_dot_product_attention for scores, {REMEDIES[TEMPORARY]}"
     if config.placement not in ("adaptive", "keep"):
-        return remedy(SAVED, way)
+        return REMEDIES[SAVED]
     keys: dict[str, object] = {} if config.nvme_paths else {"nvme_path": "/local_nvme"}
     budget_mib = (config.activation_budget_bytes or peak_bytes) // 2 >> 20
-    return as_keys({BLOCK: {**keys, "placement": "adaptive", "activation_budget_bytes": max(1, budget_mib) << 20}})
+    keys |= {"placement": "adaptive", "activation_budget_bytes": max(1, budget_mib) << 20}
+    return f"{json.dumps({BLOCK: keys})} in ds_config.json"
 
 
 def explained(
@@ -94,9 +96,9 @@ def explained(
 ) -> str:
     """Return what fills the device at ``where``, a rank and a step, and what would help; ``error`` if it ran out."""
     stats, failure = cache.stats, failure_of(error)
-    memory, way = (ModelMemory(), Way()) if meter is None else meter.memory()
+    memory = ModelMemory() if meter is None else meter()
     now_bytes, peak_bytes = stats.resident.now, stats.resident.peak
-    helps = one_change(config, memory, way, peak_bytes, failure)
+    helps = one_change(config, memory, peak_bytes, failure)
     if min(samples.earlier_bytes, now_bytes) > now_bytes / 2:
         helps = "most is of earlier steps, whose loss or output the program still holds: keep loss.item(), or detach()"
     holders, is_running = samples.now()

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.explain import out_of_memory
-from ds_tba.explain.account import ModelMemory, Way
+from ds_tba.explain.account import ModelMemory
 from ds_tba.explain.out_of_memory import Failure, memory_of, one_change
 from ds_tba.offloader import ActivationOffloader
 
@@ -284,28 +284,25 @@ def test_what_earlier_steps_left_is_told(make: Make, caplog: pytest.LogCaptureFi
 
 
 GIB = 1 << 30
-HOST = {"offload_optimizer": {"device": "cpu"}}
 STEP = Failure("optimizer step")
 
 
 @pytest.mark.parametrize(
-    ("block", "held_bytes", "way", "failure", "helps"),
+    ("block", "held", "failure", "helps"),
     [
-        ({}, 0, Way(), Failure(), '{"activation_nvme_offload": {"placement": "adaptive", "activation_b'),
-        ({"activation_budget_bytes": 1 << 28}, 0, Way(), Failure(), f'"activation_budget_bytes": {1 << 27}'),
-        ({"placement": "keep", "nvme_path": None}, 0, Way(), Failure(), '{"nvme_path": "/local_nvme", "placem'),
-        ({"placement": "nvme"}, 0, Way(batch=4), Failure(), "gradient checkpointing, a smaller batch or a shorter seq"),
-        ({"placement": "nvme"}, 0, Way(batch=1), Failure(), "gradient checkpointing or a shorter sequence"),
-        ({}, 0, Way(), Failure("forward", 2 * GIB), "give that line less at a time: scaled_dot_product_attention"),
-        ({}, 0, Way(aids=["--tiled-mlp"]), Failure("", 2 * GIB), "scores, a fused loss for logits or a shorter"),
-        ({}, 0, Way(), STEP, '{"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}'),
-        ({}, 2 * GIB, Way({"stage": 3}), Failure(), '"stage": 3, "offload_optimizer"'),
-        ({}, 2 * GIB, Way(HOST), Failure(), "offload_param"),
+        ({}, {}, Failure(), '{"activation_nvme_offload": {"placement": "adaptive", "activation_b'),
+        ({"activation_budget_bytes": 1 << 28}, {}, Failure(), f'"activation_budget_bytes": {1 << 27}'),
+        ({"placement": "keep", "nvme_path": None}, {}, Failure(), '{"nvme_path": "/local_nvme", "placem'),
+        ({"placement": "nvme"}, {}, Failure(), "gradient checkpointing, a smaller batch or a shorter seq"),
+        ({}, {}, Failure("forward", 2 * GIB), "give that line less at a time: scaled_dot_product_attention"),
+        ({}, {}, STEP, 'stage 2 or 3 with "offload_optimizer": {"device": "cpu"}'),
+        ({}, {"parameters": GIB, "optimizer states": 2 * GIB}, Failure(), "offload_optimizer"),
+        ({}, {"parameters": 2 * GIB, "optimizer states": 0}, Failure(), "offload_param"),
     ],
 )
-def test_one_change_helps(block: dict[str, Any], held_bytes: int, way: Way, failure: Failure, helps: str) -> None:
+def test_one_change_helps(block: dict[str, Any], held: dict[str, int], failure: Failure, helps: str) -> None:
     config = OffloadConfig.model_validate({"nvme_path": "/x", **block})
-    assert helps in one_change(config, ModelMemory({"parameters": held_bytes}), way, GIB, failure)
+    assert helps in one_change(config, ModelMemory(held), GIB, failure)
 
 
 def test_who_asks_without_a_model_is_told_of_the_steps_from_then_on(closing: Closing) -> None:
@@ -323,7 +320,7 @@ def test_the_model_counts_where_somebody_counts_it(closing: Closing) -> None:
     config = OffloadConfig(placement="keep", min_tensor_bytes=1)
     one: ActivationOffloader = closing(ActivationOffloader)(config, AioConfig(), CpuAccelerator())
     memory = ModelMemory({"parameters": 3 << 20, "optimizer states": 5 << 20})
-    one.watch(nn.Linear(1, 1), meter=SimpleNamespace(memory=lambda: (memory, Way())))
+    one.watch(nn.Linear(1, 1), meter=lambda: memory)
     assert "parameters 3.00 MiB, optimizer states 5.00 MiB" in one.explain()
 
 

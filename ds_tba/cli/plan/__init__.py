@@ -30,14 +30,14 @@ from ds_tba.cli.plan.rows import (
     recommended,
 )
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
-from ds_tba.config import ASSUMED_RATIO, BLOCK, zero_block
+from ds_tba.config import ASSUMED_RATIO, BLOCK
 from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
-from ds_tba.explain.account import Way, remedy
+from ds_tba.explain.account import REMEDIES
 from ds_tba.plan.trace import PathRates
-from ds_tba.stats import aligned, expanded, readable
+from ds_tba.stats import aligned, readable
 from ds_tba.storage.staging import with_staging
-from ds_tba.wear import ASSUMED_TBW, drive_of, rated
+from ds_tba.wear import ASSUMED_TBW, rated
 
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
@@ -53,7 +53,7 @@ def planned(options: argparse.Namespace) -> Result:
         raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
     if options.seq is None and not options.longest:
         raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
-    setup_of, way, title, notes = setups(options)
+    setup_of, title, notes = setups(options)
     if options.longest:
         found = longest_of(setup_of, options.seq or FIRST_LENGTH)
         sequence, longest = max(found, key=itemgetter(0))
@@ -67,7 +67,7 @@ def planned(options: argparse.Namespace) -> Result:
         why = f"no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
     title = f"{options.model}, batch {options.batch}{tokens}, {title}"
     notes += [*setup.run.notes, f"attention: {', '.join(setup.run.attention) or 'none of PyTorch'}"]
-    lines = _text(setup, found, chosen, why, way)
+    lines = _text(setup, found, chosen, why)
     told = {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "notes": notes}
     told |= {key: getattr(setup.run, key) for key in _TOLD}
     told["held"] = asdict(setup.held)
@@ -77,8 +77,8 @@ def planned(options: argparse.Namespace) -> Result:
     return Result(0 if chosen is not None or setup.device.memory_bytes is None else 3, shown, told)
 
 
-def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], Way, str, list[str]]:
-    """Return the setups by the length of the sequence, what is done about memory, a title, and what figures rest on.
+def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
+    """Return the setups by the length of the sequence, a title, and what figures rest on.
 
     Options and config are looked at first: what is wrong with them is told before transformers is imported.
     """
@@ -125,7 +125,7 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], Way, st
         "(--host-memory)",
     ]
     title = f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}"
-    return setup_of, Way(zero_block(training.config), options.batch, aids), title, notes
+    return setup_of, title, notes
 
 
 def _endurance(given: float | None, training: Training) -> tuple[float, str]:
@@ -133,11 +133,11 @@ def _endurance(given: float | None, training: Training) -> tuple[float, str]:
     paths, tbw = training.offload.nvme_paths, training.offload.ssd.rated_endurance_tbw
     if given:
         return given, f"{given:.4g} TBW as given"
-    drives = len({drive_of(expanded(path)) for path in paths if expanded(path).exists()}) or max(1, len(paths))
+    drives = max(1, len(paths))
     return drives * (tbw or ASSUMED_TBW), f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
 
 
-def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, why: str, way: Way) -> Iterator[str]:
+def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, why: str) -> Iterator[str]:
     run, device, held = setup.run, setup.device, setup.held
     yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
@@ -163,7 +163,7 @@ def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, wh
         least = min((row for _, row in found), key=attrgetter("need_bytes"))
         yield f"NOTHING FITS: {least.name!r} needs least, {readable(least.need_bytes)}; what holds most of it:"
         for name, nbytes in holders(least, setup)[:3]:
-            yield f"  {readable(nbytes):>10}  {name}: {remedy(name, way)}"
+            yield f"  {readable(nbytes):>10}  {name}: {REMEDIES[name]}"
     else:
         yield f"recommended {chosen.name!r}: {why}"
         holding = [f"{name} {readable(nbytes)}" for name, nbytes in holders(chosen, setup) if nbytes]
