@@ -10,7 +10,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -51,30 +54,17 @@ class EngineFinder(MetaPathFinder):
                 continue
             spec: ModuleSpec | None = find_spec(fullname, path, target)
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _HookingLoader(spec.loader, self)
+                loader: Any = spec.loader
+                with suppress(AttributeError):  # without a loader that takes ours the module imports, and unhooked
+                    loader.exec_module = partial(self._execute, loader.exec_module)
                 return spec
         return None
 
-
-class _HookingLoader(Loader):
-    """Executes the module with its own loader, then hands it to us; everything else is the loader's own."""
-
-    def __init__(self, loader: Any, finder: EngineFinder) -> None:
-        self._loader = loader
-        self._finder = finder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        execute(module)
         # Once: a finder that stays would be asked at every import of the program.
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
         _hook(module)
 
 
