@@ -16,7 +16,7 @@ from support.disks import until
 from support.doubles import DeviceBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
-from ds_tba.config import AioConfig, Compression, OffloadConfig, validate
+from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, ConfigError, TransferError
 from ds_tba.storage import tiers as tiers_module
@@ -235,13 +235,6 @@ def test_buffers_of_lanes_are_a_part_of_staging_and_plans_count_with_the_rest(
     assert slots_bytes_of(config) == ring.slots.capacity_bytes
     assert lane_buffer_bytes(1 << 30, 4, 4096) == BUFFER_BYTES and lane_buffer_bytes(MIB, 128, 8192) == 8192
     tiers.close()
-
-
-def test_gds_and_a_codec_contradict_each_other(tmp_path: Path) -> None:
-    without_drive = {**block(tmp_path, backend="gds"), "placement": "keep"}
-    assert validate(OffloadConfig, without_drive, "activation_nvme_offload").io.compression == "lz4"
-    with pytest.raises(ConfigError, match=r'io.compression is "lz4".*"gds".*leave io.compression out'):
-        validate(OffloadConfig, block(tmp_path, backend="gds"), "activation_nvme_offload")
 
 
 def test_a_backend_that_stages_on_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
