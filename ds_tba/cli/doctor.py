@@ -20,6 +20,9 @@ from typing import TypeAlias
 from packaging.specifiers import SpecifierSet
 
 from ds_tba.cli.format import Commands, Result, add_json, show, size
+from ds_tba.config import SUPPORTED_DEEPSPEED, AioConfig
+from ds_tba.errors import PathError
+from ds_tba.stats import expanded
 
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
 _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
@@ -50,20 +53,17 @@ def _examine(options: argparse.Namespace) -> Result:
     built = [build_aio()] if options.build else []
     found = [*built, *checks(options.nvme_path, options.staging_bytes)]
     is_good = all(good is not False for good, _ in found)
-    told = [{"ok": good, "what": what} for good, what in found]
     verdict = "ready" if is_good else "not ready: repair what is marked FAIL"
     lines = [*(f"{_MARKS[good]}  {what}" for good, what in found), verdict]
-    return Result(1 - is_good, lines, {"ok": is_good, "checks": told})
+    return Result(1 - is_good, lines, {"ok": is_good, "checks": [{"ok": good, "what": what} for good, what in found]})
 
 
 def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     """Check versions, the entry point, backends and directories."""
     import torch
 
-    from ds_tba.config import SUPPORTED_DEEPSPEED
     from ds_tba.device.memory import allocator_advice
-    from ds_tba.errors import PathError
-    from ds_tba.storage.backends import kvikio
+    from ds_tba.storage.backends import aio, kvikio
     from ds_tba.storage.swap_file import SwapFile, check_directories
 
     torch_wanted = SpecifierSet(">=2.8", prereleases=True)  # as in NVIDIA's containers: 2.9.0a0+145a3a7
@@ -75,7 +75,15 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     yield _entry_point()
     if not torch.cuda.is_available() and (advice := allocator_advice()):
         yield None, advice
-    yield from _aio(paths)
+    built = aio.is_built()
+    unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
+    yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
+    for lock in aio.build_locks(("*",)):
+        waits = "another build is running, or was killed, and then whatever loads this op waits for ever"
+        yield None, f"{lock} exists: {waits}. If none is running: rm {lock}"
+    present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
+    if problem := aio.kernel_obstacle(AioConfig(), present):
+        yield None, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {problem}"
     problem = kvikio.obstacle()
     yield None if problem else True, f"io.backend kvikio and gds: {problem or 'can be tried by a run'}"
     for path in paths:
@@ -90,27 +98,6 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
             slow = "" if file.preallocates else ", without fallocate: the swap file is written once as it grows"
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free{slow}"
             yield None, f"how fast {path} is, tell ds_nvme_tune (of DeepSpeed) and fio"
-
-
-def _aio(paths: Sequence[str]) -> Iterator[Check]:
-    """Check that DeepSpeed's op is built, and that the kernel and the directories let it work."""
-    from ds_tba.config import AioConfig
-    from ds_tba.stats import expanded
-    from ds_tba.storage.backends import aio
-
-    built = aio.is_built()
-    unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
-    yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
-    for lock in aio.build_locks(("*",)):
-        waits = "another build is running, or was killed, and then whatever loads this op waits for ever"
-        yield None, f"{lock} exists: {waits}. If none is running: rm {lock}"
-    obstacle = aio.abandoned_build() or aio.kernel_obstacle(AioConfig())
-    if obstacle is not None:
-        yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {obstacle}"
-        return
-    present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
-    if of_paths := aio.kernel_obstacle(AioConfig(), present):
-        yield None, f"io.backend aio cannot run there; null means posix: {of_paths}"
 
 
 def _entry_point() -> Check:
@@ -146,13 +133,6 @@ def build_aio() -> Check:
 
 def _environment(_: argparse.Namespace) -> Result:
     """Return the table in Markdown."""
-    found = environment()
-    rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in found.items()]
-    return Result(0, ["| | |", "|---|---|", *rows], found)
-
-
-def environment() -> dict[str, str]:
-    """Return name and value of each line."""
     import torch
 
     from ds_tba.storage.backends import aio
@@ -165,7 +145,9 @@ def environment() -> dict[str, str]:
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     found["processors"], found["memory"] = str(os.cpu_count()), f"{pages * page_bytes / 2**30:.0f} GiB"
     found["DeepSpeed's aio op"] = "built" if aio.is_built() else "not built"
-    return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    found |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
+    rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in found.items()]
+    return Result(0, ["| | |", "|---|---|", *rows], found)
 
 
 def _installed(package: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Cli
 
-from ds_tba.cli.page import DETAILED, render
+from ds_tba.cli.page import render
 from ds_tba.report import OffloadReport
 
 GIB = 1 << 30
@@ -78,7 +78,7 @@ def test_the_page_has_everything_and_loads_nothing(tmp_path: Path) -> None:
     text = page(tmp_path, report())
     check_that_nothing_is_loaded(text)
     assert '<html lang="en">' in text and text.count("<h1>") == 1
-    assert "The offload works: 100 steps: activations take 2.00 GiB at the peak instead of 10.00 GiB" in text
+    assert "<p>100 steps: activations take 2.00 GiB at the peak instead of 10.00 GiB" in text
     assert row(text, "activations at the peak, with the block") == ["2.00 GiB"]
     assert row(text, "  kept: small") == ["60.00 GiB"] and row(text, "  fallback: staging full") == ["3"]
     assert row(text, "  plan: step") == ["2.02 s (2.05 s measured; 2 s with everything kept)"]
@@ -104,9 +104,8 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     text = page(tmp_path, bare)
     check_that_nothing_is_loaded(text)
     assert "No forward was sampled." in text
-    assert "does little" in page(tmp_path, {**bare, "peak_saved_bytes": 10 * GIB})
-    assert "Nothing was to be moved" in page(tmp_path, {**bare, "placement": "keep"})
-    assert "Nothing was saved" in page(tmp_path, {**bare, "peak_saved_bytes_without": 0})
+    unsaved = page(tmp_path, {**bare, "peak_saved_bytes_without": 0}, bare)
+    assert row(unsaved, str(tmp_path / "report0.json"))[4] == "-"
 
 
 def test_several_reports_are_compared(tmp_path: Path) -> None:
@@ -115,13 +114,11 @@ def test_several_reports_are_compared(tmp_path: Path) -> None:
     assert row(text, str(tmp_path / "report0.json"))[4:7] == ["-80%", "+2.5%", "42.00"]
     assert row(text, str(tmp_path / "report1.json"))[0] == "1"
     assert row(text, str(tmp_path / "report1.json"))[5] == "+20.0% planned"
-    many = page(tmp_path, *[report()] * (DETAILED + 3))
-    assert many.count("<h2>") == DETAILED and f"first {DETAILED} reports" in many
-    assert many.partition("<h2>")[0].count("<tr>") == DETAILED + 3 + 1
+    assert text.count("<h2>") == 2 and text.partition("<h2>")[0].count("<tr>") == 3
 
 
-def test_long_lists_and_names_are_cut(tmp_path: Path) -> None:
-    holders = [{"module": "m" * 5000, "op": "o", "saved_bytes": GIB} for _ in range(5000)]
+def test_long_lists_are_cut(tmp_path: Path) -> None:
+    holders = [{"module": "m", "op": "o", "saved_bytes": GIB} for _ in range(5000)]
     text = page(tmp_path, report(holders=holders))
     assert len(text) < 20_000 and row(text, "4990 more")[3] == "4990.00 GiB"
 
