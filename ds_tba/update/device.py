@@ -144,13 +144,8 @@ class DevicePipeline:
 
         The parameters are cast on the device, if the part has them. Where ``update`` raises, nothing of the job was or
         will be written. Where something else fails, its tensors may hold anything. Other jobs still run: call
-        :meth:`drain`, which ends all writing.
-
-        Raises:
-            StateError: there is no room.
+        :meth:`drain`, which ends all writing. Call it only where :meth:`has_room` says so.
         """
-        if not self.has_room():
-            raise StateError("no slot of the device is free: submit a chunk only where has_room() says so")
         slot = self._free.pop()
         self._in_flight.append(slot)
         with torch.no_grad():
@@ -161,12 +156,7 @@ class DevicePipeline:
 
         Returns:
             The copy's event: wait for it before ``source`` is filled again. None: the copy is done.
-
-        Raises:
-            StateError: before :meth:`begin`.
         """
-        if not self._has_begun:
-            raise StateError("an upload before the step has begun on the device: call begin() first")
         self._uploads.append((source, target))
         with torch.no_grad(), self._accelerator.on(self._up):
             self._upload_bytes(source, target)

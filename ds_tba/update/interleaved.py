@@ -75,7 +75,7 @@ class InterleavedUpdate:
 
     def agree(self, highest_of_ranks: HighestOfRanks) -> None:
         """Let all ranks refuse to go on where the update of one was interrupted."""
-        self._zero3.agree(highest_of_ranks)
+        self._zero3.highest_of_ranks = highest_of_ranks
 
     def start_line(self) -> str:
         """Return the start-up line of the log."""

@@ -115,7 +115,7 @@ class Updater:
         if is_due and self.counts.rank == 0:
             logger.info("%s", self.report().line())
         if self.file is not None:
-            self.file.refresh(self._fields, now=is_due)
+            self.file.refresh(lambda: self.report().to_dict(), now=is_due)
 
     def leave(self, reason: str, words: str) -> None:
         """Count an update that is left to DeepSpeed."""
@@ -167,12 +167,9 @@ class Updater:
             self.registry.close()
         self.counts.state = "finished"
         if self.file is not None:
-            self.file.write(self._fields())
+            self.file.write(self.report().to_dict())
         if self.counts.rank == 0 and self.counts.steps:
             logger.info("%s", self.report().line())
-
-    def _fields(self) -> dict[str, object]:
-        return self.report().to_dict()
 
 
 class _Update:

@@ -165,6 +165,9 @@ class Zero3Update:
     Args:
         zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has not refused.
         updater: updates all sub-groups.
+
+    Attributes:
+        highest_of_ranks: compares all ranks once in each step that updates. See [Note: Interrupted updates].
     """
 
     def __init__(self, zero: Any, updater: Updater) -> None:
@@ -174,7 +177,7 @@ class Zero3Update:
         self._is_ours = False
         self._is_in_loop = False
         self._is_removed = False
-        self._highest_of_ranks: HighestOfRanks = _alone
+        self.highest_of_ranks: HighestOfRanks = _alone
         self._overrides = Overrides(zero)
         self._overrides.put(_UNSCALE, self._unscale)
         self._overrides.put(_STEP_OF_OPTIMIZER, self._optimizer_step)
@@ -184,10 +187,6 @@ class Zero3Update:
         self._guard.put("step", self._step)
         self._guard.put("state_dict", self._state_dict)
         self._guard.put("load_state_dict", self._load_state_dict)
-
-    def agree(self, highest_of_ranks: HighestOfRanks) -> None:
-        """Have all ranks compare once in each step that updates. See [Note: Interrupted updates]."""
-        self._highest_of_ranks = highest_of_ranks
 
     def remove(self) -> None:
         """Give the methods back to DeepSpeed; those that guard a half updated model only after the next load."""
@@ -213,7 +212,7 @@ class Zero3Update:
                 for group in self._zero.optimizer.param_groups:
                     group["params"] = []  # as between steps; DeepSpeed's own loop leaves one there, and no load works
                 with suppress(RuntimeError):  # other ranks have ended
-                    self._highest_of_ranks(1)
+                    self.highest_of_ranks(1)
             raise
 
     def _state_dict(self, *args: object, **more: object) -> object:
@@ -277,7 +276,7 @@ class Zero3Update:
         self._overrides.stock[_RELEASE](sub_group_id, timer_names)
         if is_last:
             self._is_in_loop = False
-            setattr(self._zero, HALF_UPDATED, bool(self._highest_of_ranks(0)))
+            setattr(self._zero, HALF_UPDATED, bool(self.highest_of_ranks(0)))
             refuse_half_updated(self._zero)
 
     # ---- one update ---------------------------------------------------------------------------------------------
