@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -27,42 +28,27 @@ Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch
 """Updates master and two moments in place by a gradient, which stays; the last tensor is scratch. See ``update_``."""
 
 
+@dataclass(slots=True, eq=False)
 class _Slot:
-    """Device memory for one chunk, and the part that has it: held here, because its tensors must outlive their use."""
+    """Device memory for one chunk, and the part that has it: held here, because its tensors must outlive their use.
 
-    __slots__ = ("_is_queued", "_written_back", "arrays", "part")
+    Attributes:
+        written_back: the last event of the job; None where the job could not be queued.
+    """
 
-    def __init__(self, arrays: list[torch.Tensor]) -> None:
-        self.arrays = arrays
-        self.part: SubGroup | None = None
-        self._is_queued = False
-        self._written_back: Event | None = None
-
-    def take(self, part: SubGroup) -> list[torch.Tensor]:
-        """Hold a part, and return as much of each array as it needs."""
-        self.part, self._is_queued, self._written_back = part, False, None  # nobody else holds the gradient
-        return [array[: part.elements] for array in self.arrays]
-
-    def queued(self, written_back: Event | None) -> None:
-        """Note that the whole job was queued; ``written_back`` is its last event."""
-        self._is_queued, self._written_back = True, written_back
-
-    def wait(self) -> bool:
-        """Block until the write-back is done; return False where the job could not be queued."""
-        if self._is_queued and self._written_back is not None:
-            self._written_back.synchronize()
-        return self._is_queued
+    arrays: list[torch.Tensor]
+    part: SubGroup | None = None
+    written_back: Event | None = None
 
     def is_done(self) -> bool:
         """Return whether the write-back is done. It never is where the job could not be queued."""
-        return self._is_queued and (self._written_back is None or bool(self._written_back.query()))
+        return self.written_back is not None and bool(self.written_back.query())
 
 
 class DevicePipeline:
     """Runs jobs on the device, one step after the other: ``begin``, jobs and uploads, ``drain``. See [Note: Streams].
 
-    Where the accelerator is synchronized there are no streams: a job is done when :meth:`submit` returns.
-    Only one thread at a time may call it.
+    On a synchronous accelerator a job is done when :meth:`submit` returns. Only one thread at a time may call it.
 
     Args:
         accelerator: the training device's accelerator.
@@ -136,8 +122,10 @@ class DevicePipeline:
             StateError: there are no slots.
         """
         while not self.has_room():
-            if not self._in_flight or not self._in_flight[0].wait():
+            written_back = self._in_flight[0].written_back if self._in_flight else None
+            if written_back is None:
                 raise StateError("no slot of the device will be free: begin() had no memory, or a job failed")
+            written_back.synchronize()
 
     def submit(self, part: SubGroup, update: Update) -> None:
         """Queue one job: the update of a part of a sub-group in pinned memory, final when it is done. Never blocks.
@@ -147,15 +135,15 @@ class DevicePipeline:
         :meth:`drain`, which ends all writing. Call it only where :meth:`has_room` says so.
         """
         slot = self._free.pop()
+        slot.part, slot.written_back = part, None  # nobody else holds the gradient
         self._in_flight.append(slot)
         with torch.no_grad():
-            slot.queued(self._queue(part, update, slot.take(part)))
+            slot.written_back = self._queue(part, update, [array[: part.elements] for array in slot.arrays])
 
-    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
+    def upload(self, source: torch.Tensor, target: torch.Tensor) -> Event:
         """Queue a copy of the bytes of parameters that the host has updated, and cast into pinned memory.
 
-        Returns:
-            The copy's event: wait for it before ``source`` is filled again. None: the copy is done.
+        Return the copy's event: wait for it before ``source`` is filled again.
         """
         self._uploads.append((source, target))
         with torch.no_grad(), self._accelerator.on(self._up):
@@ -180,7 +168,7 @@ class DevicePipeline:
     def _allocate(self) -> torch.Tensor:
         return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)
 
-    def _queue(self, part: SubGroup, update: Update, arrays: list[torch.Tensor]) -> Event | None:
+    def _queue(self, part: SubGroup, update: Update, arrays: list[torch.Tensor]) -> Event:
         """Queue a job in a slot, and return the event of its write-back."""
         accelerator = self._accelerator
         master, exp_avg, exp_avg_sq, gradient, scratch = arrays

@@ -22,8 +22,8 @@ SLICE_ELEMENTS = 1 << 20
 LEAST_BUFFERS = 8
 
 
-Upload = Callable[[torch.Tensor, torch.Tensor], Event | None]
-"""Queues a copy to the device and returns its event; None: the copy is done."""
+Upload = Callable[[torch.Tensor, torch.Tensor], Event]
+"""Queues a copy to the device and returns its event."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class WriteBack:
         self.pinned_bytes = max(LEAST_BUFFERS, -(-queued_bytes // nbytes)) * nbytes
         ring = accelerator.pinned(self.pinned_bytes)
         self._free = deque(ring[start : start + nbytes] for start in range(0, ring.numel(), nbytes))
-        self._under_way: deque[tuple[Event | None, torch.Tensor]] = deque()
+        self._under_way: deque[tuple[Event, torch.Tensor]] = deque()
 
     def write(self, master: torch.Tensor, target: torch.Tensor, upload: Upload) -> None:
         """Cast ``master`` and queue its copy to ``target``; wait only where all buffers are under way."""
@@ -96,8 +96,7 @@ class WriteBack:
         if self._free:
             return self._free.popleft()
         event, buffer = self._under_way.popleft()
-        if event is not None:  # else the next cast would overwrite parameters that are still being copied
-            event.synchronize()
+        event.synchronize()  # else the next cast would overwrite parameters that are still being copied
         return buffer
 
 
