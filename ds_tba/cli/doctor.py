@@ -82,8 +82,10 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
         waits = "another build is running, or was killed, and then whatever loads this op waits for ever"
         yield None, f"{lock} exists: {waits}. If none is running: rm {lock}"
     present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
-    if problem := aio.kernel_obstacle(AioConfig(), present):
-        yield None, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {problem}"
+    if problem := aio.abandoned_build() or aio.kernel_obstacle(AioConfig()):
+        yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {problem}"
+    elif problem := aio.kernel_obstacle(AioConfig(), present):
+        yield None, f"io.backend aio cannot run there; null means posix: {problem}"
     problem = kvikio.obstacle()
     yield None if problem else True, f"io.backend kvikio and gds: {problem or 'can be tried by a run'}"
     for path in paths:

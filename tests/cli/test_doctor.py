@@ -77,16 +77,16 @@ def test_the_doctor_tells_of_each_backend_and_who_measures_drives(
     monkeypatch.setattr(aio, "is_built", lambda: False)
     monkeypatch.setattr(aio, "kernel_obstacle", lambda *_: "the kernel refuses io_setup")
     monkeypatch.setattr("ds_tba.storage.backends.kvikio.driver_obstacle", lambda: "there is no NVIDIA driver here")
-    out = cli("doctor", "--nvme-path", str(tmp_path)).out
+    out = cli("doctor", "--nvme-path", str(tmp_path), status=1).out
     assert "--    DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --b" in out
     assert (
-        "--    io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: the kernel refuses io_setup"
+        "FAIL  io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: the kernel refuses io_setup"
         in out
     )
     assert "--    io.backend kvikio and gds: there is no NVIDIA driver here: install the driver" in out
     assert "tell ds_nvme_tune (of DeepSpeed) and fio" in out
     FakeKvikio().install(monkeypatch)
-    assert "io.backend kvikio and gds: can be tried by a run" in cli("doctor").out
+    assert "io.backend kvikio and gds: can be tried by a run" in cli("doctor", status=1).out
 
 
 def test_the_doctor_looks_for_the_entry_point(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
