@@ -10,7 +10,6 @@ what other processes write, is not known here.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +24,12 @@ def rated(tbw: float | None) -> str:
     return f"{ASSUMED_TBW:g} TBW assumed" if tbw is None else f"{tbw:.4g} TBW"
 
 
-def drive_of(path: Path, sysfs: Path = Path("/sys")) -> Path | int:
-    """Return what is alike for directories on one drive. One that is yet to be made will be where its parent is."""
-    number = next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
-    try:
-        device = (sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").resolve(strict=True)
-    except OSError:
-        return number  # memory, network, overlay
-    return device.parent if (device / "partition").exists() else device
+def drive_of(path: Path) -> int:
+    """Return the number of a directory's file system, which stands for its drive: nobody stripes over partitions.
+
+    A directory that is yet to be made will be where its parent is.
+    """
+    return next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
 
 
 def share_a_drive(ours: Iterable[Path], others: Iterable[Path]) -> bool:

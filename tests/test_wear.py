@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,8 @@ import pytest
 from support.offloaders import make, step
 
 from ds_tba import reporting
-from ds_tba import wear as drive_module
 from ds_tba.report import OffloadReport
-from ds_tba.wear import drive_of, path_wear, rated, share_a_drive, write_limit_bytes_per_step
+from ds_tba.wear import path_wear, rated, share_a_drive, write_limit_bytes_per_step
 
 
 def test_life_is_rated_endurance_over_the_measured_rate(tmp_path: Path) -> None:
@@ -54,35 +52,11 @@ def test_life_is_unknown_without_a_rating_or_a_write(
 # ---- the drive ------------------------------------------------------------------------------------------------------
 
 
-def test_directories_are_on_one_drive_by_file_system_or_by_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_are_on_one_drive_by_their_file_system(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     ours, to_be_made, elsewhere = tmp_path / "ours", tmp_path / "zero" / "of a run", Path("/proc")
     assert share_a_drive([ours], [elsewhere, to_be_made])
     assert not share_a_drive([ours], [elsewhere]) and not share_a_drive([ours], []) and not share_a_drive([], [ours])
-    monkeypatch.setattr(drive_module, "drive_of", lambda path: Path("/sys/nvme0"))  # two partitions of it
-    assert share_a_drive([ours], [elsewhere])
-
-
-@pytest.fixture
-def sysfs(tmp_path: Path) -> Path:
-    """A tree in which ``tmp_path`` is on the second partition of nvme0n1, without a model."""
-    number = os.stat(tmp_path).st_dev
-    drive = tmp_path / "devices" / "nvme0n1"
-    (drive / "nvme0n1p2").mkdir(parents=True)
-    (drive / "nvme0n1p2" / "partition").touch()
-    (drive / "device").mkdir()
-    (drive / "queue").mkdir()
-    (tmp_path / "dev" / "block").mkdir(parents=True)
-    (tmp_path / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}").symlink_to(drive / "nvme0n1p2")
-    return tmp_path
-
-
-def test_a_partition_is_on_its_drive_and_another_file_system_on_none(sysfs: Path, tmp_path: Path) -> None:
-    assert drive_of(tmp_path, sysfs) == (sysfs / "devices" / "nvme0n1").resolve()
-    assert drive_of(tmp_path / "to be made", sysfs) == drive_of(tmp_path, sysfs)
-    assert drive_of(Path("/proc"), sysfs) == os.stat("/proc").st_dev
 
 
 # ---- in the report --------------------------------------------------------------------------------------------------
