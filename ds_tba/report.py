@@ -292,7 +292,7 @@ class Writer:
     steps: int = 0
 
 
-# By path the engine that has written there last, of those of this process that were made since.
+# By path, the engine of this process that wrote there last, since the newest engine with that path was made.
 _LAST_WRITERS: dict[Path, Writer] = {}
 
 
@@ -328,8 +328,10 @@ class ReportFile:
         self.write_text(json.dumps(found, indent=2) + "\n")
 
     def write_text(self, text: str) -> None:
-        # An engine without a step, such as a reference, leaves the path to one that trains beside it.
-        if self.path is None or _LAST_WRITERS.get(self.path, self.writer).steps > self.writer.steps == 0:
+        if self.path is None:
+            return
+        last = _LAST_WRITERS.get(self.path, self.writer)
+        if last.steps and not self.writer.steps:  # a reference, say, which leaves the path to the engine that trains
             return
         try:
             write_file(self.path, text)
