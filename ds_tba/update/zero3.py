@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.optim import optimizer as torch_optimizer
@@ -41,19 +41,11 @@ _LOOP = ("_prepare_sub_group", _UNSCALE, _STEP_OF_OPTIMIZER, _REASSIGN, _RELEASE
 _OVERRIDDEN = (*_LOOP[1:], "step")
 
 
-class HighestOfRanks(Protocol):
-    """A collective of all ranks, in host memory, that returns the highest number that any of them has."""
-
-    def __call__(self, number: int, /) -> int: ...
-
+HighestOfRanks = Callable[[int], int]
+"""A collective of all ranks, in host memory, that returns the highest number that any of them has."""
 
 Method = Callable[..., Any]
 """A method of DeepSpeed's optimizer, or ours in its place."""
-
-
-def _alone(number: int, /) -> int:
-    """Return the number: there are no other ranks."""
-    return number
 
 
 def refuse_unsupported(zero: Any) -> None:
@@ -177,7 +169,7 @@ class Zero3Update:
         self._is_ours = False
         self._is_in_loop = False
         self._is_removed = False
-        self.highest_of_ranks: HighestOfRanks = _alone
+        self.highest_of_ranks: HighestOfRanks = lambda number: number  # until others are told of
         self._overrides = Overrides(zero)
         self._overrides.put(_UNSCALE, self._unscale)
         self._overrides.put(_STEP_OF_OPTIMIZER, self._optimizer_step)

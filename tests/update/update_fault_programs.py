@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -24,26 +27,18 @@ from ds_tba.update.interleaved import InterleavedUpdate
 from ds_tba.update.zero3 import Zero3Update, _changed_methods
 
 
-class _Interrupted:
-    """A function that is interrupted in one of its calls."""
+@contextmanager
+def _interrupted(owner: Any, name: str, call: int) -> Iterator[None]:
+    """Interrupt a function in one of its calls."""
+    original, calls = getattr(owner, name), count(1)
 
-    def __init__(self, owner: Any, name: str, call: int) -> None:
-        self._owner, self._name, self._call, self._calls = owner, name, call, 0
-        self._original = getattr(owner, name)
+    def interrupting(*args: Any, **more: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return original(*args, **more)
 
-    def __enter__(self) -> None:
-        original = self._original
-
-        def interrupted(*args: Any, **more: Any) -> Any:
-            self._calls += 1
-            if self._calls == self._call:
-                raise KeyboardInterrupt
-            return original(*args, **more)
-
-        setattr(self._owner, self._name, interrupted)
-
-    def __exit__(self, *_: object) -> None:
-        setattr(self._owner, self._name, self._original)
+    with mock.patch.object(owner, name, interrupting):
+        yield
 
 
 def _refusals(engine: Any, folder: Path) -> dict[str, str]:
@@ -95,7 +90,7 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
     see = register_optimizer_step_post_hook(lambda *_: None) if place == "DeepSpeed's" else None
     try:
         if torch.distributed.get_rank() == last:
-            with _Interrupted(owner, name, call):
+            with _interrupted(owner, name, call):
                 steps(engine, 1)
         else:
             steps(engine, 1)
@@ -109,7 +104,7 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
     engine.load_checkpoint(checkpoint, tag="1")
     found["after a load"] = steps(engine, 2)
     try:
-        with _Interrupted(owner, name, call):
+        with _interrupted(owner, name, call):
             steps(engine, 1)
     except KeyboardInterrupt:
         engine.interleaved_optimizer_update.close()
