@@ -118,6 +118,7 @@ Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number), AfterValidator(_not_per_cent)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
+FilePath: TypeAlias = NonEmptyStr
 Patterns = Annotated[list[NonEmptyStr], Field(min_length=1)]
 
 
@@ -159,9 +160,9 @@ class SsdConfig(Block):
 class ReportConfig(Block):
     """``report``: where and how often the report is written."""
 
-    path: NonEmptyStr | None = None
-    trace_path: NonEmptyStr | None = None
-    timeline_path: NonEmptyStr | None = None
+    path: FilePath | None = None
+    trace_path: FilePath | None = None
+    timeline_path: FilePath | None = None
     every_steps: Count = 0
 
 

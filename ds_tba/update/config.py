@@ -7,18 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from ds_tba.config import (
-    UPDATE_BLOCK,
-    Block,
-    Bytes,
-    Count,
-    DsConfig,
-    NonEmptyStr,
-    block_of,
-    number,
-    refusal,
-    zero_block,
-)
+from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, DsConfig, FilePath, block_of, number, refusal, zero_block
 from ds_tba.errors import ConfigError
 
 BYTES_PER_ELEMENT = 4  # master, moments and gradients are fp32
@@ -33,7 +22,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator
 class UpdateReportConfig(Block):
     """``report``: where and how often the report is written."""
 
-    path: NonEmptyStr | None = None
+    path: FilePath | None = None
     every_steps: Count = 0
 
 
