@@ -249,15 +249,23 @@ def checked_path(key: str, path: str | None, rank: int) -> Path | None:
     if path is None:
         return None
     target = rank_path(path, rank)
-    directory = Path(os.path.realpath(target.parent))  # Path's own methods raise for loops, and for long names
+    try:
+        target.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # too long, below a file, in a loop of symlinks, in a directory that may not be searched
+        raise ConfigError(
+            f"{key} {target} cannot be a file ({error.strerror}): name one in a directory that you may write to."
+        ) from error
+    directory = Path(os.path.realpath(target.parent))  # Path's raises for loops
     # The system's are also symlinks such as /dev/stdout: os.replace() would put a file in their place.
     is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
-    is_free = os.path.isfile(target) or os.path.islink(target) or not os.path.exists(target)
-    if is_of_system or os.path.isdir(target) or not is_free:
+    is_free = target.is_file() or target.is_symlink() or not target.exists()
+    if is_of_system or target.is_dir() or not is_free:
         raise ConfigError(
             f"{key} {target} is a directory, a device, a pipe or a file of the system's: name a regular file."
         )
-    if not (os.path.isdir(directory) and os.access(directory, os.W_OK)):
+    if not os.access(target.parent, os.W_OK):
         raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
     return target
 
@@ -292,10 +300,6 @@ class Writer:
     steps: int = 0
 
 
-# By path, the engine of this process that wrote there last, since the newest engine with that path was made.
-_LAST_WRITERS: dict[Path, Writer] = {}
-
-
 class ReportFile:
     """A file that a key of the config names, kept up to date; a failure is logged, never raised into training.
 
@@ -316,8 +320,7 @@ class ReportFile:
         self.writer = writer
         self.path = checked_path(key, path, writer.rank)
         self._written_at = -math.inf
-        if self.path is not None:
-            _LAST_WRITERS.pop(self.path, None)
+        self._own_s = time.time()  # what was written to the file later is another engine's
 
     def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
         """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
@@ -330,14 +333,14 @@ class ReportFile:
     def write_text(self, text: str) -> None:
         if self.path is None:
             return
-        last = _LAST_WRITERS.get(self.path, self.writer)
-        if last.steps and not self.writer.steps:  # a reference, say, which leaves the path to the engine that trains
-            return
         try:
+            # An engine without a step, such as a reference, leaves the path to one that trains beside it.
+            if not self.writer.steps and self.path.is_file() and self.path.stat().st_mtime > self._own_s:
+                return
             write_file(self.path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
-        self._written_at, _LAST_WRITERS[self.path] = time.monotonic(), self.writer
+        self._written_at, self._own_s = time.monotonic(), time.time()
 
 
 def _wear(path: PathWear) -> str:

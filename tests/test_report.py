@@ -188,9 +188,8 @@ def test_a_run_that_ends_in_its_first_step_says_so_but_not_over_the_report_of_an
     with late.saving():  # it has written nothing yet, and ``other`` trains
         step(other)
     late.close()
-    assert json.loads(path.read_text())["state"] == "running"  # of ``other``
-    other.close()
     assert json.loads(path.read_text())["steps"] == 1
+    other.close()
 
 
 def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -250,11 +249,11 @@ def test_devices_and_pipes_are_refused(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["path", "trace_path"])
-@pytest.mark.parametrize("name", ["file/x", "loop/x", "a" * 256 + "/x"])
+@pytest.mark.parametrize("name", ["file/x", "loop/x", "a" * 256])
 def test_names_that_can_be_no_file_are_refused(tmp_path: Path, key: str, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(ConfigError, match=rf"report\.{key} {tmp_path / name}: its directory is missing or not"):
+    with pytest.raises(ConfigError, match=rf"report\.{key} {tmp_path / name} cannot be a file \(.*\): name one in"):
         make(tmp_path, report={key: str(tmp_path / name)})
 
 
