@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -506,11 +506,15 @@ def adapted(api: DeviceApi) -> Accelerator:
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:
-    """Make a thread of ours, not yet started; left on the first device, it would open a context there (half a GiB)."""
+    """Make a thread of ours, not yet started. It runs on the accelerator's device, in a stream of its own there."""
 
     def on_device() -> None:
-        accelerator.enter_thread()
-        run()
+        with ExitStack() as entered:
+            with suppress(Exception):  # a device that is broken keeps no thread from its work, nor from its end
+                accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
+                # In the default stream its kernels would stand behind all that the training thread has queued.
+                entered.enter_context(accelerator.on(accelerator.new_stream()))
+            run()
 
     # Not a subclass: what Python itself keeps in a Thread differs from version to version.
     # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.

@@ -158,7 +158,7 @@ def test_the_thread_that_closes_leaves_the_script_its_device(api: Devices, tmp_p
 
 
 def test_threads_are_made_where_their_device_is_set() -> None:
-    """In ``new_thread``; and by lanes, which survive also that."""
+    """In ``new_thread``."""
     makers = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread"}
     places = [
         str(path.relative_to(PACKAGE))
@@ -166,4 +166,4 @@ def test_threads_are_made_where_their_device_is_set() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", None)) in makers
     ]
-    assert sorted(places) == ["device/accelerator.py", "storage/path.py"]
+    assert places == ["device/accelerator.py"]
