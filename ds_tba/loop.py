@@ -204,7 +204,5 @@ def _accelerator_of(device: torch.device) -> Accelerator:
             f"the device is {device}, and this process sees {torch.cuda.device_count()} CUDA devices: name one that "
             "is there, or look at CUDA_VISIBLE_DEVICES and torch.cuda.is_available()."
         )
-    from ds_tba.device.torch_cuda import TorchCuda
-
     with torch.cuda.device(device):  # the accelerator is of the device that is current
-        return CudaAccelerator(TorchCuda())
+        return CudaAccelerator()

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -94,24 +94,20 @@ class TimedEvent(Event, Protocol):
 _Stream = Stream  # a method below has that name
 
 
-class DeviceApi(Protocol):
-    """The calls of ``deepspeed.accelerator.get_accelerator()`` that offloading makes."""
+class DeviceModule(Protocol):
+    """What offloading calls of torch's module for a kind of device, such as ``torch.cuda``."""
 
-    def device_name(self) -> str: ...
-    def is_synchronized_device(self) -> bool: ...
     def current_device(self) -> int: ...
-    def set_device(self, device_index: int) -> None: ...
+    def set_device(self, device: int) -> None: ...
     def is_current_stream_capturing(self) -> bool: ...
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor: ...
     def Stream(self, device: int) -> _Stream: ...  # noqa: N802 - its names
     def stream(self, stream: _Stream) -> AbstractContextManager[object]: ...
-    def current_stream(self, device_index: int) -> _Stream: ...
+    def current_stream(self, device: int) -> _Stream: ...
     def Event(self, **options: bool) -> TimedEvent: ...  # noqa: N802
-    def available_memory(self, device_index: int) -> int: ...
-    def total_memory(self, device_index: int) -> int: ...
-    def memory_stats(self, device_index: int) -> dict[str, int] | None: ...
-    def memory_allocated(self, device_index: int) -> int: ...
-    def max_memory_allocated(self, device_index: int) -> int: ...
+    def mem_get_info(self, device: int) -> tuple[int, int]: ...
+    def memory_stats(self, device: int) -> dict[str, int] | None: ...
+    def memory_allocated(self, device: int) -> int: ...
+    def max_memory_allocated(self, device: int) -> int: ...
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -194,8 +190,8 @@ class HostMemoryUse:
 class DeviceMemoryUse:
     """Memory of the device of that index, as its driver and its allocator count it."""
 
-    def __init__(self, api: DeviceApi, index: int) -> None:
-        self._api = api
+    def __init__(self, module: DeviceModule, index: int) -> None:
+        self._module = module
         self._index = index
 
     def free_bytes(self) -> float:
@@ -204,17 +200,14 @@ class DeviceMemoryUse:
         Blocks that the allocator keeps count as free: saved tensors take theirs from the pools of training's own
         streams, whatever brings them back (``copies.py``, [Note: Pools]).
         """
-        # Without nvidia-ml-py, DeepSpeed's available_memory() is the total less what this process has allocated.
-        ask = getattr(getattr(torch, self._api.device_name(), None), "mem_get_info", None)
-        free_bytes: int = self._api.available_memory(self._index) if ask is None else ask(self._index)[0]
+        free_bytes, total_bytes = self._module.mem_get_info(self._index)
         levels = self.levels()
         free_bytes += max(0, levels.reserved_bytes - levels.in_use_bytes)
-        total_bytes: int = self._api.total_memory(self._index)
         return max(0.0, free_bytes - TEMPORARY_FRACTION * total_bytes)
 
     def levels(self) -> MemoryLevels:
-        api, index = self._api, self._index
-        counts: dict[str, int] = api.memory_stats(index) or {}
+        module, index = self._module, self._index
+        counts: dict[str, int] = module.memory_stats(index) or {}
 
         def in_use(when: str, ask: Callable[[int], int]) -> int:
             # "active" also has what record_stream() holds; not every allocator counts it.
@@ -223,8 +216,8 @@ class DeviceMemoryUse:
             return max(counts.get(f"active_bytes.all.{when}", 0), ask(index) if allocated is None else allocated)
 
         return MemoryLevels(
-            in_use("current", api.memory_allocated),
-            in_use("peak", api.max_memory_allocated),
+            in_use("current", module.memory_allocated),
+            in_use("peak", module.max_memory_allocated),
             counts.get("reserved_bytes.all.current", 0),
             counts.get("num_alloc_retries", 0),
         )
@@ -306,13 +299,13 @@ class HostClock:
 class StreamClock:
     """Events with timing on the calling thread's current stream of the device of that index."""
 
-    def __init__(self, api: DeviceApi, index: int) -> None:
-        self._api = api
+    def __init__(self, module: DeviceModule, index: int) -> None:
+        self._module = module
         self._index = index
 
     def mark(self) -> TimedEvent:
-        event = self._api.Event(enable_timing=True)
-        event.record(self._api.current_stream(self._index))
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._index))
         return event
 
     def elapsed_s(self, earlier: TimedEvent, later: TimedEvent) -> float:
@@ -410,45 +403,45 @@ class CpuAccelerator(Accelerator):
 
 
 class DeviceAccelerator(Accelerator):
-    """An asynchronous device behind DeepSpeed's accelerator API: the one that is current now.
+    """An asynchronous device behind torch's module for its kind: the one that is current now.
 
     A new thread's current device is the first, whatever the rank, so that streams are asked for by its index.
 
     Args:
-        api: what ``deepspeed.accelerator.get_accelerator()`` returns.
+        kind: name of its kind, such as ``"xpu"``.
     """
 
     is_synchronous = False
 
-    def __init__(self, api: DeviceApi) -> None:
-        self._api = api
-        self._index = api.current_device()
-        self.clock = StreamClock(api, self._index)
-        self.memory = DeviceMemoryUse(api, self._index)
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._module: DeviceModule = torch.get_device_module(kind)
+        self._index = self._module.current_device()
+        self.clock = StreamClock(self._module, self._index)
+        self.memory = DeviceMemoryUse(self._module, self._index)
 
     def device(self) -> torch.device:
-        return torch.device(self._api.device_name(), self._index)
+        return torch.device(self._kind, self._index)
 
     def enter_thread(self) -> None:
-        self._api.set_device(self._index)
-
-    def is_capturing(self) -> bool:
-        return bool(self._api.is_current_stream_capturing())
+        self._module.set_device(self._index)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        return self._api.pin_memory(super().pinned(nbytes))
+        # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it. And by
+        # torch: of what DeepSpeed pins under DS_PIN_MEMORY_BACKEND=native CUDA does not know, so that copies block.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def new_stream(self) -> Stream:
-        return self._api.Stream(device=self._index)
+        return self._module.Stream(device=self._index)
 
     def current_stream(self) -> Stream:
-        return self._api.current_stream(self._index)
+        return self._module.current_stream(self._index)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return self._api.stream(stream)
+        return self._module.stream(stream)
 
     def new_event(self) -> Event:
-        return self._api.Event()
+        return self._module.Event()
 
     def share(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)  # type: ignore[arg-type]  # it is one of torch's here
@@ -456,6 +449,9 @@ class DeviceAccelerator(Accelerator):
 
 class CudaAccelerator(DeviceAccelerator):
     """A CUDA device (or one of ROCm, which torch gives the same name)."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
 
     def enter_thread(self) -> None:
         """Make it the current device of the calling thread, whose questions to events then spoil no other's capture.
@@ -472,6 +468,9 @@ class CudaAccelerator(DeviceAccelerator):
             else:
                 exchange(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
 
+    def is_capturing(self) -> bool:
+        return self._module.is_current_stream_capturing()
+
     def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``torch.compile(mode="reduce-overhead")`` has it in its pool (``cudagraph_trees.py``)."""
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
@@ -479,11 +478,6 @@ class CudaAccelerator(DeviceAccelerator):
             manager = None if trees is None else trees.get_manager(self._index, create_if_none_exists=False)
             return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
         return False
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Pin by torch: under ``DS_PIN_MEMORY_BACKEND=native`` CUDA does not know the pages, and copies block."""
-        # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it.
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def give_pinned_back(self) -> None:
         empty_cache = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
@@ -495,22 +489,33 @@ class CudaAccelerator(DeviceAccelerator):
 
     def new_event(self) -> Event:
         """Return an event whose waiters sleep, and leave the core to others."""
-        return self._api.Event(blocking=True)
+        return self._module.Event(blocking=True)
 
 
-def adapted(api: DeviceApi) -> Accelerator:
-    """Return the accelerator behind DeepSpeed's."""
+class DeepSpeedAccelerator(Protocol):
+    """What is asked of ``deepspeed.accelerator.get_accelerator()``."""
+
+    def device_name(self) -> str: ...
+    def is_synchronized_device(self) -> bool: ...
+
+
+def adapted(api: DeepSpeedAccelerator) -> Accelerator:
+    """Return the accelerator of the device on which DeepSpeed trains."""
     if api.is_synchronized_device():
         return CpuAccelerator()
-    return CudaAccelerator(api) if api.device_name() == "cuda" else DeviceAccelerator(api)
+    return CudaAccelerator() if api.device_name() == "cuda" else DeviceAccelerator(api.device_name())
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:
-    """Make a thread of ours, not yet started; left on the first device, it would open a context there (half a GiB)."""
+    """Make a thread of ours, not yet started. It runs on the accelerator's device, in a stream of its own there."""
 
     def on_device() -> None:
-        accelerator.enter_thread()
-        run()
+        with ExitStack() as entered:
+            with suppress(Exception):  # a device that is broken keeps no thread from its work, nor from its end
+                accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
+                # In the default stream its kernels would stand behind all that the training thread has queued.
+                entered.enter_context(accelerator.on(accelerator.new_stream()))
+            run()
 
     # Not a subclass: what Python itself keeps in a Thread differs from version to version.
     # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.

@@ -205,8 +205,12 @@ class Copies:
         with accelerator.on(self._out_stream):
             # Else it would read what kernels that are queued have not made yet.
             self._out_stream.wait_event(produced)
-            accelerator.copy(data, target)
-            copied = moment(accelerator)
+            try:
+                accelerator.copy(data, target)
+                copied = moment(accelerator)
+            except BaseException:
+                self._out_stream.synchronize()  # a copy that nobody knows of may be under way into memory about to go
+                raise
         pending = PendingCopy(copied, data)
         if copied is not AT_ONCE:
             self._pending.append(pending)
@@ -228,19 +232,19 @@ class Copies:
         # Here and not where the copy is queued: the event would stand behind whatever the stream was given since.
         return Destination(data, moment(accelerator), accelerator.current_stream())
 
-    def into(self, source: torch.Tensor, destination: Destination, after: Iterable[PendingCopy] = ()) -> Arrival:
+    def into(self, source: torch.Tensor, destination: Destination, after: PendingCopy | None = None) -> Arrival:
         """Copy as many bytes of ``source`` as the destination has room for.
 
         Args:
-            after: copies that fill ``source``.
+            after: the copy that fills ``source``.
         """
         accelerator, data = self._accelerator, destination.data
         source = source[: data.numel()]
         with accelerator.on(self._in_stream):
             # Else kernels that are queued for the former tenant of the memory would write over the bytes.
             self._in_stream.wait_event(destination.allocated)
-            for copy in after:  # else it would read a slot that is not filled yet
-                self._in_stream.wait_event(copy.event)
+            if after is not None:  # else it would read a slot that is not filled yet
+                self._in_stream.wait_event(after.event)
             try:
                 accelerator.copy(source, data)
                 event = moment(accelerator)
@@ -287,10 +291,6 @@ class Copies:
         self.settle()
         while sum(copy.nbytes for copy in self.under_way) > nbytes:
             self._pending.popleft().wait()
-
-    def drain(self) -> None:
-        """Block until every copy out is done, also one that failed after it was queued."""
-        self._out_stream.synchronize()
 
     @property
     def under_way(self) -> list[PendingCopy]:

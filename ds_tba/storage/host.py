@@ -115,10 +115,7 @@ class HostStore(Store[HostTicket]):
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
         except BaseException:
-            try:
-                self._copies.drain()  # one that nobody knows of may be under way
-            finally:
-                self.release(ticket)
+            self.release(ticket)
             raise
         with self._lock:
             self.stats.offloaded_bytes += ticket.nbytes
@@ -229,8 +226,7 @@ class HostStore(Store[HostTicket]):
 
     def _copy_in(self, ticket: HostTicket, device: torch.device) -> Arrival:
         # After the copy out, or bytes that the device has not written yet would be handed over.
-        after = [ticket.copy] if ticket.copy is not None else []
-        arrival = self._copies.into(ticket.view(), self._copies.allocate(ticket.nbytes, device), after)
+        arrival = self._copies.into(ticket.view(), self._copies.allocate(ticket.nbytes, device), ticket.copy)
         ticket.uses = [event for event in ticket.uses if not event.query()]
         ticket.uses.append(arrival.event)
         return arrival

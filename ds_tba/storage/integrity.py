@@ -56,7 +56,7 @@ class Integrity:
         """Return a 64-bit checksum of every sample of ``data`` (uint8, 1-D, where staging is).
 
         Blocks until the copies to the host are done, if staging is device memory. They are queued on the calling
-        thread's current stream, which must not be the one of the training thread: see ``StagingRing.lane_stream``.
+        thread's current stream, which must not be the one of the training thread: a lane has its own.
         """
         samples = self._samples(data.numel())
         if self._on_device:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_tba.device.accelerator import THREAD_PREFIX
-from ds_tba.device.copies import Arrival, PendingCopy
+from ds_tba.device.copies import PendingCopy
 from ds_tba.errors import DsTbaError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Store
@@ -124,6 +124,9 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         except BaseException:
             self.release(ticket)
             raise
+        with self.lock:
+            ticket.is_taken = True
+            self.stats.offloaded_bytes += ticket.nbytes
         return ticket
 
     def _lacks_room(self, nbytes: int) -> Refusal | None:
@@ -138,36 +141,23 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             return Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
 
     def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
-        part = None
+        with self.lock:
+            part = self._reserve(ticket, start, data.numel(), wait)
+            if isinstance(part, Refusal):
+                return part
+            self.writes.add(part)
+            self.copying.add(part)  # or closing would free the memory under the copy
         try:
-            with self.lock:
-                reserved = self._reserve(data.numel(), wait)
-                if isinstance(reserved, Refusal):
-                    return reserved
-                slot, path, extent = reserved
-                part = Part(start, data.numel(), path, extent, slot)
-                ticket.parts.append(part)  # first: from here on releasing the ticket frees slot and extent
-                self.writes.add(part)
-                self.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-            part.copy = self.ring.copies.out(data, self.ring.view(slot))
+            part.copy = self.ring.copies.out(data, self.ring.view(part.slot))
             with self.lock:
                 self.queue_write(ticket, part)
-                self.copying.discard(part)
-                if part.start + part.nbytes == ticket.nbytes:  # not before: a later part may be refused
-                    ticket.is_taken = True
-                    self.stats.offloaded_bytes += ticket.nbytes
-        except BaseException:  # of a signal handler, too: whoever waits for a slot waits for this write
-            if part is not None:
-                try:
-                    self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
-                finally:
-                    self.copying.discard(part)
-            raise
+        finally:
+            self.copying.discard(part)
         return None
 
-    def _reserve(self, nbytes: int, wait: bool) -> tuple[Span, SwapPath, Span] | Refusal:
-        """Take a slot, a path and an extent on it for ``nbytes``. Called under the lock, which each wait releases."""
+    def _reserve(self, ticket: SwapTicket, start: int, nbytes: int, wait: bool) -> Part | Refusal:
+        """Give a storage its next part, with a slot and an extent. Called under the lock, which each wait releases."""
         if not (self.is_open and self.working):
             return self._refusal(Refusal.PATH_FAILED)
         self.settle_copies()  # or slots whose copies are done would pass for taken
@@ -178,7 +168,9 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         for path in sorted(self.working, key=lambda path: path.busy_s(nbytes)):
             extent = self._extent(path, nbytes)
             if extent is not None:
-                return slot, path, extent
+                part = Part(start, nbytes, path, extent, slot)
+                ticket.parts.append(part)  # from here on releasing the ticket frees slot and extent
+                return part
         self.ring.slots.free(slot)
         return self._refusal(Refusal.NO_SPACE if self.working else Refusal.PATH_FAILED)
 
@@ -256,25 +248,18 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             return has_begun  # it has memory, which counts from here on, and the other parts follow
 
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
-        beside = list[Arrival]()
         with self.lock:
             self.settle_copies()  # backward needs the memory of what forward has finished copying
             if ticket.is_given_up:
                 raise StateError(ASKED_TOO_LATE)
-            loaded = self._load(ticket, device, beside)
+            loaded = self._load(ticket, device)
             self.changed.notify_all()
         # Here: if the caller never did, the memory could go to the next tenant while it is still copied into.
         loaded.arrival.join()
-        for arrival in beside:
-            arrival.wait()  # the memory that it is copied from may go now
         return loaded
 
-    def _load(self, ticket: SwapTicket, device: torch.device, beside: list[Arrival]) -> Loaded:
-        """Bring all parts of a storage to the device. If it raises, parts that came stay, and it may be repeated.
-
-        Args:
-            beside: gets copies from memory beside staging, which goes when they are done.
-        """
+    def _load(self, ticket: SwapTicket, device: torch.device) -> Loaded:
+        """Bring all parts of a storage to the device. If it raises, parts that came stay, and it may be repeated."""
         if ticket.destination is None:
             ticket.destination = self.ring.copies.allocate(ticket.nbytes, device)
         for index, part in enumerate(ticket.parts):
@@ -284,7 +269,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             self._wait_until_over(ticket, part)
             if part.arrival is None:
                 part.arrival = self.copy_in(part, ticket.destination.part(part.start, part.nbytes))
-                beside += [part.arrival] if part.host is not None else []
+            if part.host is not None:
+                part.arrival.wait()  # the memory beside staging that it is copied from may go now
             self._hand_over(part)
         arrivals = [part.arrival for part in ticket.parts if part.arrival is not None]
         arrival = self.ring.copies.whole(ticket.destination, arrivals)
@@ -312,23 +298,22 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
         Called under the lock, which each wait releases.
         """
-        if part.state in BEFORE_WRITTEN:
-            return
-        started = time.perf_counter()
-        if self.read_ahead.end(part) is Ahead.STAYED:  # from here on it is ours, and cannot be given up
-            self.stats.forwarded_bytes += part.nbytes
-        if part.state is _S.STORED:
-            self._begin_urgent_read(part)
-        if part.state is _S.READ_QUEUED:
-            self.queue_read(ticket, part, URGENT)
-        while part.state not in OVER | GIVEN_UP and not self.closed:
-            self.changed.wait(LANE_CHECK_S)
-            self._tell_if_slow("backward", [part.path], started)
-        if part.state in GIVEN_UP:
-            raise StateError(ASKED_TOO_LATE)
-        if part.state not in OVER:
-            raise StateError(CLOSED)
-        self.stats.stall_s += time.perf_counter() - started
+        if part.error is None and part.state not in BEFORE_WRITTEN:
+            started = time.perf_counter()
+            if self.read_ahead.end(part) is Ahead.STAYED:  # from here on it is ours, and cannot be given up
+                self.stats.forwarded_bytes += part.nbytes
+            if part.state is _S.STORED and not self.closed:
+                self._begin_urgent_read(part)
+            if part.state is _S.READ_QUEUED:
+                self.queue_read(ticket, part, URGENT)
+            while part.state not in OVER | GIVEN_UP and part.error is None and not self.closed:
+                self.changed.wait(LANE_CHECK_S)
+                self._tell_if_slow("backward", [part.path], started)
+            if part.state in GIVEN_UP:
+                raise StateError(ASKED_TOO_LATE)
+            if part.state not in OVER and part.error is None:
+                raise StateError(CLOSED)
+            self.stats.stall_s += time.perf_counter() - started
         if part.error is not None:
             # A new exception each time: one that is kept would keep the frames it passed through.
             raise type(part.error)(str(part.error)) from part.error
@@ -339,17 +324,12 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         A slot that only copies use is waited for: the device makes them whatever the host does.
         """
         slots, nbytes = self.ring.slots, part.extent.nbytes
-        slot = slots.allocate(nbytes)
-        while slot is None and slots.has_spans_in_copies and part.state is _S.STORED and not self.closed:
+        part.slot = slots.allocate(nbytes)
+        while part.slot is None and slots.has_spans_in_copies and not self.closed:
             self.changed.wait(COPY_POLL_S)
             self.settle_copies()
-            slot = slots.allocate(nbytes)
-        if part.state is not _S.STORED or self.closed:  # another thread has come first
-            if slot is not None:
-                slots.free(slot)
-            return
-        part.slot = slot
-        if slot is None:
+            part.slot = slots.allocate(nbytes)
+        if part.slot is None:
             part.host = self.ring.overflow(nbytes)
         part.move(_S.READ_QUEUED)
 

@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, TypeAlias
 
-from ds_tba.device.accelerator import Accelerator
+from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.errors import TransferError
 from ds_tba.stats import KindMeter, PathMeter, RecentRate, readable
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -25,21 +25,9 @@ from ds_tba.storage.swap_file import SwapFile, repair_of
 logger = logging.getLogger(__name__)
 
 LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, and may warn of a slow drive then
-AGAIN_S = 0.01  # between two tries of a lane to tell of a failure, in which memory may come back
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
-
-
-class Task(NamedTuple):
-    """The work of a lane.
-
-    Attributes:
-        run: does it with the lane's handle. It answers for the failures of the drive by itself.
-        fail: called with the handle and what ``run`` has raised, so that nobody waits for the work; may be repeated.
-    """
-
-    run: Callable[[IoHandle], None]
-    fail: Callable[[IoHandle, BaseException], None]
+Task: TypeAlias = Callable[[IoHandle], None]  # the work of a lane, with its handle; it raises nothing
 
 
 class LaneGroup:
@@ -63,8 +51,7 @@ class LaneGroup:
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
         for handle in self.handles:
-            # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
-            thread = threading.Thread(target=self._run, args=(handle, accelerator), name=name, daemon=True)
+            thread = new_thread(accelerator, partial(self._run, handle), name)
             # First: a signal handler may raise while start() waits for the thread, which then runs, and has to end.
             self._threads.append(thread)
             try:
@@ -98,26 +85,17 @@ class LaneGroup:
         self._forget()
         return True
 
-    def _run(self, handle: IoHandle, accelerator: Accelerator) -> None:
-        with suppress(Exception):  # a device that is broken keeps no lane from its work, nor from its end
-            accelerator.enter_thread()  # left on the first device, it would open a context there (half a GiB)
+    def _run(self, handle: IoHandle) -> None:
         while self._serve(handle):
             pass
 
     def _serve(self, handle: IoHandle) -> bool:
         """Wait for a task and do it; False once there is none and the lane is to end."""
-        task = None
-        try:
-            self._wakes.get()
-            task = self._next()
-            if task is None:  # woken to end, or for a task that another lane has taken
-                return not self._is_stopping
-            task.run(handle)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the task would wait for ever
-            if task is None:
-                self._wakes.put(None)  # the one that it may have taken
-            else:
-                _tell(task, handle, error)
+        self._wakes.get()
+        task = self._next()
+        if task is None:  # woken to end, or for a task whose queuing was interrupted
+            return not self._is_stopping
+        task(handle)
         return True
 
     def _next(self) -> Task | None:
@@ -127,15 +105,6 @@ class LaneGroup:
             except queue.Empty:
                 continue
         return None
-
-
-def _tell(task: Task, handle: IoHandle, error: BaseException) -> None:
-    """Have a task say that it failed, until there is memory enough for that."""
-    while True:
-        try:
-            return task.fail(handle, error)
-        except MemoryError:
-            time.sleep(AGAIN_S)
 
 
 class SwapPath:
@@ -157,7 +126,7 @@ class SwapPath:
         self.meter = PathMeter(write_lanes, read_lanes)
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
-        self.full = self._is_limit_said = False
+        self.full = False  # said once
 
     def open(self, least_bytes: int) -> None:
         """Take the first disk space again, if it was given back. No extent is in use.
@@ -214,9 +183,8 @@ class SwapPath:
         """Return whether the file may grow by so many bytes; say once that its limit keeps it from that."""
         if self.full or self.failure is not None:
             return False
-        has_room = self.file.size_bytes + nbytes <= self.file.limit_bytes
-        if not has_room and not self._is_limit_said:
-            self._is_limit_said = True
+        self.full = self.file.size_bytes + nbytes > self.file.limit_bytes
+        if self.full:
             logger.warning(
                 "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
                 "io.swap_file_bytes to what one step saves, or, where it is not set, free space there: then the limit "
@@ -224,7 +192,7 @@ class SwapPath:
                 self.file.directory,
                 readable(self.file.limit_bytes),
             )
-        return has_room
+        return not self.full
 
     def grow(self, nbytes: int) -> None:
         """Have the file grow by so many bytes at least, or be full. Without the lock: the drive may hang in it."""

@@ -7,17 +7,18 @@ all paths, and its copies, writes and reads overlap with each other. Does not kn
 [Note: Degrading] A failed write leaves the bytes in their slot of staging until backward has had them; its path takes
 no more tensors. DeepSpeed's op reports no failed write: the checksum finds it at the read. A failed read is tried once
 more and then raises: those bytes are gone, and the path goes on. Memory that runs out in a transfer fails it as the
-drive would. Whatever else fails in a lane loses the bytes of its part by name, or backward would wait for ever.
+drive would. Whatever else fails in a lane loses the bytes of its part by name, or backward would wait for ever; its
+path takes no more tensors, and a slot that the lane used stays taken until the store is closed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -29,7 +30,7 @@ from ds_tba.stats import Kind, StoreStats
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import StateMachine, Store, Ticket
 from ds_tba.storage.integrity import Piece, PieceIo
-from ds_tba.storage.path import AHEAD, SwapPath, Task
+from ds_tba.storage.path import AHEAD, SwapPath
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
 
@@ -44,16 +45,14 @@ class PartState(Enum):
     READING = "read under way"
     LOADED = "in staging, beside it, or on the device, and in the swap file"
     RESCUED = "in staging, because a write failed"
-    LOST = "nowhere"
     ABANDONED = "given up while a lane uses its memory"
     RELEASED = "given up"
 
 
 _S = PartState
 BEFORE_WRITTEN = frozenset({_S.QUEUED, _S.WRITING})
-OVER = frozenset({_S.LOADED, _S.RESCUED, _S.LOST})  # nothing more will come: it is in memory, or lost
+OVER = frozenset({_S.LOADED, _S.RESCUED})  # nothing more will come: it is in memory
 GIVEN_UP = frozenset({_S.RELEASED, _S.ABANDONED})
-UNDER_WAY = BEFORE_WRITTEN | {_S.READ_QUEUED, _S.READING, _S.ABANDONED}  # a lane has it, or is to have it
 
 
 class Part(StateMachine):
@@ -68,27 +67,24 @@ class Part(StateMachine):
         start: offset of its bytes in the storage.
         pieces: the places in the file of what is stored, once it is written.
         copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
-        handle: of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
         host: memory outside of staging, of a read for which there was no slot.
-        error: the reason why its bytes are LOST.
+        error: the reason why its bytes are lost, whatever its state is.
     """
 
     __slots__ = (
-        "arrival", "copy", "error", "extent", "handle", "host", "nbytes", "path", "pieces", "slot", "start", "state",
-        "uses",
+        "arrival", "copy", "error", "extent", "host", "nbytes", "path", "pieces", "slot", "start", "state", "uses",
     )  # fmt: skip
 
     noun = "a part of a storage"
     moves: ClassVar[Mapping[PartState, tuple[PartState, ...]]] = {
-        _S.QUEUED: (_S.WRITING, _S.LOST, _S.RELEASED),
-        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.LOST, _S.ABANDONED),
+        _S.QUEUED: (_S.WRITING, _S.RELEASED),
+        _S.WRITING: (_S.STORED, _S.LOADED, _S.RESCUED, _S.ABANDONED),
         _S.STORED: (_S.READ_QUEUED, _S.RELEASED),
-        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.LOST, _S.RELEASED),
-        _S.READING: (_S.LOADED, _S.LOST, _S.ABANDONED),
+        _S.READ_QUEUED: (_S.READING, _S.STORED, _S.RELEASED),
+        _S.READING: (_S.LOADED, _S.STORED, _S.ABANDONED),
         _S.LOADED: (_S.STORED, _S.RELEASED),
         _S.RESCUED: (_S.RELEASED,),
-        _S.LOST: (_S.RELEASED,),
         _S.ABANDONED: (_S.RELEASED,),
         _S.RELEASED: (),
     }
@@ -103,7 +99,6 @@ class Part(StateMachine):
         self.pieces: tuple[Piece, ...] = ()
         self.copy: PendingCopy | None = None
         self.uses: list[Event] = []
-        self.handle: IoHandle | None = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
@@ -148,6 +143,9 @@ class SwapTicket(Ticket):
     def is_given_up(self) -> bool:
         """True if nobody may ask for its bytes any more."""
         return any(part.state in GIVEN_UP and part.arrival is None for part in self.parts)
+
+
+Work: TypeAlias = Callable[[SwapTicket, Part, IoHandle], None]
 
 
 class Ahead(Enum):
@@ -267,6 +265,7 @@ class SwapSpace:
             part
             for part in parts
             if part.arrival is None
+            and part.error is None
             and part not in self.read_ahead
             and (part.state is _S.STORED or part.state in BEFORE_WRITTEN)
         ]
@@ -309,10 +308,8 @@ class SwapSpace:
         """Queue the copy of a part that is in host memory to its place on the device."""
         if part.host is not None:
             return self.ring.copies.into(part.host, place)
-        # After the copies into the slot, or bytes that the device has not written yet would be handed over.
-        arrival = self.ring.copies.into(
-            self.ring.view(part.slot), place, after=[part.copy] if part.copy is not None else []
-        )
+        # After the copy into the slot, or bytes that the device has not written yet would be handed over.
+        arrival = self.ring.copies.into(self.ring.view(part.slot), place, part.copy)
         part.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
         return arrival
 
@@ -364,26 +361,42 @@ class SwapSpace:
 
     def queue_write(self, ticket: SwapTicket, part: Part) -> None:
         """Have a lane write a part that is in its slot, or about to be copied there."""
-        part.path.writes.put(Task(partial(self._write, ticket, part), partial(self._lose, part)))
+        part.path.writes.put(partial(self._work, self._write, ticket, part))
 
     def queue_read(self, ticket: SwapTicket, part: Part, priority: int = AHEAD) -> None:
         """Have a lane read a part that waits for that; by which of several tasks is nothing to whoever waits."""
-        part.path.reads.put(Task(partial(self._read, ticket, part), partial(self._lose, part)), priority)
+        part.path.reads.put(partial(self._work, self._read, ticket, part), priority)
+
+    def _work(self, work: Work, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
+        """Work on a part in a lane; give its bytes up by name if that fails, and not because of the drive."""
+        try:
+            work(ticket, part, handle)
+        except BaseException as error:  # noqa: BLE001 - whoever waits for the part would wait for ever
+            with self.changed:
+                if part.state is not _S.STORED and part.state not in OVER:  # else they are in the file, or in memory
+                    part.error = ActivationLostError(
+                        f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error})."
+                        " Resume from the last checkpoint."
+                    )
+                self.writes.discard(part)
+                self.read_ahead.end(part)
+                self.changed.notify_all()
+            part.path.fail(error)
 
     def _write(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
         """Write a queued part, unless its write was cancelled; its bytes stay in staging if they cannot be written."""
         path, failure, transfer = part.path, None, None
-        with self.ring.lane_stream():
-            lost = _wait_for_copy(part)
-            with self.changed:
-                if part.state is not _S.QUEUED:
-                    return
-                part.move(_S.WRITING)
-                part.handle = handle
-                if lost is None and path.failure is None:  # else it would fail anew, after the kernel's own tries
-                    transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
-            if transfer is not None:
-                failure = self._write_staged(ticket, part, handle)
+        copy = part.copy  # once: another thread may give the part up
+        if copy is not None:
+            copy.wait()  # else other bytes would be written
+        with self.changed:
+            if part.state is not _S.QUEUED:
+                return
+            part.move(_S.WRITING)
+            if path.failure is None:  # else it would fail anew, after the kernel's own tries
+                transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
+        if transfer is not None:
+            failure = self._write_staged(ticket, part, handle)
         with self.changed:
             if transfer is not None:
                 path.meter.stop(transfer, moved=failure is None, drive_bytes=part.stored_bytes)
@@ -391,7 +404,7 @@ class SwapSpace:
             if part.pieces:
                 self._end_write(part)
             else:
-                self._end_failed_write(ticket, part, failure, lost)
+                self._end_failed_write(ticket, part, failure)
             self.settle_copies()
             self.changed.notify_all()
 
@@ -412,21 +425,15 @@ class SwapSpace:
         part.path.tensor_bytes += part.extent.nbytes
         part.path.stored_bytes += part.stored_bytes
 
-    def _end_failed_write(
-        self, ticket: SwapTicket, part: Part, failure: Exception | None, lost: ActivationLostError | None
-    ) -> None:
-        """Keep bytes in their slot that could not be written, unless they never came there."""
+    def _end_failed_write(self, ticket: SwapTicket, part: Part, failure: Exception | None) -> None:
+        """Keep bytes in their slot that could not be written."""
         self.read_ahead.end(part)
-        part.error = lost
         if failure is not None:
             part.path.fail(failure)
         is_first = not any(one.state is _S.RESCUED for one in ticket.parts)
-        is_wanted = self._end_work(part, _S.RESCUED if lost is None else _S.LOST)
-        if lost is None:
-            self.stats.rescued_storages += is_wanted and is_first
-            self.stats.rescued_bytes += part.nbytes
-        elif not is_wanted and ticket.is_taken:
-            self.stats.cancelled_bytes += part.nbytes
+        is_wanted = self._end_work(part, _S.RESCUED)
+        self.stats.rescued_storages += is_wanted and is_first
+        self.stats.rescued_bytes += part.nbytes
 
     def _read(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
         """Read a part into its slot, or beside staging, unless that was cancelled or done by an urgent request."""
@@ -434,25 +441,23 @@ class SwapSpace:
             if part.state is not _S.READ_QUEUED:
                 return
             part.move(_S.READING)
-            part.handle = handle
             transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
-        with self.ring.lane_stream():
-            target = part.host if part.host is not None else self.ring.view(part.slot)
-            error = self.io.read_all(handle, part.pieces, target, part.place)
-            with self.changed:  # before the copy onto the device, which is not the drive's time
-                part.path.meter.stop(transfer, moved=error is None, drive_bytes=part.stored_bytes)
-                place = ticket.place_of(part) if part.state not in GIVEN_UP else None
-            # Memory beside staging is left to whoever waits for it, who frees it when the copy is done.
-            if error is None and place is not None and part.host is None:
-                with suppress(RuntimeError, MemoryError):  # else backward copies it when it wants it
-                    part.arrival = self.copy_in(part, place)
-            # Else this frame would hold the memory until the lane runs again, and backward may be done with it before.
-            place = None
+        target = part.host if part.host is not None else self.ring.view(part.slot)
+        error = self.io.read_all(handle, part.pieces, target, part.place)
+        with self.changed:  # before the copy onto the device, which is not the drive's time
+            part.path.meter.stop(transfer, moved=error is None, drive_bytes=part.stored_bytes)
+            place = ticket.place_of(part) if part.state not in GIVEN_UP else None
+        # Memory beside staging is left to whoever waits for it, who frees it when the copy is done.
+        if error is None and place is not None and part.host is None:
+            with suppress(RuntimeError, MemoryError):  # else backward copies it when it wants it
+                part.arrival = self.copy_in(part, place)
+        # Else this frame would hold the memory until the lane runs again, and backward may be done with it before.
+        place = None
         with self.changed:
             part.error = error
             if error is not None:
                 self.read_ahead.end(part)
-            self._end_work(part, _S.LOADED if error is None else _S.LOST)
+            self._end_work(part, _S.LOADED if error is None else _S.STORED)
             if error is not None or part.arrival is not None:
                 part.host = None
                 self.free_slot(part)
@@ -460,38 +465,11 @@ class SwapSpace:
             self.settle_copies()
             self.changed.notify_all()
 
-    def _lose(self, part: Part, handle: IoHandle, error: BaseException) -> None:
-        """Give the bytes of a part up by name, because a lane failed at it, and not the drive. May be called twice."""
-        with self.changed:
-            # Else another lane has it, or nobody waits for it. Memory may have run out before it was noted who has it.
-            if part.state in UNDER_WAY and part.handle in (None, handle):
-                self.writes.discard(part)
-                self.read_ahead.end(part)
-                part.error = ActivationLostError(
-                    f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error}). "
-                    "Resume from the last checkpoint."
-                )
-                self._end_work(part, _S.LOST)
-                self.changed.notify_all()
-            part.path.fail(error)
-
     def _end_work(self, part: Part, state: PartState) -> bool:
         """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
-        part.handle = None
         if part.state is _S.ABANDONED:
             self.drop_arrival(part)
             self.give_up(part)
             return False
         part.move(state)
         return True
-
-
-def _wait_for_copy(part: Part) -> ActivationLostError | None:
-    """Wait until a part's bytes are in staging; return the error of a copy that failed."""
-    copy = part.copy  # once: another thread may give the part up
-    try:
-        if copy is not None:
-            copy.wait()  # else other bytes would be written
-    except Exception as error:  # noqa: BLE001 - whatever it is, staging does not hold the bytes
-        return ActivationLostError(f"an activation could not leave the device: {error}")
-    return None

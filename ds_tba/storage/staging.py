@@ -1,14 +1,10 @@
 """What lies between device memory and files? The staging ring.
 
 Staging is host memory, or device memory for a backend that reaches files from there (``IoBackend.stages_on_device``):
-then every copy stays on the device, and the other device work of a lane runs in a stream of its own
-(:meth:`StagingRing.lane_stream`). Does not know files, tickets or autograd.
+then every copy stays on the device. Does not know files, tickets or autograd.
 """
 
 from __future__ import annotations
-
-import threading
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -104,7 +100,6 @@ class StagingRing:
         self._memory: torch.Tensor | None = None
         if self._is_pinned:
             _check_page(accelerator.pinned(PAGE_BYTES))  # now, not in the middle of the first forward
-        self._streams = threading.local()
 
     def view(self, slot: Span | None) -> torch.Tensor:
         """Return the bytes of a slot (uint8, 1-D, aligned).
@@ -124,21 +119,6 @@ class StagingRing:
         # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
         wait_for_stream(self.accelerator)
         return memory
-
-    def lane_stream(self) -> AbstractContextManager[object]:
-        """Return the context for a lane's work on the device (checksums): a stream of the calling thread.
-
-        A lane's thread starts with the default stream, where its kernels would stand behind all that the training
-        thread has queued.
-        """
-        if not self._on_device:
-            return nullcontext()
-        if not hasattr(self._streams, "own"):
-            try:
-                self._streams.own = self.accelerator.new_stream()
-            except RuntimeError:  # a lane must survive anything; without a stream it is only slower
-                return nullcontext()
-        return self.accelerator.on(self._streams.own)
 
     def open(self) -> None:
         """Take the memory, unless it is taken.

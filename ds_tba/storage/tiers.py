@@ -196,11 +196,11 @@ class Tiers:
         """Return words for host memory and its bound."""
         return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank"
 
-    def give_back(self) -> bool:
-        """Give lanes, staging, disk space and host memory back until the next save; False where something is in use."""
-        given = [store.give_back() for store in self.by_placement.values()]
+    def give_back(self) -> None:
+        """Give lanes, staging, disk space and host memory back until the next save, where nothing of them is in use."""
+        for store in self.by_placement.values():
+            store.give_back()
         self._accelerator.give_pinned_back()
-        return all(given)
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
@@ -241,10 +241,7 @@ class Tiers:
             lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
             buffers = 0 if codec is None else lanes.of(len(files))
             ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes, buffers)
-            undo.callback(ring.close)
-            backend, integrity = self.selection.backend, config.io.integrity
-            store = NvmeStore(files, backend, ring, lanes, integrity, codec)
-            undo.callback(store.close)
+            store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity, codec)
             undo.pop_all()
         return store
 

@@ -22,10 +22,10 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator as module
 from ds_tba.device.accelerator import (
     ANSWERS_BYTES,
+    Accelerator,
     CudaAccelerator,
     DeviceAccelerator,
     PinnedAnswers,
-    adapted,
     new_thread,
 )
 from ds_tba.device.copies import Copies
@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 
 class Api:
-    """DeepSpeed's accelerator."""
+    """DeepSpeed's accelerator, and torch's module for its devices."""
 
     def __init__(self, name: str = "cuda") -> None:
         self._name = name
@@ -70,12 +70,20 @@ class Api:
     def stream(self, stream: Any) -> Any:
         return nullcontext()
 
-    def pin_memory(self, tensor: Tensor) -> Tensor:
-        raise AssertionError("with DS_PIN_MEMORY_BACKEND=native this is not registered with CUDA")
+
+def adapted(api: Api) -> Accelerator:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda kind: api)
+        return module.adapted(api)
 
 
-def test_other_devices_are_as_deepspeed_has_them() -> None:
+def test_other_devices_are_as_torch_has_them() -> None:
     assert type(adapted(Api("xpu"))) is DeviceAccelerator and type(adapted(Api())) is CudaAccelerator
+
+
+def test_torch_has_every_name_that_is_asked() -> None:
+    asked = {name for name in vars(module.DeviceModule) if not name.startswith("_")}
+    assert "memory_stats" in asked and not {name for name in asked if not hasattr(torch.cuda, name)}
 
 
 def test_threads_of_ours_spoil_no_capture_of_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ def test_each_lane_computes_in_a_stream_of_its_own(make_store: StoreFactory) -> 
     copies = (store.ring.copies._out_stream, store.ring.copies._in_stream)
     for _ in range(2):
         store.get(stored(store, noise(MIB)), CPU)
-    write, read, *again = [stream for stream in accelerator.entered if stream not in copies]
-    assert write is not read and again == [write, read]
+    write, read = [stream for stream in accelerator.entered if stream not in copies]
+    assert write is not read
 
 
 def test_a_lane_survives_a_device_without_streams(make_store: StoreFactory) -> None:

@@ -183,7 +183,7 @@ def test_bytes_that_cannot_be_read_back_raise_with_the_place(make_store: StoreFa
     for _ in range(2):
         with pytest.raises(ActivationLostError, match=r"offset 0, 1048576 bytes.*Input/output error.*checkpoint"):
             store.get(ticket, CPU)
-        assert part_of(ticket).state is PartState.LOST
+        assert part_of(ticket).error is not None
     store.release(ticket)
     nothing_is_held(store)
 
@@ -430,8 +430,8 @@ def test_a_device_that_fails_for_good_leaves_nothing_taken(
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal"):
-        patch.setattr(copies, "out", fails)
-        patch.setattr(copies, "drain", fails)
+        patch.setattr(device, "copy", fails)
+        patch.setattr(copies._out_stream, "synchronize", fails)
         store.put(noise(MIB // 2), wait=True)
     if isinstance(store, NvmeStore):
         store.settle()

@@ -13,14 +13,10 @@ from conftest import Alarm, AlarmError
 
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.path import LaneGroup, Task
+from ds_tba.storage.path import LaneGroup
 
 # Python ignores what comes in a finalizer of its own, such as that of a thread in ``threading``'s set of them.
 ignored_in_finalizers = pytest.mark.filterwarnings("ignore:(?s).*AlarmError:pytest.PytestUnraisableExceptionWarning")
-
-
-def never(_handle: object, error: BaseException) -> None:
-    raise AssertionError from error
 
 
 @ignored_in_finalizers
@@ -31,7 +27,7 @@ def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None
         """In a function: what a handler raises in a loop passes the ``with`` around that loop in Python 3.13.0."""
         alarm(seconds)
         while not alarm.has_come:
-            lanes.put(Task(lambda _: None, never))
+            lanes.put(lambda _: None)
 
     with (tmp_path / "file").open("wb") as file:
         lanes.handles.append(PosixBackend().open_handle(file.fileno()))
@@ -40,7 +36,7 @@ def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None
             for number in range(1000):
                 with suppress(AlarmError):
                     put_until_it_comes(20e-6 + number % 50 * 1e-6)
-                lanes.put(Task(lambda _, number=number: done.put(number), never))
+                lanes.put(lambda _, number=number: done.put(number))
                 assert done.get(timeout=10) == number, f"after {number + 1} interrupts"
         finally:
             lanes.stop()
