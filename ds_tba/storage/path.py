@@ -126,7 +126,7 @@ class SwapPath:
         self.meter = PathMeter(write_lanes, read_lanes)
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
-        self.full = False  # said once
+        self.full = self._is_limit_said = False
 
     def open(self, least_bytes: int) -> None:
         """Take the first disk space again, if it was given back. No extent is in use.
@@ -183,8 +183,9 @@ class SwapPath:
         """Return whether the file may grow by so many bytes; say once that its limit keeps it from that."""
         if self.full or self.failure is not None:
             return False
-        self.full = self.file.size_bytes + nbytes > self.file.limit_bytes
-        if self.full:
+        has_room = self.file.size_bytes + nbytes <= self.file.limit_bytes
+        if not has_room and not self._is_limit_said:
+            self._is_limit_said = True
             logger.warning(
                 "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
                 "io.swap_file_bytes to what one step saves, or, where it is not set, free space there: then the limit "
@@ -192,7 +193,7 @@ class SwapPath:
                 self.file.directory,
                 readable(self.file.limit_bytes),
             )
-        return not self.full
+        return has_room
 
     def grow(self, nbytes: int) -> None:
         """Have the file grow by so many bytes at least, or be full. Without the lock: the drive may hang in it."""
