@@ -343,6 +343,13 @@ def versions(*more: str) -> str:
 
 
 @pytest.fixture
+def all_tests(request: pytest.FixtureRequest) -> None:
+    """Skip a test of a table's rows where not all tests were collected."""
+    if any(Path(argument).resolve() != Path(__file__).parent for argument in request.config.args):
+        pytest.skip("only a part of the tests was collected")
+
+
+@pytest.fixture
 def user_sees(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Tell what the user reads when the fault of this test strikes."""
     return lambda message: request.config.stash[TABLE].see(request.node, message)

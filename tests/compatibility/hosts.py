@@ -1,8 +1,9 @@
-"""Two hosts on one machine: network namespaces with a wire between them, each with a node's launcher of DeepSpeed."""
+"""Two hosts on one machine: network namespaces with a wire between them."""
 
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
 import signal
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import ranks as of_ranks
 from support.runs import Result, environment
 
 WIRE, PORT = "wire0", 29500  # nobody else is in these namespaces
 TIMEOUT_S = 240.0
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
 @contextmanager
@@ -86,14 +89,8 @@ def started(
     script: Path,
     *arguments: str,
     ranks: int = 1,
-    own: Sequence[Mapping[str, str]] = ({}, {}),
-    **variables: str,
 ) -> Iterator[Job]:
-    """Start what ``deepspeed --hostfile`` starts on each of the hosts, so many ranks on each.
-
-    Args:
-        own: variables of each host's environment, beside those of both.
-    """
+    """Start what ``deepspeed --hostfile`` starts on each of the hosts, so many ranks on each."""
     path = directory / "ds_config.json"
     path.write_text(json.dumps(config))
     world = base64.urlsafe_b64encode(json.dumps({host: list(range(ranks)) for host in hosts}).encode()).decode()
@@ -107,16 +104,40 @@ def started(
                 str(script), "--deepspeed_config", str(path), *arguments,
             ]  # fmt: skip
             output = stack.enter_context(outputs[index].open("w"))
-            variables_here = environment(GLOO_SOCKET_IFNAME=WIRE, **variables, **own[index])
-            node = subprocess.Popen(command, env=variables_here, stdout=output, stderr=output, cwd=directory, text=True)
+            variables = environment(GLOO_SOCKET_IFNAME=WIRE)
+            node = subprocess.Popen(command, env=variables, stdout=output, stderr=output, cwd=directory, text=True)
             stack.callback(node.wait)
             stack.callback(node.terminate)  # the launcher ends its ranks
             nodes.append(node)
         yield Job(hosts, nodes, outputs)
 
 
-def launch(*arguments: Any, **options: Any) -> Result:
-    """Run what :func:`started` starts to its end; return the output of both hosts."""
-    with started(*arguments, **options) as job:
-        statuses = [job.status(host) for host in range(2)]
-        return Result(max(map(abs, statuses)), "\n".join(job.output(host) for host in range(2)))
+def run(
+    hosts: tuple[str, str],
+    config: dict[str, Any],
+    directory: Path,
+    script: Path,
+    *arguments: str,
+    ranks: int,
+    own: Sequence[Mapping[str, str]],
+    **variables: str,
+) -> Result:
+    """Run a script to its end on both hosts, so many ranks on each, which are forked: no launcher imports DeepSpeed."""
+    path = directory / "ds_config.json"
+    path.write_text(json.dumps(config))
+    codes, outputs = of_ranks.fork(
+        _rank, hosts, own, str(script), "--deepspeed_config", str(path), *arguments, directory=directory,
+        ranks=2 * ranks, timeout_s=TIMEOUT_S, **variables,
+    )  # fmt: skip
+    return Result(max(map(abs, codes)), "\n".join(outputs))
+
+
+def _rank(hosts: tuple[str, str], own: Sequence[Mapping[str, str]], script: str, *arguments: str) -> None:
+    """Move to the host of this rank, and train as its launcher would have it."""
+    host, local_rank = divmod(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2)
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(int(os.environ["WORLD_SIZE"]) // 2)}
+    os.environ |= {"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": WIRE, **own[host]}
+    with Path("/run/netns", hosts[host]).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot move to {hosts[host]}")
+    of_ranks.launched(script, *arguments)

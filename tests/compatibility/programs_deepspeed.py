@@ -28,30 +28,6 @@ EXPERTS = 4
 Call = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Block(nn.Module):
-    """Attention and an MLP, with dropout after each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = self.new_mlp()
-        self.drop = nn.Dropout(0.1)
-
-    def new_mlp(self) -> nn.Module:
-        return MLP()
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend over tensors of (batch, length, heads, width of a head)."""
-        heads = [each.transpose(1, 2) for each in (query, key, value)]
-        return nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        x = x + self.drop(self.out(self.attend(query, key, value).flatten(2)))
-        return x + self.drop(self.mlp(self.norm2(x)))
-
-
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -63,6 +39,31 @@ class MLP(nn.Module):
     @staticmethod
     def forward_of(mlp: Any, x: Tensor) -> Tensor:
         return mlp.down(nn.functional.gelu(mlp.up(x)))
+
+
+class Block(nn.Module):
+    """Attention and an MLP, with dropout after each.
+
+    Args:
+        mlp: makes the MLP.
+    """
+
+    def __init__(self, mlp: Callable[[], nn.Module] = MLP) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = mlp()
+        self.drop = nn.Dropout(0.1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend over tensors of (batch, length, heads, width of a head)."""
+        heads = [each.transpose(1, 2) for each in (query, key, value)]
+        return nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        x = x + self.drop(self.out(self.attend(query, key, value).flatten(2)))
+        return x + self.drop(self.mlp(self.norm2(x)))
 
 
 class Net(nn.Module):
@@ -256,14 +257,9 @@ def trained_from_zero_init(config: dict[str, Any], steps: int = 5) -> dict[str, 
     return ended(engine, losses)
 
 
-class RoutedBlock(Block):
-    """Its MLP is another for each token, so that which weights a rank needs changes from step to step."""
-
-    def new_mlp(self) -> nn.Module:
-        return Routed()
-
-
 class Routed(nn.Module):
+    """Another MLP for each token, so that which weights a rank needs changes from step to step."""
+
     def __init__(self) -> None:
         super().__init__()
         self.choice, self.experts = nn.Linear(WIDTH, EXPERTS), nn.ModuleList(MLP() for _ in range(EXPERTS))
@@ -283,7 +279,7 @@ def with_leaf_modules(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     """ZeRO-3 gathers all experts of a layer at once, whichever are used."""
 
     def build() -> nn.Module:
-        model = Net(RoutedBlock)
+        model = Net(partial(Block, Routed))
         deepspeed.utils.set_z3_leaf_modules(model, [Routed])
         return model
 
@@ -291,52 +287,34 @@ def with_leaf_modules(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))
 
 
-class FrozenNorms(Net):
+def trained_but_for_norms(config: dict[str, Any], steps: int) -> dict[str, Any]:
     """ZeRO-3 gathers frozen parameters for each use, also where a block runs again."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        for name, parameter in self.named_parameters():
+    def build() -> nn.Module:
+        model = Net()
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_("norm" not in name)
+        return model
 
-
-def trained_but_for_norms(config: dict[str, Any], steps: int) -> dict[str, Any]:
-    engine = started(config, FrozenNorms)
+    engine = started(config, build)
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))
 
 
 # ---- checkpointing --------------------------------------------------------------------------------------------------
 
 
-def torch_checkpoint(reentrant: bool, block: nn.Module, x: Tensor) -> Tensor:
-    return checkpoint(block, x, use_reentrant=reentrant)
-
-
-def selective_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    """Matrix products are saved, the rest is made again.
-
-    Under ZeRO-3 only without ``memory_efficient_linear``: that adds a bias in place to what the policy has saved, and
-    PyTorch does not notice. Backward then adds it twice: without us, and with us where PyTorch hands us nothing.
-    """
-    ops = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
-    contexts = partial(create_selective_checkpoint_contexts, ops)
-    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-
-
-def deepspeed_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    return deepspeed.checkpointing.checkpoint(block, x)
-
-
-def deepspeed_non_reentrant_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
-    return deepspeed.checkpointing.non_reentrant_checkpoint(block, x)
-
-
+# Matrix products are saved, the rest is made again. Under ZeRO-3 only without ``memory_efficient_linear``: that adds a
+# bias in place to what the policy has saved, and PyTorch does not notice. Backward then adds it twice: without us, and
+# with us where PyTorch hands us nothing.
+SAVED_OPS = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
 CALLS: dict[str, Call] = {
-    "torch, reentrant": partial(torch_checkpoint, True),
-    "torch, non-reentrant": partial(torch_checkpoint, False),
-    "selective": selective_checkpoint,
-    "deepspeed": deepspeed_checkpoint,
-    "deepspeed, non-reentrant": deepspeed_non_reentrant_checkpoint,
+    "torch, reentrant": partial(checkpoint, use_reentrant=True),
+    "torch, non-reentrant": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, SAVED_OPS)
+    ),
+    "deepspeed": deepspeed.checkpointing.checkpoint,
+    "deepspeed, non-reentrant": deepspeed.checkpointing.non_reentrant_checkpoint,
 }
 
 
@@ -400,14 +378,9 @@ def resumed(config: dict[str, Any], source: Path, tag: str = "saved", steps: int
 # ---- long sequences -------------------------------------------------------------------------------------------------
 
 
-class TiledBlock(Block):
-    """Its MLP runs in tiles of the sequence, and again in backward."""
-
-    def new_mlp(self) -> nn.Module:
-        return TiledMlp()
-
-
 class TiledMlp(MLP):
+    """Runs in tiles of the sequence, and again in backward."""
+
     def forward(self, x: Tensor) -> Tensor:
         return TiledMLP.apply(MLP.forward_of, self, x, 4, list(self.parameters()))
 
@@ -424,7 +397,7 @@ class TiledLoss(Net):
 
 
 TILED: dict[str, Callable[[], nn.Module]] = {
-    "TiledMLP": partial(Net, TiledBlock),
+    "TiledMLP": partial(Net, partial(Block, TiledMlp)),
     "TiledFusedLogitsLoss": TiledLoss,
 }
 
@@ -460,14 +433,9 @@ def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str,
 # ---- experts and tensor parallelism ---------------------------------------------------------------------------------
 
 
-class ExpertBlock(Block):
-    """Its MLP is one of several experts, which the ranks share out among them."""
-
-    def new_mlp(self) -> nn.Module:
-        return Experts()
-
-
 class Experts(nn.Module):
+    """One of several experts, which the ranks share out among them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.moe = MoE(WIDTH, MLP(), EXPERTS, ep_size=distributed.get_world_size(), k=2, capacity_factor=1.5)
@@ -480,7 +448,7 @@ def with_experts(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """DeepSpeed's own mixture of experts."""
     deepspeed.init_distributed()
     torch.manual_seed(0)
-    model = Net(ExpertBlock)
+    model = Net(partial(Block, Experts))
     groups = split_params_into_different_moe_groups_for_optimizer(
         {"params": list(model.parameters()), "name": "parameters"}
     )

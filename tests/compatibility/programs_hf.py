@@ -268,8 +268,8 @@ def config_of(stage: int) -> dict[str, Any]:
     return {**AUTO, "zero_optimization": {"stage": stage}}
 
 
-def checkpointing(reentrant: bool) -> dict[str, Any]:
-    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+def checkpointing(reentrant: bool, **more: Any) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant, **more}}
 
 
 FINE: dict[str, Any] = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_grad_norm": 0.1}

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing import offload_activations
 from models import MODELS
 from programs_deepspeed import Block, Net, ended, started, texts, train_on
-from programs_hf import dpo, sft, trainer
+from programs_hf import checkpointing, dpo, sft, trainer
 from torch import Tensor, nn
 
 
@@ -20,13 +20,7 @@ def with_transformers_offload(config: dict[str, Any], **more: Any) -> dict[str, 
 
     if not torch.cuda.is_available():
         modeling_utils.save_on_cpu = lambda **_: torch.autograd.graph.save_on_cpu()
-    return trainer(config, **checkpointing(offload=True, **more))
-
-
-def checkpointing(**more: Any) -> dict[str, Any]:
-    """Return the arguments of Transformers' trainers."""
-    kwargs = {"use_reentrant": False, **more}
-    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+    return trainer(config, **checkpointing(False, offload=True, **more))
 
 
 def with_trl_offload(config: dict[str, Any], way: str = "sft", **more: Any) -> dict[str, Any]:

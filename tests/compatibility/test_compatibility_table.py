@@ -10,13 +10,6 @@ from support.compatibility_table import CompatibilityTable, rows_in
 
 DOCS = Path(__file__).parents[2] / "docs"
 DOCUMENTS = [("evidence/compatibility", COMPATIBILITY), ("guides/rematerialize", REMATERIALIZED)]
-TESTS = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def all_tests(request: pytest.FixtureRequest) -> None:
-    if any(Path(argument).resolve() != TESTS for argument in request.config.args):
-        pytest.skip("only a part of the tests was collected")
 
 
 @pytest.mark.usefixtures("all_tests")

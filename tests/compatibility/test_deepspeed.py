@@ -193,7 +193,7 @@ def checkpointing(
 ) -> list[Any]:
     config: dict[str, Any] = {"activation_checkpointing": settings}
     if call == "selective":
-        config["zero_optimization"] = {"memory_efficient_linear": False}  # see selective_checkpoint
+        config["zero_optimization"] = {"memory_efficient_linear": False}  # see SAVED_OPS
     return rows(name, programs.checkpointed, stages, ranks, config, decides, call=call)
 
 

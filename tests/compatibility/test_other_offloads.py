@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 from compare import PLANNED, RECOMPUTED, compare, refusal, row
 from programs_deepspeed import checkpointed, trained
-from programs_hf import config_of, trainer
+from programs_hf import checkpointing, config_of, trainer
 from programs_offloads import (
-    checkpointing,
     with_deepspeed_offload,
     with_torch_remat,
     with_transformers_offload,
@@ -43,11 +42,11 @@ class Other:
         is_trainer = self.program in (trainer, with_transformers_offload, with_trl_offload)
         config = config_of(stage) if is_trainer else plain_config(stage, train_micro_batch_size_per_gpu=2)
         if self.arguments.get("call") == "selective":
-            config["zero_optimization"]["memory_efficient_linear"] = False  # see selective_checkpoint
+            config["zero_optimization"]["memory_efficient_linear"] = False  # see SAVED_OPS
         return config
 
 
-EVERY_SECOND = checkpointing(every_n_layers=2)
+EVERY_SECOND = checkpointing(False, every_n_layers=2)
 OTHERS = [
     Other("transformers: every_n_layers, nvme", trainer, EVERY_SECOND),
     Other("transformers: every_n_layers, adaptive", trainer, EVERY_SECOND, PLANNED, (2,)),
@@ -85,4 +84,4 @@ def test_other(other: Other, stage: int, tmp_path: Path, row_says: Callable[[str
 def test_deepcompile(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     config = plain_config(3, train_micro_batch_size_per_gpu=2)
     config["compile"] = {"deepcompile": True, "offload_activation": True}
-    row_says(refusal(trained, config, tmp_path, "offload_activation"))
+    row_says(refusal(trained, config, tmp_path, r'offload_activation.*set "compile": {"deepcompile": false}'))

@@ -56,7 +56,7 @@ def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     with hosts.two_hosts() as pair:
         ours = with_block(config, tmp_path, **block)
         rates = "1000e6,1000e6,100e6,100e6"
-        found = hosts.launch(pair, ours, tmp_path, script, *arguments, ranks=2, own=own, DRIVES_BYTES_PER_S=rates)
+        found = hosts.run(pair, ours, tmp_path, script, *arguments, ranks=2, own=own, DRIVES_BYTES_PER_S=rates)
         assert found.returncode == 0, found.output
     assert found.outcome == together.outcome, "not as on one host, without the block"
     assert [len(lines) for lines in found.outcome] == [4 * STEPS, 4]

@@ -80,8 +80,8 @@ def test_the_block_lives_where_checkpointing_dies(
         found, shorter = (json.loads(one.read_text()) if one.exists() else None for one in files)
         return Outcome(name, codes[0], found or {}, shorter or [], outputs[0])
 
-    size = ("--width", "64", "--depth", "32", "--lora_rank", "4", "--batch", "8", "--steps", "1", "--sequence", "768")
-    size += ("--also_lengths", "384", "576")
+    size = ("--width", "64", "--depth", "32", "--lora_rank", "4", "--batch", "8", "--steps", "1", "--sequence", "512")
+    size += ("--also_lengths", "128", "256")
     limits = ("--placement", "nvme", "--staging_bytes", str(8 << 20), "--min_tensor_bytes", str(64 << 10))
     config = json.loads((runs.ROOT / "ds_configs" / "zero2_activations.json").read_text())
     config["bf16"]["enabled"] = False  # in which many processors are ten times as slow

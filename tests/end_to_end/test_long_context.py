@@ -12,7 +12,7 @@ from support import runs
 
 EXAMPLE = runs.ROOT / "examples" / "long_context.py"
 SMALL = ("--sequence", "4096", "--width", "128", "--layers", "2")
-STEPS, STEPS_TO_A_PLAN = 2, 7
+STEPS, STEPS_TO_A_PLAN = 1, 7
 pytestmark = pytest.mark.engine
 
 
@@ -46,15 +46,6 @@ def test_checkpoints_go_to_nvme(tmp_path: Path) -> None:
     # the inputs of the second layer, at least, in bf16, in each step
     assert checkpointed["report"]["offloaded_bytes"] >= STEPS * 4096 * 128 * 2
     assert "activations: at most" in output
-
-
-@pytest.mark.thorough
-def test_blocks_may_be_recomputed(tmp_path: Path) -> None:
-    plain = without_block(tmp_path, STEPS_TO_A_PLAN)
-    recomputed, _ = long_context(tmp_path, STEPS_TO_A_PLAN, "--recompute", "--budget_mib", "64")
-    assert is_equal(recomputed, plain)
-    # both layers may be; what a plan does with that is a matter of the drive
-    assert recomputed["report"]["plan"]["blocks"] == 2
 
 
 @pytest.mark.parametrize("counted", [None, 5000], ids=["by itself", "by the Trainer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,18 @@ from support import runs
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_what_filled_the_memory_is_told_and_the_error_stays(tmp_path: Path, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("phase", "start"), [("forward", runs.run), ("backward", runs.launch)], ids=["forward", "backward"]
+)
+def test_what_filled_the_memory_is_told_and_the_error_stays(
+    tmp_path: Path, phase: str, start: Callable[..., runs.Result]
+) -> None:
+    """In a process that is forked, and in one of the launcher's."""
     monitored = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}}
     config = runs.with_block(
         runs.plain_config(train_batch_size=4, **monitored), tmp_path, placement="nvme", min_tensor_bytes=4096
     )
-    result = runs.launch(config, tmp_path, "--phase", phase, script=runs.SCRIPTS / "out_of_memory.py")
+    result = start(config, tmp_path, "--phase", phase, script=runs.SCRIPTS / "out_of_memory.py")
     assert result.returncode != 0
     assert "can't allocate memory" in result.output
     told = result.output[result.output.index("memory ran out") :]

@@ -27,10 +27,12 @@ def launched(*arguments: Any, **options: Any) -> runs.Result:
     return result
 
 
-def test_every_stage_in_fp32_and_bf16_with_gradient_accumulation(tmp_path: Path) -> None:
-    result = launched(None, tmp_path, "--nvme_path", str(tmp_path), script=runs.SCRIPTS / "matrix.py", timeout_s=300)
+@pytest.mark.parametrize("half", [(), ("--others",)], ids=["one", "other"])
+def test_every_stage_in_fp32_and_bf16_with_gradient_accumulation(tmp_path: Path, half: tuple[str, ...]) -> None:
+    script = runs.SCRIPTS / "matrix.py"
+    result = launched(None, tmp_path, "--nvme_path", str(tmp_path), *half, script=script, timeout_s=300)
     lines = [line.split() for line in result.lines("MATRIX")]
-    assert len(lines) == 4 * 2 * 2, result.output
+    assert len(lines) == 4 * 2, result.output
     assert [line for line in lines if line[5] != "EQUAL" or int(line[6]) == 0] == []
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,8 @@ TESTS = runs.ROOT / "tests"
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 )
-CPU = pytest.param("cpu", marks=pytest.mark.engine)
+# On the CPU tests/update/test_pinning.py has forked workers beside pinned memory.
+CPU = pytest.param("cpu", marks=[pytest.mark.engine, pytest.mark.thorough])
 on_cuda, on_both = (pytest.mark.parametrize("kind", kinds) for kinds in ([CUDA], [CPU, CUDA]))
 BLOCKS = [{**CHUNKS, "device_share": share} for share in (0.5, 1, None)]
 
@@ -36,17 +35,11 @@ def run(kind: str, program: str, config: dict[str, Any], directory: Path, **argu
     folders = [TESTS / "gpu", TESTS / "update", TESTS, runs.ROOT / "benchmarks", runs.ROOT]
     paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": paths, "DS_ACCELERATOR": kind, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "gpu" / "gpu_updates.py"), program, str(file)],
-        env=runs.environment(**ALONE, MASTER_PORT=str(port), **variables),
-        cwd=directory,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
+    done = runs.python(
+        TESTS / "gpu" / "gpu_updates.py", program, file, cwd=directory, **ALONE, MASTER_PORT=str(port), **variables
     )
     runs.remove_shared_memory(port)
-    assert done.returncode == 0, done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())
 
 

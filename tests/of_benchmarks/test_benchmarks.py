@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from operator import itemgetter
 from pathlib import Path
@@ -25,14 +23,8 @@ def soak(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Exit status and JSON of a short soak, which leaves nothing behind but that JSON."""
     target = tmp_path / "json"
     size = ("--steps", "25", "--segment_steps", "5", "--sample_every", "5")
-    command = [sys.executable, str(runs.ROOT / "benchmarks" / "soak.py"), *size, *arguments]
-    done = subprocess.run(
-        [*command, "--nvme_path", str(tmp_path), "--json", str(target)],
-        env=runs.environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    where = ("--nvme_path", tmp_path, "--json", target)
+    done = runs.python(runs.ROOT / "benchmarks" / "soak.py", *size, *arguments, *where)
     assert target.exists(), done.stdout + done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["json"]
     return done.returncode, json.loads(target.read_text())
@@ -179,9 +171,7 @@ def test_update_time(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_update_time_says_where_there_is_no_gpu() -> None:
-    environment = runs.environment(CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, str(runs.ROOT / "benchmarks" / "update_time.py"), "--gpu"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = runs.python(runs.ROOT / "benchmarks" / "update_time.py", "--gpu", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "no CUDA device" in done.stderr and not done.stdout
 
 

@@ -325,13 +325,7 @@ def markdown_of_smoke(found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.engine
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, "--out", str(tmp_path)],
-        env=runs.environment(CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = runs.python(COMMAND[1], "--out", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "no CUDA device" in done.stderr and not list(tmp_path.iterdir())
 
 

@@ -159,7 +159,7 @@ def raced(directory: Path, kind: str, *options: str) -> dict[str, dict[str, Any]
     return points
 
 
-@pytest.mark.long
+@pytest.mark.thorough
 def test_the_curve_of_a_tiny_model(tmp_path: Path) -> None:
     points = raced(tmp_path, "curve", "--models", "GPT")
     fixed = ["plain", AGAIN.name, "keep", "recompute", "tba", "teraio", "adaptive 2%", "adaptive 10%", "adaptive 50%"]
@@ -181,7 +181,7 @@ def test_slower_drives_tiny(tmp_path: Path) -> None:
     assert list(points) == ["plain", AGAIN.name, *drives, "drive 1/10 in mid-run"]
 
 
-@pytest.mark.thorough
+@pytest.mark.long
 def test_host_memory_tiny(tmp_path: Path) -> None:
     points = raced(tmp_path, "host")
     assert list(points)[:2] == ["plain", AGAIN.name] and len(points) == 5

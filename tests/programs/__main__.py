@@ -1,6 +1,6 @@
 """Draw random programs of a kind, and check each with us and without.
 
-    PYTHONPATH=tests python -m programs KIND [--draws 300] [--seed 0] [--nvme_path DIR] [--shrink]
+    PYTHONPATH=tests python -m programs KIND [--draws 300] [--seed 0] [--nvme_path DIR]
 
 Each seed draws one program. ``trainings``: random models in random training loops, under random blocks
 (``trainings.py``); ``budgets``: trainings under ``activation_budget_bytes`` (``budgets.py``); ``cheap`` and ``mixed``:
@@ -28,7 +28,7 @@ import torch
 
 from programs.budgets import Budgets
 from programs.chains import CheapChains, MixedChains
-from programs.kind import Kind, Outcome, shown, shrink
+from programs.kind import Kind, Outcome, shown
 from programs.running import Trainings
 
 KINDS: dict[str, type[Kind[Any]]] = {
@@ -49,8 +49,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=1, help="times that each seed is drawn")
     parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="of one draw, which then counts as a hang")
     parser.add_argument("--describe", action="store_true", help="print the programs, and run none")
-    parser.add_argument("--shrink", action="store_true", help="make the program of --seed smaller as long as it fails")
-    parser.add_argument("--failure", default="", help="the kind of failure that --shrink looks for, such as difference")
     return parser.parse_args(argv)
 
 
@@ -70,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     gc.freeze()
     with tempfile.TemporaryDirectory() as own:
         kind.open(options.nvme_path or own)
-        status = _shrink(kind, options) if options.shrink else _check(kind, seeds, options)
+        status = _check(kind, seeds, options)
         kind.close()
     return status
 
@@ -89,15 +87,6 @@ def _check(kind: Kind[Any], seeds: range, options: argparse.Namespace) -> int:
             print(f"  again: PYTHONPATH=tests python -m programs {options.kind} --seed {seed} --draws 1 --repeat 5")
     print(summary(outcomes, time.monotonic() - started_s))
     return int(any(outcome.failures for _, outcome in outcomes))
-
-
-def _shrink(kind: Kind[Any], options: argparse.Namespace) -> int:
-    """Print a smaller program that fails as the seed's does; a hang stays one."""
-    program = kind.draw(options.seed)
-    kinds = {one for _ in range(options.repeat) for one in kind.check(program).kinds}
-    program = shrink(kind, program, {options.failure} if options.failure else kinds, options.repeat)
-    print(shown(program, kind.check(program)))
-    return int(bool(kinds))
 
 
 def summary(outcomes: list[tuple[int, Outcome]], elapsed_s: float) -> str:

@@ -11,25 +11,19 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from support.doubles import Warnings
-from support.stepping import end_step, forward, note_backward
+from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import Tensor, nn
 
-from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
 from ds_tba.plan.search import adaptive
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.backends.select import Selection
 from programs.kind import Failure, Kind, Outcome
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -132,7 +126,7 @@ def draw(seed: int) -> Program:
         "recompute": chance.random() < 0.3,
         "max_step_overhead": chance.choice([0.0, 0.02, 1000.0]),
         "ssd": ssd if chance.random() < 0.5 else {},
-        "io": {"staging_bytes": staging_bytes, "swap_file_bytes": 256 * MIB},
+        "io": {"backend": "posix", "staging_bytes": staging_bytes, "swap_file_bytes": 256 * MIB},
     }
     return Program(seed, parts, tuple(steps), block)
 
@@ -180,13 +174,6 @@ def train(program: Program, offloader: ActivationOffloader | None, model: Model)
     return Trained(found, peaks, [])
 
 
-@contextmanager
-def quick_start() -> Iterator[None]:
-    """Offloaders that write with ``posix``."""
-    with mock.patch("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the budgets'")):
-        yield
-
-
 def made(program: Program) -> Model:
     torch.manual_seed(program.seed)
     return Model(program.parts)
@@ -194,16 +181,11 @@ def made(program: Program) -> Model:
 
 def trained(program: Program, directory: Path) -> Trained:
     """With an offloader."""
-    config = OffloadConfig.model_validate({"nvme_path": str(directory), **program.block})
     model, said, logger = made(program), Warnings(), logging.getLogger("ds_tba")
     logger.addHandler(said)
     try:
-        offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
-        try:
-            offloader.watch(model, Alone(), PLANNER)
+        with closing(offloader_of(directory, model, PLANNER, **program.block)) as offloader:
             outcome = train(program, offloader, model)
-        finally:
-            offloader.close()
     finally:
         logger.removeHandler(said)
     report = offloader.report()
@@ -242,14 +224,6 @@ def check(program: Program, directory: Path) -> Outcome:
 
 class Budgets(Kind[Program]):
     """Trainings under budgets."""
-
-    def open(self, directory: str) -> None:
-        super().open(directory)
-        self._patched = ExitStack()
-        self._patched.enter_context(quick_start())
-
-    def close(self) -> None:
-        self._patched.close()
 
     def draw(self, seed: int) -> Program:
         return draw(seed)

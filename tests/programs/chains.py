@@ -31,7 +31,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -226,43 +226,6 @@ def _lines(r: random.Random, table: Table, count: int, size: int, special: dict[
         first, second = (last - min(int(r.expovariate(0.5)), last) for _ in range(2))
         lines.append(Line(name, r.randrange(1 << 30), first, second))
     return tuple(lines)
-
-
-def smaller(program: Chain) -> Iterator[Chain]:
-    """Yield programs with a line less, or without something else."""
-    for place in reversed(range(len(program.lines))):
-        yield _without(program, place)
-    changes: tuple[dict[str, Any], ...] = (
-        {"backward": "at once" if program.is_mixed else "plain"}, {"stores": ()}, {"budget_bytes": None},
-        {"mixes": False}, {"threads": 1}, {"refills": False}, {"freezes": False}, {"dtype": torch.float32},
-        {"min_bytes": 1}, {} if program.is_mixed else {"shape": (4, 8)},
-    )  # fmt: skip
-    for change in changes:
-        fewer = replace(program, **change)
-        if fewer != program:
-            yield fewer
-    for number in (0, 1):
-        if len(program.losses[number]) > 1:
-            for index in range(len(program.losses[number])):
-                losses = list(program.losses)
-                losses[number] = tuple(one for place, one in enumerate(losses[number]) if place != index)
-                yield replace(program, losses=tuple(losses))  # type: ignore[arg-type]
-
-
-def _without(program: Chain, place: int) -> Chain:
-    """Leave out a line; whoever takes its tensor takes its first argument."""
-    gone, first = place + program.first, program.lines[place].first
-
-    def moved(index: int) -> int:
-        return first if index == gone else index - (index > gone)
-
-    lines = tuple(
-        replace(line, first=moved(line.first), second=moved(line.second))
-        for number, line in enumerate(program.lines)
-        if number != place
-    )
-    one, two = (tuple(moved(index) for index in loss) for loss in program.losses)
-    return replace(program, lines=lines, losses=(one, two))
 
 
 # ---- what backward gets ---------------------------------------------------------------------------------------------
@@ -706,9 +669,6 @@ class Chains(Kind[Chain]):
 
     def close(self) -> None:
         self._left.close()
-
-    def smaller(self, program: Chain) -> Iterator[Chain]:
-        return smaller(program)
 
     def check(self, program: Chain) -> Outcome:
         present = torch.get_num_threads()

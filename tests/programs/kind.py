@@ -1,4 +1,4 @@
-"""A kind of random programs: draws one from a seed, checks it, makes it smaller."""
+"""A kind of random programs: draws one from a seed and checks it."""
 
 from __future__ import annotations
 
@@ -62,10 +62,6 @@ class Kind(ABC, Generic[Program]):
     def check(self, program: Program) -> Outcome:
         """Run a program without us and with us, and compare."""
 
-    def smaller(self, program: Program) -> Iterable[Program]:
-        """Return programs that do a bit less."""
-        return ()
-
 
 def shown(program: object, outcome: Outcome) -> str:
     """Return a program and what is wrong about it."""
@@ -93,14 +89,3 @@ def part_of(tally: Counter[str], name: str) -> Counter[str]:
 def named(name: str, counts: Iterable[str] | Counter[str]) -> Counter[str]:
     """Return counts for a tally, each as "``name``: key"."""
     return Counter({f"{name}: {key}": count for key, count in Counter(counts).items()})
-
-
-def shrink(kind: Kind[Any], program: Any, wanted: set[str], tries: int = 1) -> Any:
-    """Return a smaller program that fails in one of the wanted ways."""
-    while True:
-        for fewer in kind.smaller(program):
-            if any(kind.check(fewer).kinds & wanted for _ in range(tries)):
-                program = fewer
-                break
-        else:
-            return program

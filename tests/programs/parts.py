@@ -252,56 +252,40 @@ def ReusesBuffer(x: Tensor) -> Tensor:
     return _doubles(x * 0.7)
 
 
-class _Returning(Part):
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.weight = nn.Parameter(torch.randn(CAPACITY, width) * 0.1)
-
-    def constant(self) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0.01 * returns_what_it_saved(self.weight, self.constant()).tanh()
+def _returning(self: Any, x: Tensor, constant: Tensor) -> Tensor:
+    return x + 0.01 * returns_what_it_saved(self.weight, constant).tanh()
 
 
-class ReturnsLeaf(_Returning):
+def rows(width: int, scale: float = 0.01) -> Tensor:
+    return torch.randn(CAPACITY, width) * scale
+
+
+def row_weight(width: int) -> nn.Parameter:
+    return nn.Parameter(rows(width, 0.1))
+
+
+@part_with(weight=row_weight, held=rows)
+def ReturnsLeaf(self: Any, x: Tensor) -> Tensor:
     """A backward that returns a leaf it saved: a constant of the module, not registered."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.held = torch.randn(CAPACITY, width) * 0.01
-
-    def constant(self) -> Tensor:
-        return self.held
+    return _returning(self, x, self.held)
 
 
-class ReturnsParameter(_Returning):
+@part_with(weight=row_weight, other=lambda width: nn.Parameter(rows(width)))
+def ReturnsParameter(self: Any, x: Tensor) -> Tensor:
     """A backward that returns a parameter it saved."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.other = nn.Parameter(torch.randn(CAPACITY, width) * 0.01)
-
-    def constant(self) -> Tensor:
-        return self.other
+    return _returning(self, x, self.other)
 
 
-class ReturnsBuffer(_Returning):
+@part_with(weight=row_weight, held=lambda width: nn.Buffer(rows(width)))
+def ReturnsBuffer(self: Any, x: Tensor) -> Tensor:
     """A backward that returns a buffer it saved."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.register_buffer("held", torch.randn(CAPACITY, width) * 0.01)
-
-    def constant(self) -> Tensor:
-        return self.held
+    return _returning(self, x, self.held)
 
 
-class ReturnsFresh(_Returning):
+@part_with(weight=row_weight)
+def ReturnsFresh(self: Any, x: Tensor) -> Tensor:
     """A backward that returns a tensor nobody else has."""
-
-    def constant(self) -> Tensor:
-        return torch.full((CAPACITY, self.width), 0.01)
+    return _returning(self, x, torch.full((CAPACITY, self.width), 0.01))
 
 
 # ---- more than one stream -------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ds_tba.plan.controller import Controller
 from ds_tba.plan.feedback import Action
 from programs import parts
 from programs.kind import Failure, Kind, Outcome
-from programs.trainings import Program, Step, draw, smaller
+from programs.trainings import Program, Step, draw
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # has the planners of the papers
 
@@ -567,9 +567,6 @@ class Trainings(Kind[Program]):
 
     def draw(self, seed: int) -> Program:
         return draw(seed)
-
-    def smaller(self, program: Program) -> list[Program]:
-        return smaller(program)
 
     def check(self, program: Program) -> Outcome:
         return check(program, self.directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,16 @@ from support.doubles import ScriptedBackend
 
 from ds_tba.core.residency import Residency
 from ds_tba.storage.backends.select import Selection
-from programs.budgets import KIB, MIB, Budgets, Program, Step, Trained, check, quick_start, trained
+from programs.budgets import KIB, MIB, Budgets, Program, Step, Trained, check, trained
 from programs.kind import check_all
 
-DRAWS = 8
+DRAWS = 6
 # The first is a part of every run of the tests, the others of ``make test-all``.
-CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 9))]
+CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 12))]
 SHOWN = 3  # of those that fail
 ROWS_OF_A_MIB = 4 * KIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with quick_start():
-        yield
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -44,11 +37,14 @@ def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) 
     assert tally["moved"] > DRAWS / 2 and tally["holdable"] > DRAWS / 4 and tally["plans"] > DRAWS / 2
 
 
+def io_of(staging_bytes: int) -> dict[str, Any]:
+    return {"backend": "posix", "staging_bytes": staging_bytes, "swap_file_bytes": 256 * MIB}
+
+
 def training(budget_mib: float, **block: Any) -> Program:
     """Ten steps that save storages of 1.5 MiB each, which are larger than staging; two layers of six."""
     rows = int(1.5 * ROWS_OF_A_MIB)
-    io = {"staging_bytes": MIB, "swap_file_bytes": 256 * MIB}
-    common = {"placement": "adaptive", "min_tensor_bytes": 4 * KIB, "rematerialize": False, "io": io}
+    common = {"placement": "adaptive", "min_tensor_bytes": 4 * KIB, "rematerialize": False, "io": io_of(MIB)}
     block = {**common, "activation_budget_bytes": int(budget_mib * MIB), **block}
     return Program(1, (64, 64), tuple(itertools.repeat(Step(((rows,),)), 10)), block)
 
@@ -93,7 +89,7 @@ def test_a_plan_that_is_wrong_about_the_lowest_peak_lifts_no_budget(
 
 def test_kept_graphs_of_storages_larger_than_half_of_staging_fit_the_budget(tmp_path: Path) -> None:
     """What backward used lay in staging, and nothing else could leave. Four inputs, which have no graph, stay."""
-    program = training(7 + 4, io={"staging_bytes": 2 * MIB, "swap_file_bytes": 256 * MIB}, rematerialize=True)
+    program = training(7 + 4, io=io_of(2 * MIB), rematerialize=True)
     steps = tuple(Step(((5 * ROWS_OF_A_MIB // 4,),), keeps=3) for _ in range(10))
     checked(replace(program, steps=steps), tmp_path)
 

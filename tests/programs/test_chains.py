@@ -12,7 +12,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.errors import DsTbaError
 from ds_tba.remat.sites import Sites
 from programs.chains import USABLE, Chain, Chains, CheapChains, MixedChains, Watch, draw_mixed
-from programs.kind import check_all, part_of, shrink
+from programs.kind import check_all, part_of
 from programs.ops import MIXED
 
 DRAWS = 60
@@ -59,14 +59,11 @@ def is_used(chains: Chains, program: Chain) -> bool:
     return is_plain and not outcome.failures and outcome.tally["bytes: mul"] > 0
 
 
-def test_a_bit_that_is_made_wrong_is_found_and_made_smaller(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bit_that_is_made_wrong_is_found(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
     program = next(one for one in map(chains.draw, range(DRAWS)) if is_used(chains, one))
     make = Sites.make
     monkeypatch.setattr(Sites, "make", lambda self, recipe: make(self, recipe).bitwise_xor_(1))
-    kinds = chains.check(program).kinds
-    assert kinds & {"difference", "tensor"}
-    found = shrink(chains, program, kinds)
-    assert chains.check(found).kinds & kinds and len(found.lines) < len(program.lines)
+    assert chains.check(program).kinds & {"difference", "tensor"}
 
 
 class RematerializationError(DsTbaError):

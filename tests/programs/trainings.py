@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -270,39 +269,3 @@ def _order(chance: random.Random) -> str:
 
 def _weighed(chance: random.Random, **weights: int) -> str:
     return chance.choices([*weights], [*weights.values()])[0]
-
-
-# ---- making smaller -------------------------------------------------------------------------------------------------
-
-
-def smaller(program: Program) -> list[Program]:
-    """Programs that do a bit less than this one."""
-    found = []
-    count = len(program.steps)
-    for fewer in sorted({count // 2, count - 4, count - 1}):
-        if 0 < fewer < count:
-            found.append(replace(program, steps=program.steps[:fewer]))
-    usual, _ = Counter(Step("usual", step.rows) for step in program.steps).most_common(1)[0]
-    if any(step != usual for step in program.steps):
-        found.append(replace(program, steps=(usual,) * count))
-        for number, step in enumerate(program.steps):
-            if step != usual:
-                found.append(replace(program, steps=(*program.steps[:number], usual, *program.steps[number + 1 :])))
-    if len(set(program.blocks)) > 1:
-        found += [replace(program, blocks=(one,) * len(program.blocks)) for one in dict.fromkeys(program.blocks)]
-    if len(program.blocks) > 2:
-        found.append(replace(program, blocks=program.blocks[:-1]))
-    if len(set(program.blocks)) == 1:
-        names = program.blocks[0]
-        for number in range(len(names)):
-            fewer = (*names[:number], *names[number + 1 :])
-            found.append(replace(program, blocks=(fewer,) * len(program.blocks)))
-        plain = tuple(name.partition(":")[0] for name in names)
-        found.append(replace(program, blocks=(plain,) * len(program.blocks)))
-    simple = {"optimizer": "SGD", "set_to_none": True, "batches": "fresh", "input_grad": False, "device": "cpu",
-              "planner": "adaptive", "host_bytes": 0, "lanes": 1, "integrity": "sampled", "collector": "usual",
-              "stem": "linear", "recompute": False, "budget_part": None, "surprises": ""}  # fmt: skip
-    if program.placement == "host":
-        del simple["host_bytes"]
-    found += [replace(program, **{key: value}) for key, value in simple.items()]  # type: ignore[arg-type]
-    return [one for one in found if one != program]

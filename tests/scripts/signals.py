@@ -248,5 +248,6 @@ def each_call(directory: Path, first: str, every: str, placement: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # or each fork goes through all that was imported at its end: half of its time
     how, where, *more = sys.argv[1:]
     {"closes": each_that_closes, "exits": each_that_exits, "anywhere": each_call}[how](Path(where), *more)

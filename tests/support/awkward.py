@@ -11,22 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-class DoubleInPlace(torch.autograd.Function):
-    """Changes its input after saving it."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a)
-        a.mul_(2)
-        ctx.mark_dirty(a)
-        return a
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0]
-
-
 Read = Callable[[], tuple[Any, ...]]
 
 
@@ -36,7 +20,7 @@ def function(
     """Return a Function of the user's, to be called.
 
     Args:
-        makes: returns the output and what is to be saved.
+        makes: returns the output and what is to be saved; an output that is the first input was changed in place.
         gradients: gets the gradient and a call that reads what was saved; returns gradients of the first inputs.
     """
 
@@ -45,6 +29,8 @@ def function(
         def forward(ctx: Any, *inputs: Any) -> Tensor:
             made, saved = makes(*inputs)
             ctx.save_for_backward(*saved)
+            if made is inputs[0]:
+                ctx.mark_dirty(made)
             ctx.count = len(inputs)
             return made
 

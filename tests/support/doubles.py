@@ -16,7 +16,7 @@ import torch
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.device.memory import aligned_memory, huge_page_memory
 from ds_tba.errors import TransferError
-from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.space import Part, SwapTicket
@@ -190,19 +190,6 @@ class Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
-
-
-__all__ = [
-    "CpuAccelerator",
-    "DeviceBackend",
-    "EventAccelerator",
-    "Gate",
-    "IoBackend",
-    "ScriptedBackend",
-    "Warnings",
-    "fails",
-    "slow",
-]
 
 
 def new_operation() -> None:

@@ -27,8 +27,8 @@ def over_each(name: str, cases: Sequence[Callable[..., Any]]) -> Callable[[Test]
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
         def all_cases(**fixtures: Any) -> None:
-            freeze_garbage_collector()
             for case in cases:
+                freeze_garbage_collector()  # again, as a case may import what none before it needed
                 try:
                     test(**fixtures, **{name: case})
                 except BaseException as error:

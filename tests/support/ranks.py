@@ -25,7 +25,6 @@ PRELOADED = (
     "deepspeed.runtime.zero.stage_1_and_2", "transformers", "transformers.trainer", "accelerate",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # which engines import, and torch._inductor with it
     "peft", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer",
-    "diffusers.models.unets.unet_2d_condition", "diffusers.models.transformers.dit_transformer_2d",
 )  # fmt: skip
 GRACE_S = 5.0  # of the other ranks, when one has failed
 # Below those that the kernel gives to whoever connects, or somebody's connection may take one before the ranks do.

@@ -1,6 +1,6 @@
 """Every operator and module of PyTorch's database: outputs and gradients with us are those without us, bit for bit.
 
-CI runs a twentieth of the names, the first of the sorted list and every twentieth behind it; ``make test-all`` runs
+CI runs a thirtieth of the names, the first of the sorted list and every thirtieth behind it; ``make test-all`` runs
 all.
 """
 
@@ -51,7 +51,7 @@ def check(sweep: operators.Sweep, names: list[str], record_property: Callable[[s
 @pytest.mark.long
 @pytest.mark.swept
 @pytest.mark.parametrize("part", range(PARTS_IN_CI))
-def test_a_twentieth(part: int, sweep: operators.Sweep, record_property: Callable[[str, Any], None]) -> None:
+def test_a_thirtieth(part: int, sweep: operators.Sweep, record_property: Callable[[str, Any], None]) -> None:
     check(sweep, operators.part_of_names(part, PARTS_IN_CI, in_ci=True), record_property)
 
 
