@@ -41,7 +41,7 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
     more; where no plan fits the budget, the plan with the lowest peak.
     """
-    timeline = Timeline(trace)
+    timeline, asked = Timeline(trace), limits
     found = _Search(timeline, limits).found()
     budget_bytes = limits.activation_budget_bytes
     # A share that steps have lowered may not keep a budget from fitting.
@@ -52,14 +52,16 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     as_far = replay(timeline, found.assignment)
     if order_of(as_far.cost, limits, timeline.trace.step_s) <= order_of(found.cost, limits, timeline.trace.step_s):
         found = as_far
-    return plan_of("adaptive", found)
+    return plan_of("adaptive", trace, asked, found)
 
 
-def plan_of(planner: str, outcome: Outcome) -> Plan:
+def plan_of(planner: str, trace: Trace, limits: Limits, outcome: Outcome) -> Plan:
     """Return the plan that a replay found."""
     places = np.where(outcome.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements).tolist()
     return Plan(
         planner,
+        trace,
+        limits,
         tuple(map(list(Placement).__getitem__, places)),
         tuple(outcome.assignment.recomputed.tolist()),
         outcome.prefetch_distance,
