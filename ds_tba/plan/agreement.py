@@ -198,13 +198,13 @@ class Planning:
         if len(offers) < len(answers):
             return NoPlan(f"rank {answers.index(None)}{where} has no part in one (its log says why)", is_final=False)
         leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
-        found: Plan | str = ""
+        found: Plan | NoPlan | None = None
         if leader == self.agreement.rank and wish is not None:
-            found = _planned(planner, wish, offers)
-        found = self.agreement.broadcast(found, leader)
-        if isinstance(found, str):
-            return NoPlan(f"rank {leader}{where} could not plan ({found})", is_final=True)
-        return found
+            try:
+                found = _planned(planner, wish, offers)
+            except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
+                found = NoPlan(f"rank {leader}{where} could not plan ({type(error).__name__}: {error})", is_final=True)
+        return self.agreement.broadcast(found, leader)
 
     def _warn_of_budget(self, found: Plan, *, is_asked: bool) -> None:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.prediction.peak_saved_bytes
@@ -240,20 +240,16 @@ class Planning:
         self._warned.add(kind)
 
 
-def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> Plan | str:
-    """Return a plan within the limits, and within the device's memory whatever they are; or why there is none."""
-    try:
-        trace = replace(wish.trace, resources=slowest([offer.resources for offer in offers]))
-        room_bytes = min(offer.room_bytes for offer in offers)
-        # The drives of another machine may be more worn than the leader's.
-        limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
-        plan = planner(trace, limits)
-        if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
-            limits = replace(limits, activation_budget_bytes=int(room_bytes))
-            plan = planner(trace, limits)
-        return plan
-    except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
-        return f"{type(error).__name__}: {error}"
+def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> Plan:
+    """Return a plan within the limits, and within the device's memory whatever they are."""
+    trace = replace(wish.trace, resources=slowest([offer.resources for offer in offers]))
+    room_bytes = min(offer.room_bytes for offer in offers)
+    # The drives of another machine may be more worn than the leader's.
+    limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
+    plan = planner(trace, limits)
+    if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
+        plan = planner(trace, replace(limits, activation_budget_bytes=int(room_bytes)))
+    return plan
 
 
 def _recompute_advice(found: Plan) -> str:

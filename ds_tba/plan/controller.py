@@ -236,18 +236,17 @@ class Controller:
             self._step = OptimizerStep(self._clock.mark(), number)
         self._step.micro_steps += 1
         self._policy = self._safe
-        is_recorded = self._recording is not None and self._recording.begin() is not None
+        if self._recording is not None:
+            self._recording.begin()
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
-        if plan is not None and not (is_recorded and plan.recomputed):
+        if plan is not None and not (plan.recomputed and self._recorder):
             self._policy = ByPlan(plan, self._stores, self._step)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
         if isinstance(self._policy, ByPlan):
             self._policy.end()
-        if self._recording is not None:
-            self._recording.settle()
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 
@@ -295,15 +294,15 @@ class Controller:
 
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
-        if not recording.has_any:
-            logger.warning(
-                "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations are "
-                "offloaded without a plan, and steps are recorded again later",
-                recording.steps,
-            )
-            return
         with self._answering("discarding an inconsistent trace"):
             trace = recording.recorded(self._machine.resources(), self._ended[-1].micro_steps)
+            if trace is None:
+                logger.warning(
+                    "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations "
+                    "are offloaded without a plan, and steps are recorded again later",
+                    recording.steps,
+                )
+                return
             self._trace, plan = trace, self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputed else plan.moved_share
