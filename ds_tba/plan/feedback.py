@@ -183,26 +183,20 @@ class Feedback:
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
         if not plan.moved_share:
             self.kept_s = self._shown_s = max(median_s - plan.computed_s, median_s / 2)
-        besides_s, room_s = self.kept_s + plan.computed_s, self._room_s(plan)
+        overhead, besides_s = 1 + plan.limits.max_step_overhead, self.kept_s + plan.computed_s
+        promised_s = plan.prediction.step_s if plan.limits.activation_budget_bytes is not None else 0.0
+        allowed_s = max(besides_s, overhead * max(self.kept_s, promised_s))
         # Such short steps end a slow time, and hide what moving takes of them: the kept step is to be shown again.
         kept_s = self._shown_s if self.kept_s < (1 - INCREASE) * self._shown_s else self.kept_s
-        is_unlike = times_s[quarter] - besides_s > room_s or kept_s > self.kept_s
+        is_unlike = times_s[quarter] > allowed_s or kept_s > self.kept_s
         if len(times_s) >= needed and self.share and plan.moved_share and is_unlike:
             took = f"steps took {median_s:.3g} s where {kept_s:.3g} s were measured with everything kept"
             return self._ask(Action.FALL, took)
         # With the cost of the rise, or it would be taken back at once.
         more = 1 + INCREASE / plan.moved_share if plan.moved_share else 1.0
-        if self.share < 1 and is_due and more * (median_s - besides_s) <= room_s:
+        if self.share < 1 and is_due and besides_s + more * (median_s - besides_s) <= allowed_s:
             return self._ask(Action.RISE, "steps leave room to move more")
         return Action.GO_ON
-
-    def _room_s(self, plan: Plan) -> float:
-        """Return the seconds that offloading may add to a step."""
-        overhead = plan.limits.max_step_overhead
-        allowed_s = self.kept_s * (1 + overhead)
-        if plan.limits.activation_budget_bytes is not None:
-            allowed_s = max(allowed_s, plan.prediction.step_s * (1 + overhead))
-        return max(0.0, allowed_s - self.kept_s - plan.computed_s)
 
 
 def _unlike(plan: Plan, seen: OptimizerStep, missed: float) -> str:
