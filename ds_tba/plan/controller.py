@@ -191,7 +191,7 @@ class Controller:
         except BaseException:  # the step is not over, and shows nothing
             self._step = None
             if self._recording is not None:
-                self._recording.abandon()
+                self._recording.current = None
             raise
         finally:
             self.end_micro_step()

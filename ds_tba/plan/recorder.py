@@ -399,7 +399,6 @@ class Recording:
         self._clock = scene.clock
         self._done: list[Recorder] = []
         self._before_step = 0  # how many were done before this step
-        self._is_broken = False  # this step had a forward without its backward
         self._backward_ended: object = None
         self._optimizer_steps: list[tuple[object, object]] = []
         self.current: Recorder | None = None
@@ -412,10 +411,7 @@ class Recording:
 
     def begin(self) -> Recorder | None:
         """Begin a forward; return its recorder, if it is to be recorded."""
-        if self.current is not None:
-            self.abandon()
-        if not self._is_broken and len(self._done) < RECORDINGS:
-            self.current = Recorder(self._scene)
+        self.current = Recorder(self._scene) if len(self._done) < RECORDINGS else None
         return self.current
 
     def end_micro_step(self) -> None:
@@ -426,12 +422,6 @@ class Recording:
             recorder.end()
             if recorder.uses:
                 self._done.append(recorder)
-            else:
-                self.abandon()
-
-    def abandon(self) -> None:
-        """Record nothing more in this step: a forward of it has no backward."""
-        self.current, self._is_broken = None, True
 
     def end_step(self, ended: object, *, has_compiled: bool = False) -> None:
         """End the step.
@@ -441,7 +431,7 @@ class Recording:
             has_compiled: whether something was compiled in the step; see [Note: Compilation].
         """
         self.steps += 1
-        self.current, self._is_broken = None, False
+        self.current = None
         if has_compiled:  # or the plan would promise steps as long as the compiler takes
             del self._done[self._before_step :]
         elif self._backward_ended is not None:

@@ -41,18 +41,13 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     within ``host_budget_bytes``, and within ``movable_share`` and ``write_limit_bytes_per_step`` unless a budget takes
     more; where no plan fits the budget, the plan with the lowest peak.
     """
-    timeline, asked = Timeline(trace), limits
+    timeline = Timeline(trace)
     found = _Search(timeline, limits).found()
     budget_bytes = limits.activation_budget_bytes
     # A share that steps have lowered may not keep a budget from fitting.
     if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
-        limits = replace(limits, movable_share=1.0)
-        found = _Search(timeline, limits).found()
-    # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
-    as_far = replay(timeline, found.assignment)
-    if order_of(as_far.cost, limits, timeline.trace.step_s) <= order_of(found.cost, limits, timeline.trace.step_s):
-        found = as_far
-    return plan_of("adaptive", trace, asked, found)
+        found = _Search(timeline, replace(limits, movable_share=1.0)).found()
+    return plan_of("adaptive", trace, limits, found)
 
 
 def plan_of(planner: str, trace: Trace, limits: Limits, outcome: Outcome) -> Plan:

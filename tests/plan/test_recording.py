@@ -90,15 +90,16 @@ def test_a_recording_is_over_when_it_has_two(cache: TensorCache) -> None:
     assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
 
 
-def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> None:
+def test_a_forward_without_backward_is_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
     recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for _ in range(2):
         recorder = recording.begin()
-        if recorder is not None:
-            with cache.saving(around=recorder.around):
-                model(torch.randn(ROWS, WIDTH), recorder)
-    assert recording.begin() is None and recording.recorded(MACHINE, 1) is None
+        assert recorder is not None
+        with cache.saving(around=recorder.around):
+            model(torch.randn(ROWS, WIDTH), recorder)
+    recording.end_micro_step()
+    assert recording.recorded(MACHINE, 1) is None
     recording.end_step(ticks.mark())
     assert recording.begin() is not None and recording.steps == 1
 
