@@ -6,7 +6,7 @@ copies, where they are moved (which takes time by the byte, so that the longest 
 neither staging nor backward would have to wait; without a budget, all in a second try). For each order of what is
 computed again, bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is
 moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed
-the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held
+the best is taken; see ``order_of``. No clock is asked, so that every rank would find the same plan. The budget is held
 where storages are placed, and the time is measured: a plan need not be the best to the per cent.
 
 [Note: Alike forwards] Of interleaved forwards that are alike all are placed alike: what one of them saves lowers no
