@@ -198,7 +198,7 @@ class Planning:
         if len(offers) < len(answers):
             return NoPlan(f"rank {answers.index(None)}{where} has no part in one (its log says why)", is_final=False)
         leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
-        found: Any = None
+        found: Plan | NoPlan = NoPlan("the leader has not answered", is_final=False)
         if leader == self.agreement.rank and wish is not None:
             try:
                 found = _planned(planner, wish, offers)
