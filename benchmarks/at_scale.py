@@ -27,9 +27,8 @@ from planners import PLANNERS
 
 from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Value, Wish
 from ds_tba.plan.controller import REVIEW_STEPS
-from ds_tba.plan.feedback import Action, Feedback
-from ds_tba.plan.plan import Limits
-from ds_tba.plan.policy import PlanInForce, PlanMismatch
+from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
+from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.replay import replay
 from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import PathRates, Resources, Trace
@@ -80,7 +79,7 @@ class Job:
         rates = PathRates(write, read, write * BESIDE_FRACTION, read * BESIDE_FRACTION)
         return replace(self.trace.resources, paths=(rates,))
 
-    def plan(self, feedback: Feedback, limits: Limits) -> PlanInForce:
+    def plan(self, feedback: Feedback, limits: Limits) -> Plan:
         """Return the plan on which all ranks agree, made by the leader."""
         wish = Wish(replace(feedback.corrected(self.trace), resources=self.resources(slow=False)), limits)
         offers = [wish.offer] * (self.nodes * GPUS)
@@ -92,15 +91,15 @@ class Job:
             raise RuntimeError(found.reason)
         return found
 
-    def step_s(self, plan: PlanInForce) -> float:
+    def step_s(self, plan: Plan) -> float:
         """Return the length of a step of the job: that of its slowest rank."""
         return max(self._rank_step_s(plan, slow) for slow in {False, self.has_slow})
 
-    def _rank_step_s(self, plan: PlanInForce, slow: bool) -> float:
+    def _rank_step_s(self, plan: Plan, slow: bool) -> float:
         trace = replace(self.trace, resources=self.resources(slow=slow))
-        placements = np.array([int(place) for place in plan.plan.placements], np.int8)
-        assignment = Assignment(placements, np.array(plan.plan.recomputed_blocks, bool))
-        return replay(Timeline(trace), assignment, plan.plan.prefetch_distance).cost.step_s
+        placements = np.array([int(place) for place in plan.placements], np.int8)
+        assignment = Assignment(placements, np.array(plan.recomputed_blocks, bool))
+        return replay(Timeline(trace), assignment, plan.prefetch_distance).cost.step_s
 
     def rates(self, *, slow: bool) -> tuple[float, float]:
         """Return the rates of a rank's drives, as its feedback compares them."""
@@ -125,7 +124,7 @@ def run(job: Job, limits: Limits) -> dict[str, Any]:
             step_s = slow_s = job.step_s(plan)
         lost_s += step_s - first_s
         rates = job.rates(slow=job.has_slow)
-        wanted = max(wanted, feedback.decide(step, step_s, rates, PlanMismatch(micro_steps=1)))
+        wanted = max(wanted, feedback.decide(step, step_s, rates, OptimizerStep(None, micro_steps=1)))
         if step % REVIEW_STEPS or wanted is Action.GO_ON:
             continue
         action, wanted = wanted, Action.GO_ON
@@ -133,17 +132,17 @@ def run(job: Job, limits: Limits) -> dict[str, Any]:
         plan = job.plan(feedback, replace(limits, movable_share=feedback.share))
         feedback.planned(plan, rates)
         step_s = job.step_s(plan)
-        written, peak = plan.plan.prediction.written_bytes, plan.plan.prediction.peak_saved_bytes
+        written, peak = plan.prediction.written_bytes, plan.prediction.peak_saved_bytes
         change = {"step": step, "action": action.name, "reason": feedback.reason, "step_s": step_s}
         changes.append({**change, "written_bytes": written, "peak_saved_bytes": peak})
     kept = PLANNERS["keep"](job.trace, limits).prediction
     return {
         "ranks": job.nodes * GPUS, "drives": job.drives, "write_bytes_per_s": job.rates(slow=False)[0],
         "kept_step_s": kept.step_s, "kept_peak_bytes": kept.peak_saved_bytes, "step_s": first_s,
-        "peak_bytes": first.plan.prediction.peak_saved_bytes, "written_bytes": first.plan.prediction.written_bytes,
+        "peak_bytes": first.prediction.peak_saved_bytes, "written_bytes": first.prediction.written_bytes,
         "planning_s": planning_s, "offer_bytes": len(pickle.dumps(job.exchange.offers[0])),
         "plan_bytes": job.exchange.sent_bytes, "slow_step_s": slow_s, "lost_s": lost_s, "changes": changes,
-        "last_step_s": step_s, "last_peak_bytes": plan.plan.prediction.peak_saved_bytes,
+        "last_step_s": step_s, "last_peak_bytes": plan.prediction.peak_saved_bytes,
     }  # fmt: skip
 
 

@@ -19,7 +19,9 @@ def planned(name: str, trace: Trace, limits: Limits, assignment: Assignment) -> 
     """Return the plan of an assignment; it prefetches just in time or as far as allowed, whichever is better."""
     timeline = Timeline(trace)
     both = [replay(timeline, assignment, distance) for distance in ((), None)]
-    return plan_of(name, min(both, key=lambda found: order_of(found.cost, limits, timeline.trace.step_s)))
+    return plan_of(
+        name, trace, limits, min(both, key=lambda found: order_of(found.cost, limits, timeline.trace.step_s))
+    )
 
 
 def keep(trace: Trace, limits: Limits) -> Plan:

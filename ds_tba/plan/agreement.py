@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from ds_tba.plan.plan import Limits, Planner
-from ds_tba.plan.policy import PlanInForce
+from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.trace import Resources, Trace, slowest
 from ds_tba.wear import TERABYTE
 
@@ -173,7 +172,7 @@ class Planning:
         """True if plans are wanted at all."""
         return self._planner is not None
 
-    def make(self, wish: Wish | None) -> PlanInForce | NoPlan:
+    def make(self, wish: Wish | None) -> Plan | NoPlan:
         """Return the plan that all ranks follow, or why there is none, which is said in the log. A collective.
 
         Args:
@@ -183,7 +182,7 @@ class Planning:
             is_missing = self.agreement.all_reduce_max(int(wish is None))
             return NoPlan("none is wanted", is_final=not is_missing)
         found = self._agreed(self._planner, wish)
-        if isinstance(found, PlanInForce) and wish is not None:
+        if isinstance(found, Plan) and wish is not None:
             self._warn_of_budget(found, is_asked=wish.limits.activation_budget_bytes is not None)
         elif isinstance(found, NoPlan) and found.is_final:
             logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
@@ -191,7 +190,7 @@ class Planning:
             self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
         return found
 
-    def _agreed(self, planner: Planner, wish: Wish | None) -> PlanInForce | NoPlan:
+    def _agreed(self, planner: Planner, wish: Wish | None) -> Plan | NoPlan:
         """Return the plan, or why there is none: the same for every rank."""
         where = self.agreement.where
         answers: list[Offer | None] = self.agreement.all_gather(None if wish is None else wish.offer)
@@ -199,16 +198,16 @@ class Planning:
         if len(offers) < len(answers):
             return NoPlan(f"rank {answers.index(None)}{where} has no part in one (its log says why)", is_final=False)
         leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
-        found: PlanInForce | str = ""
+        found: Plan | NoPlan = NoPlan("the leader has not answered", is_final=False)
         if leader == self.agreement.rank and wish is not None:
-            found = _planned(planner, wish, offers)
-        found = self.agreement.broadcast(found, leader)
-        if isinstance(found, str):
-            return NoPlan(f"rank {leader}{where} could not plan ({found})", is_final=True)
-        return found
+            try:
+                found = _planned(planner, wish, offers)
+            except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
+                found = NoPlan(f"rank {leader}{where} could not plan ({type(error).__name__}: {error})", is_final=True)
+        return self.agreement.broadcast(found, leader)
 
-    def _warn_of_budget(self, found: PlanInForce, *, is_asked: bool) -> None:
-        budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.plan.prediction.peak_saved_bytes
+    def _warn_of_budget(self, found: Plan, *, is_asked: bool) -> None:
+        budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.prediction.peak_saved_bytes
         if budget_bytes is None:
             return
         bound = "activation_budget_bytes" if is_asked else "the free memory of the device"
@@ -228,7 +227,7 @@ class Planning:
         if found.wears_in_days is not None:
             self._warn_once(
                 "wear",
-                f"ssd.min_life_days {found.asked_life_days:g} gives way: {bound} {budget_bytes} takes "
+                f"ssd.min_life_days {found.limits.min_life_days:g} gives way: {bound} {budget_bytes} takes "
                 f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
                 f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, or to null, "
                 f"{_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
@@ -241,23 +240,19 @@ class Planning:
         self._warned.add(kind)
 
 
-def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> PlanInForce | str:
-    """Return a plan within the limits, and within the device's memory whatever they are; or why there is none."""
-    try:
-        trace = replace(wish.trace, resources=slowest([offer.resources for offer in offers]))
-        room_bytes = min(offer.room_bytes for offer in offers)
-        # The drives of another machine may be more worn than the leader's.
-        limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
-        plan = planner(trace, limits)
-        if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
-            limits = replace(limits, activation_budget_bytes=int(room_bytes))
-            plan = planner(trace, limits)
-        return PlanInForce.of(plan, trace, limits)
-    except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
-        return f"{type(error).__name__}: {error}"
+def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> Plan:
+    """Return a plan within the limits, and within the device's memory whatever they are."""
+    trace = replace(wish.trace, resources=slowest([offer.resources for offer in offers]))
+    room_bytes = min(offer.room_bytes for offer in offers)
+    # The drives of another machine may be more worn than the leader's.
+    limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
+    plan = planner(trace, limits)
+    if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
+        plan = planner(trace, replace(limits, activation_budget_bytes=int(room_bytes)))
+    return plan
 
 
-def _recompute_advice(found: PlanInForce) -> str:
+def _recompute_advice(found: Plan) -> str:
     if not found.limits.recompute:
         return '"recompute": true, '
     if all(block.is_recomputable for block in found.trace.blocks):

@@ -7,35 +7,95 @@ decision falls at the end of an optimizer step, which every rank makes (a forwar
 decide together: the highest ``Action`` of any rank is done by all. While a plan is followed they talk in every eighth
 step only, since each time waits for the slowest rank.
 
-It cannot see what the next micro-step will save: the policy of a micro-step meets what comes.
+It cannot see what the next micro-step will save: the policy of a micro-step meets what comes, and counts how that
+differs from the plan.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
+from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import ForwardHooks
 from ds_tba.plan.agreement import Planning, Wish
 from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
 from ds_tba.plan.machine import Machine
-from ds_tba.plan.policy import ByPlan, PlanInForce
+from ds_tba.plan.plan import Plan
 from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Trace
 from ds_tba.recompute.checkpoint import Blocks
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
-from ds_tba.storage.base import Always, Policy
+from ds_tba.storage.base import Always, AnyStore, Choice, Policy
 
 logger = logging.getLogger(__name__)
 
 REVIEW_STEPS = 8  # from one talk of the ranks to the next, while a plan is followed
+
+
+class ByPlan:
+    """Follows a plan for one micro-step, asked by the cache at each save.
+
+    Storages that the plan does not know are rematerialized where that can be, as it takes no room; else they go where
+    there is room without waiting. It cannot see why a micro-step is another than the planned one.
+
+    Args:
+        plan: the plan.
+        stores: the store of each tier.
+        step: counts how this micro-step differs from the planned one.
+    """
+
+    def __init__(self, plan: Plan, stores: Mapping[Placement, AnyStore], step: OptimizerStep) -> None:
+        self.prefetch_distance = plan.prefetch_distance
+        self._plan, self._stores, self._step = plan, stores, step
+        self._unknown = Choice(tuple(stores.values()), False, "plan", rematerialize=True)
+        self._chosen: dict[Hashable, Choice] = {}
+        self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
+
+    def choose(self, key: Hashable, nbytes: int) -> Choice:
+        """Return the plan's choice for the storage that comes next; one that is saved again has the same."""
+        choice = self._chosen.get(key)
+        if choice is None:  # counted again, it would shift all that comes after it by one place
+            choice = self._chosen[key] = self._next(len(self._chosen), nbytes)
+        return choice
+
+    def _next(self, position: int, nbytes: int) -> Choice:
+        plan, stores = self._plan, self._stores
+        if position >= len(plan.expected):
+            self._step.unknown_saves += 1
+            return self._unknown
+        index = plan.expected[position]
+        planned_bytes, placement = plan.trace.storages[index].nbytes, plan.placements[index]
+        self._step.drift_bytes += abs(nbytes - planned_bytes)
+        self._saved_bytes, self._planned_bytes = self._saved_bytes + nbytes, self._planned_bytes + planned_bytes
+        if placement is Placement.KEEP:
+            return Choice((), False, "plan")
+        if placement is Placement.REMATERIALIZE:
+            return Choice(tuple(stores.values()), True, "plan", rematerialize=True)
+        if placement not in stores:  # it was to be recomputed with a block that is not
+            self._step.unknown_saves += 1
+            return self._unknown
+        # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
+        others = (store for place, store in stores.items() if place is not placement)
+        return Choice((stores[placement], *others), True)
+
+    def end(self) -> None:
+        """End the micro-step."""
+        missed = (self._plan.trace.storages[index] for index in self._plan.expected[len(self._chosen) :])
+        # Not every save of a storage that may not be offloaded is asked about here.
+        missed_bytes = sum(one.nbytes for one in missed if one.is_movable)
+        self._step.missed_bytes += missed_bytes
+        self._step.drift_bytes += missed_bytes
+        growth = self._saved_bytes / max(1, self._planned_bytes) - 1
+        # The micro-step that grew most counts: a smaller one after it must not hide it.
+        self._step.growth = max(self._step.growth, growth)
 
 
 class Controller:
@@ -88,7 +148,7 @@ class Controller:
         self._wanted = Action.GO_ON  # since the ranks talked last
         self._is_over = False
         self.feedback = Feedback(is_drive_shared=machine.is_drive_shared)
-        self.in_force: PlanInForce | None = None
+        self.in_force: Plan | None = None
         self.plans = 0
         self._reason = ""  # for the plan in force; what was asked for since may have changed nothing
         cache.limit(self._budget_bytes, "activation_budget_bytes")
@@ -131,7 +191,7 @@ class Controller:
         except BaseException:  # the step is not over, and shows nothing
             self._step = None
             if self._recording is not None:
-                self._recording.abandon()
+                self._recording.current = None
             raise
         finally:
             self.end_micro_step()
@@ -174,20 +234,19 @@ class Controller:
                 self._machine.memory.sample()
             number = 0 if self._recording is not None else self.plans
             self._step = OptimizerStep(self._clock.mark(), number)
-        self._step.mismatch.micro_steps += 1
+        self._step.micro_steps += 1
         self._policy = self._safe
-        is_recorded = self._recording is not None and self._recording.begin() is not None
+        if self._recording is not None:
+            self._recording.begin()
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
-        if plan is not None and not (is_recorded and plan.recomputed):
-            self._policy = ByPlan(plan, self._stores, self._step.mismatch)
+        if plan is not None and not (plan.recomputed and self._recorder):
+            self._policy = ByPlan(plan, self._stores, self._step)
 
     def _end_policy(self) -> None:
         """Collect what the last micro-step has shown."""
         if isinstance(self._policy, ByPlan):
             self._policy.end()
-        if self._recording is not None:
-            self._recording.settle()
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 
@@ -218,7 +277,7 @@ class Controller:
         if step.plan != self.plans or step.has_compiled:
             return Action.GO_ON
         time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
-        return self.feedback.decide(self._steps, time_s, rates, step.mismatch)
+        return self.feedback.decide(self._steps, time_s, rates, step)
 
     def _do(self, action: Action) -> None:
         if action is Action.GO_ON:
@@ -235,15 +294,15 @@ class Controller:
 
     def _take(self, recording: Recording) -> None:
         """Go on from the recording; where it is broken, from the one before, if there is one."""
-        if not recording.has_any:
-            logger.warning(
-                "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations are "
-                "offloaded without a plan, and steps are recorded again later",
-                recording.steps,
-            )
-            return
         with self._answering("discarding an inconsistent trace"):
-            trace = recording.recorded(self._machine.resources(), self._ended[-1].mismatch.micro_steps)
+            trace = recording.recorded(self._machine.resources(), self._ended[-1].micro_steps)
+            if trace is None:
+                logger.warning(
+                    "no plan yet: %d steps compiled something, or had no complete forward and backward. Activations "
+                    "are offloaded without a plan, and steps are recorded again later",
+                    recording.steps,
+                )
+                return
             self._trace, plan = trace, self.in_force
             # Everything is moved, too, in the recording under a plan that recomputes: see _begin.
             moved_share = 1.0 if plan is None or plan.recomputed else plan.moved_share
@@ -259,7 +318,7 @@ class Controller:
         with self._answering("this rank has no part in a plan now"):
             wish = self._wish()
         found = self._planning.make(wish)
-        if isinstance(found, PlanInForce):
+        if isinstance(found, Plan):
             self._follow(found)
             return
         self._is_over = found.is_final  # the last one stays in force
@@ -275,7 +334,7 @@ class Controller:
         limits = replace(machine.limits(trace.step_s), movable_share=self.feedback.share)
         return Wish(trace, limits, machine.room_bytes())
 
-    def _follow(self, found: PlanInForce) -> None:
+    def _follow(self, found: Plan) -> None:
         is_new = self.in_force is None or found.identity != self.in_force.identity  # on every rank alike
         if self._chooses_blocks:
             self._blocks.chosen = found.recomputed

@@ -33,7 +33,7 @@ from enum import IntEnum
 from statistics import median_low
 
 from ds_tba.core.hooks import compilations
-from ds_tba.plan.policy import PlanInForce, PlanMismatch
+from ds_tba.plan.plan import Plan
 from ds_tba.plan.trace import Trace
 
 # Steps under a plan before it is judged, and the shortest and the longest wait of the back-off.
@@ -75,7 +75,7 @@ class Feedback:
         self.kept_s = 0.0
         self.growth = 0.0
         self.reason = ""
-        self._plan: PlanInForce | None = None
+        self._plan: Plan | None = None
         self._rates: tuple[float, ...] = ()
         self._shown_s = 0.0  # the kept step when a plan last moved nothing
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
@@ -104,7 +104,7 @@ class Feedback:
         longer = self.kept_s * larger / trace.step_s if trace.step_s and self.kept_s else 1.0
         return trace.scaled(longer, larger)
 
-    def planned(self, plan: PlanInForce, rates: tuple[float, ...]) -> None:
+    def planned(self, plan: Plan, rates: tuple[float, ...]) -> None:
         """Judge steps by a plan from now on.
 
         Args:
@@ -116,28 +116,28 @@ class Feedback:
         """Return whether the wait since the last plan or recording is over; see [Note: One back-off]."""
         return step - self._acted_at >= self._wait_steps
 
-    def decide(self, step: int, time_s: float, rates: tuple[float, ...], mismatch: PlanMismatch) -> Action:
+    def decide(self, step: int, time_s: float, rates: tuple[float, ...], seen: OptimizerStep) -> Action:
         """Return the action to take after a step under the plan.
 
         Args:
             step: its number.
             time_s: seconds from its begin to its end.
             rates: of the drives as they are now.
-            mismatch: with the plan.
+            seen: the step.
         """
         plan, is_due = self._plan, self.is_due(step)
         if plan is None:
             return Action.GO_ON
-        if mismatch.growth > MAX_DRIFT:
+        if seen.growth > MAX_DRIFT:
             # Where no plan could be made for as large ones, it is tried again when it is due.
-            is_larger, self.growth = mismatch.growth > self.growth, max(self.growth, mismatch.growth)
-            larger = f"storages are larger than those of the plan by {mismatch.growth:.0%}"
+            is_larger, self.growth = seen.growth > self.growth, max(self.growth, seen.growth)
+            larger = f"storages are larger than those of the plan by {seen.growth:.0%}"
             return self._ask(Action.PLAN, larger) if is_larger or is_due else Action.GO_ON
-        planned_bytes = max(1, plan.trace.saved_bytes * mismatch.micro_steps)
-        unlike = _unlike(plan, mismatch, mismatch.missed_bytes / planned_bytes)
+        planned_bytes = max(1, plan.trace.saved_bytes * seen.micro_steps)
+        unlike = _unlike(plan, seen, seen.missed_bytes / planned_bytes)
         if unlike:
             return self._ask(Action.RECORD, unlike) if is_due else Action.GO_ON
-        if mismatch.drift_bytes / planned_bytes > MAX_DRIFT:  # its time says nothing of the plan
+        if seen.drift_bytes / planned_bytes > MAX_DRIFT:  # its time says nothing of the plan
             return Action.GO_ON
         self._times_s.append(time_s)
         if len(self._times_s) < MIN_STEPS:
@@ -174,7 +174,7 @@ class Feedback:
             return "the drives' rates have changed"
         return ""
 
-    def _judged(self, plan: PlanInForce, *, is_due: bool) -> Action:
+    def _judged(self, plan: Plan, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
         # Three of four steps decide, of as many as were waited for, or alternating steps would be reviewed for ever.
         needed = min(self._wait_steps, MAX_STEPS // 10)
@@ -183,35 +183,29 @@ class Feedback:
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
         if not plan.moved_share:
             self.kept_s = self._shown_s = max(median_s - plan.computed_s, median_s / 2)
-        besides_s, room_s = self.kept_s + plan.computed_s, self._room_s(plan)
+        overhead, besides_s = 1 + plan.limits.max_step_overhead, self.kept_s + plan.computed_s
+        promised_s = plan.prediction.step_s if plan.limits.activation_budget_bytes is not None else 0.0
+        allowed_s = max(besides_s, overhead * max(self.kept_s, promised_s))
         # Such short steps end a slow time, and hide what moving takes of them: the kept step is to be shown again.
         kept_s = self._shown_s if self.kept_s < (1 - INCREASE) * self._shown_s else self.kept_s
-        is_unlike = times_s[quarter] - besides_s > room_s or kept_s > self.kept_s
+        is_unlike = times_s[quarter] > allowed_s or kept_s > self.kept_s
         if len(times_s) >= needed and self.share and plan.moved_share and is_unlike:
             took = f"steps took {median_s:.3g} s where {kept_s:.3g} s were measured with everything kept"
             return self._ask(Action.FALL, took)
         # With the cost of the rise, or it would be taken back at once.
         more = 1 + INCREASE / plan.moved_share if plan.moved_share else 1.0
-        if self.share < 1 and is_due and more * (median_s - besides_s) <= room_s:
+        if self.share < 1 and is_due and besides_s + more * (median_s - besides_s) <= allowed_s:
             return self._ask(Action.RISE, "steps leave room to move more")
         return Action.GO_ON
 
-    def _room_s(self, plan: PlanInForce) -> float:
-        """Return the seconds that offloading may add to a step."""
-        overhead = plan.limits.max_step_overhead
-        allowed_s = self.kept_s * (1 + overhead)
-        if plan.limits.activation_budget_bytes is not None:
-            allowed_s = max(allowed_s, plan.plan.prediction.step_s * (1 + overhead))
-        return max(0.0, allowed_s - self.kept_s - plan.computed_s)
 
-
-def _unlike(plan: PlanInForce, mismatch: PlanMismatch, missed: float) -> str:
+def _unlike(plan: Plan, seen: OptimizerStep, missed: float) -> str:
     """Return how the step differed from the recorded ones; empty if it did not."""
-    if mismatch.micro_steps != plan.trace.micro_steps:
-        had, planned = mismatch.micro_steps, plan.trace.micro_steps
+    if seen.micro_steps != plan.trace.micro_steps:
+        had, planned = seen.micro_steps, plan.trace.micro_steps
         return f"a step had {had} micro-step{'s' if had != 1 else ''} instead of {planned}"
-    if mismatch.unknown_saves:
-        return f"{mismatch.unknown_saves} saves that the plan did not know"
+    if seen.unknown_saves:
+        return f"{seen.unknown_saves} saves that the plan did not know"
     return f"{missed:.0%} of what the plan expects was not saved" if missed > MAX_DRIFT else ""
 
 
@@ -220,18 +214,26 @@ def _unlike(plan: PlanInForce, mismatch: PlanMismatch, missed: float) -> str:
 
 @dataclass(slots=True)
 class OptimizerStep:
-    """One optimizer step.
+    """One optimizer step, and how its saves differ from those of the plan's trace.
 
     Attributes:
         began, ended: marks of the clock, without the time between two steps.
         plan: number of the plan in force; 0 for none.
-        mismatch: with the plan.
+        micro_steps: how many there were.
+        unknown_saves: that the plan has no storage or no block for.
+        missed_bytes: of storages of the plan that were not saved.
+        drift_bytes: by which storages differ in size, those that were not saved in full.
+        growth: the fraction by which what was saved is larger; of the micro-step that grew most.
         has_compiled: whether something was compiled in it; then its times say nothing of other steps.
     """
 
     began: object
     plan: int = 0
-    mismatch: PlanMismatch = field(default_factory=PlanMismatch)
+    micro_steps: int = 0
+    unknown_saves: int = 0
+    missed_bytes: int = 0
+    drift_bytes: int = 0
+    growth: float = 0.0
     ended: object = None
     has_compiled: bool = False
     _compilations: int = field(default_factory=compilations)

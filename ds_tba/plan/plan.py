@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.plan.trace import Trace
+from ds_tba.wear import DAY_S, TERABYTE, life_days
 
+MIB = 1 << 20
+# Replays of one plan differ in the writes that backward comes to cancel.
+WEAR_TOLERANCE = 1.02
 # Shorter differences are the rounding of sums, not time.
 SAME_TIME_S = 1e-9
 
@@ -26,8 +31,8 @@ class Limits:
         rematerialize: whether storages may be made again from others.
         movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
             budget that fits with more only is kept all the same.
-        endurance_tbw: terabytes that the drives still take, as one rank's share; bounds nothing, tells how long they
-            last.
+        min_life_days, endurance_tbw: of the drives: days that the user asks for, and terabytes that they still take, as
+            one rank's share. They bound nothing here, and tell how long drives last.
         stored_share: bytes that a drive is written for a byte of storages; below 1 with compression.
     """
 
@@ -38,6 +43,7 @@ class Limits:
     recompute: bool = True
     rematerialize: bool = True
     movable_share: float = 1.0
+    min_life_days: float | None = None
     endurance_tbw: float | None = None
     stored_share: float = 1.0
 
@@ -54,6 +60,7 @@ class Limits:
             write_limit_bytes_per_step,
             config.recompute is True,
             config.rematerialize_enabled,
+            min_life_days=config.ssd.min_life_days,
         )
 
 
@@ -86,12 +93,13 @@ class Prediction:
     rematerialized_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The placements chosen for the next steps.
 
     Attributes:
         planner: who chose.
+        trace, limits: for which.
         placements: of each storage in pack order; RECOMPUTE where its block's recomputation makes it again,
             REMATERIALIZE where it is made of its sources.
         recomputed_blocks: for each block, whether its forward runs again.
@@ -101,10 +109,103 @@ class Plan:
     """
 
     planner: str
+    trace: Trace
+    limits: Limits
     placements: tuple[Placement, ...]
     recomputed_blocks: tuple[bool, ...]
     prefetch_distance: tuple[int, ...]
     prediction: Prediction
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Return the paths of the blocks that run again."""
+        blocks = zip(self.trace.blocks, self.recomputed_blocks, strict=True)
+        return frozenset(block.module for block, again in blocks if again)
+
+    @cached_property
+    def moved_share(self) -> float:
+        """Return the fraction of the movable bytes that goes to NVMe or to the host."""
+        moved = (Placement.NVME, Placement.HOST)
+        moved_bytes = sum(nbytes for place, nbytes in self.bytes_by_placement if place in moved)
+        return moved_bytes / max(1, self.trace.movable_bytes)
+
+    @cached_property
+    def expected(self) -> tuple[int, ...]:
+        """Return the storages that are saved, in order: of a block under a checkpoint its inputs alone."""
+        storages, blocks = self.trace.storages, self.trace.blocks
+        again = {number for number, block in enumerate(blocks) if block.module in self.recomputed}
+        first_s = {index: blocks[n].forward_start_s for n in sorted(again, reverse=True) for index in blocks[n].inputs}
+        for index, storage in enumerate(storages):
+            saved_s = storage.pack_s
+            for number in storage.blocks:
+                if number not in again:
+                    first_s[index] = min(saved_s, first_s.get(index, saved_s))
+                    break
+                saved_s = blocks[number].forward_end_s
+        asked = (index for index in first_s if storages[index].is_asked)
+        return tuple(sorted(asked, key=lambda index: (first_s[index], index)))
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Return what makes a plan another one: where which bytes go, and the blocks that are recomputed."""
+        return self.trace.saved_bytes, self.placements, self.recomputed_blocks
+
+    @property
+    def bytes_by_placement(self) -> list[tuple[Placement, int]]:
+        """Return the bytes of the trace's storages, for each placement that any has."""
+        sizes = dict.fromkeys(Placement, 0)
+        for storage, placement in zip(self.trace.storages, self.placements, strict=True):
+            sizes[placement] += storage.nbytes
+        return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
+
+    @property
+    def computed_s(self) -> float:
+        """Return the seconds of a step in which blocks are recomputed and storages rematerialized, as predicted."""
+        return self.prediction.recomputed_s + self.prediction.rematerialized_s
+
+    @property
+    def wears_in_days(self) -> float | None:
+        """Return the days that the drives last at the plan's rate, where it writes more than the limit of wear."""
+        limit_bytes, written_bytes = self.limits.write_limit_bytes_per_step, self.prediction.written_bytes
+        if written_bytes <= WEAR_TOLERANCE * limit_bytes:
+            return None
+        return life_days(self.limits.endurance_tbw, self.daily_bytes)
+
+    @property
+    def daily_bytes(self) -> float:
+        """Return the bytes that the drives are written in a day of such steps."""
+        cost = self.prediction
+        return self.limits.stored_share * cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
+
+    def describe(self, reason: str) -> str:
+        """Describe the plan in one line.
+
+        Args:
+            reason: why it was made; empty for the first.
+        """
+        cost, step_s = self.prediction, self.trace.step_s
+        where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
+        longer = cost.step_s / step_s - 1 if step_s else 0.0
+        daily_bytes = self.daily_bytes
+        days = life_days(self.limits.endurance_tbw, daily_bytes)
+        return (
+            f"{self.planner}{', because ' + reason if reason else ''}: {where}; expected peak "
+            f"{cost.peak_saved_bytes / MIB:.0f} MiB, step {cost.step_s:.3g} s ({longer:+.1%})"
+            f"{f', {daily_bytes / TERABYTE:.2f} TB a day' if daily_bytes else ''}"
+            f"{'' if days is None else f' ({days:.0f} days)'}"
+        )
+
+    def summary(self) -> dict[str, object]:
+        """Return the fields of the report."""
+        return {
+            "planner": self.planner,
+            "bytes": {place.word: nbytes for place, nbytes in self.bytes_by_placement},
+            "recomputed_blocks": sum(self.recomputed_blocks),
+            "blocks": len(self.trace.blocks),
+            "kept_step_s": self.trace.step_s,
+            "movable_share": self.limits.movable_share,
+            **asdict(self.prediction),
+        }
 
 
 class Planner(Protocol):

@@ -30,7 +30,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from operator import attrgetter
 from statistics import median
 from typing import Protocol
 
@@ -323,11 +322,6 @@ class Recorder:
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
-    @property
-    def is_complete(self) -> bool:
-        """True if there was a forward, and then its backward."""
-        return bool(self.uses) and self.ended is not None
-
     def trace(self, resources: Resources, optimizer_s: float = 0.0, micro_steps: int = 1) -> Trace:
         """Return the trace of the micro-step; blocks the host until the device has reached its end.
 
@@ -405,54 +399,29 @@ class Recording:
         self._clock = scene.clock
         self._done: list[Recorder] = []
         self._before_step = 0  # how many were done before this step
-        self._is_broken = False  # this step had a forward without its backward
         self._backward_ended: object = None
         self._optimizer_steps: list[tuple[object, object]] = []
         self.current: Recorder | None = None
         self.steps = 0
 
     @property
-    def is_enough(self) -> bool:
-        """True if no more need be recorded."""
-        return len(self._done) >= RECORDINGS
-
-    @property
     def is_over(self) -> bool:
-        """True if it is enough, or took enough steps."""
-        return self.is_enough or self.steps >= MAX_RECORDED_STEPS
-
-    @property
-    def has_any(self) -> bool:
-        """True if a trace can be made."""
-        return bool(self._done)
+        """True if no more need be recorded, or enough steps were tried."""
+        return len(self._done) >= RECORDINGS or self.steps >= MAX_RECORDED_STEPS
 
     def begin(self) -> Recorder | None:
         """Begin a forward; return its recorder, if it is to be recorded."""
-        if self.is_enough or self._is_broken:
-            return None
-        self.current = Recorder(self._scene)
+        self.current = Recorder(self._scene) if len(self._done) < RECORDINGS else None
         return self.current
 
     def end_micro_step(self) -> None:
         """Note that backward is over."""
-        if self.current is not None:
-            self.current.end()
-        self._backward_ended = self._clock.mark()
-
-    def abandon(self) -> None:
-        """Record nothing more in this step: its micro-step has raised."""
-        self.current, self._is_broken = None, True
-
-    def settle(self) -> None:
-        """Keep the recorder of the last micro-step, before the next forward, or at the end of the step."""
         recorder, self.current = self.current, None
-        if recorder is None:
-            return
-        recorder.end()
-        if recorder.is_complete:
-            self._done.append(recorder)
-        else:
-            self._is_broken = True
+        self._backward_ended = self._clock.mark()
+        if recorder is not None:
+            recorder.end()
+            if recorder.uses:
+                self._done.append(recorder)
 
     def end_step(self, ended: object, *, has_compiled: bool = False) -> None:
         """End the step.
@@ -462,15 +431,15 @@ class Recording:
             has_compiled: whether something was compiled in the step; see [Note: Compilation].
         """
         self.steps += 1
-        self._is_broken = False
+        self.current = None
         if has_compiled:  # or the plan would promise steps as long as the compiler takes
             del self._done[self._before_step :]
         elif self._backward_ended is not None:
             self._optimizer_steps.append((self._backward_ended, ended))
         self._before_step, self._backward_ended = len(self._done), None
 
-    def recorded(self, resources: Resources, micro_steps: int) -> Trace:
-        """Return the trace of all recordings; blocks the host until the device has reached their end.
+    def recorded(self, resources: Resources, micro_steps: int) -> Trace | None:
+        """Return the trace of all recordings, if there are any; blocks the host until the device has reached their end.
 
         Args:
             resources: the machine.
@@ -478,7 +447,7 @@ class Recording:
         """
         took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])
-        traces = (one.trace(resources, optimizer_s, micro_steps) for one in self._done)
+        traces = [one.trace(resources, optimizer_s, micro_steps) for one in self._done]
         # By size first: a plan for the recording that saved most holds for smaller micro-steps, too. Then the shorter:
         # whatever else the machine did in the other is no part of a step.
-        return max(sorted(traces, key=attrgetter("end_s")), key=attrgetter("saved_bytes"))
+        return max(traces, key=lambda trace: (trace.saved_bytes, -trace.end_s), default=None)

@@ -114,8 +114,8 @@ class _Replay:
         self._cursor = self._used = 0
         self._order, self._events = self._schedule()
 
-    def run(self) -> Outcome:
-        """Play it all."""
+    def run(self, beside: Spans | None) -> Outcome:
+        """Play it all; what is held beside storages is part of the peak."""
         acts = self._pack, self._begin, self._use, self._make_again
         for at_s, kind, which in self._events:
             before_s = self._shift_s
@@ -126,7 +126,7 @@ class _Replay:
         return Outcome(
             Assignment(np.array(self._place, np.int8), lifetimes.recomputed),
             lifetimes.dropped,
-            self._cost(),
+            self._cost(beside),
             self._stalls,
             tuple(self._distance or ()),
         )
@@ -320,11 +320,11 @@ class _Replay:
 
     # ---- what it came to ----------------------------------------------------------------------------------------
 
-    def _cost(self) -> Prediction:
+    def _cost(self, beside: Spans | None) -> Prediction:
         timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.trace.micro_steps
         on_host = np.array(self._place) == _HOST
         return Prediction(
-            self.peak_device_bytes(),
+            self._peak_device_bytes(beside),
             (timeline.trace.end_s + self._shift_s) * times + timeline.trace.optimizer_s,
             self._stall_s * times,
             float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
@@ -341,7 +341,7 @@ class _Replay:
             int(timeline.nbytes[self._made].sum()) * times,
         )
 
-    def peak_device_bytes(self, beside: Spans | None = None) -> int:
+    def _peak_device_bytes(self, beside: Spans | None) -> int:
         """Return the most device bytes that storages hold at once; what begins when another ends counts with it."""
         timeline, lifetimes = self._timeline, self._lifetimes
         exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
@@ -376,19 +376,18 @@ def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:
 
 
 def replay(
-    timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None = (), *, may_wait: bool = True
+    timeline: Timeline,
+    assignment: Assignment,
+    distance: Sequence[int] | None = (),
+    *,
+    may_wait: bool = True,
+    beside: Spans | None = None,
 ) -> Outcome:
     """Replay an assignment.
 
     Args:
         distance: see ``Plan.prefetch_distance``; None to find the one that is just in time.
         may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
+        beside: held on the device, too, and part of the peak.
     """
-    return _Replay(timeline, assignment, distance, may_wait).run()
-
-
-def peak_beside(timeline: Timeline, assignment: Assignment, beside: Spans) -> int:
-    """Return the most device bytes that storages and what is held beside them take at once, under an assignment."""
-    played = _Replay(timeline, assignment, (), may_wait=True)
-    played.run()
-    return played.peak_device_bytes(beside)
+    return _Replay(timeline, assignment, distance, may_wait).run(beside)

@@ -6,7 +6,7 @@ copies, where they are moved (which takes time by the byte, so that the longest 
 neither staging nor backward would have to wait; without a budget, all in a second try). For each order of what is
 computed again, bisection finds how much of it the limits call for beside those moves. Then bisection finds how much is
 moved: without a budget as much as there is time for, with one as little as it takes to fit. Of all that was replayed
-the best is taken; see ``rank``. No clock is asked, so that every rank would find the same plan. The budget is held
+the best is taken; see ``order_of``. No clock is asked, so that every rank would find the same plan. The budget is held
 where storages are placed, and the time is measured: a plan need not be the best to the per cent.
 
 [Note: Alike forwards] Of interleaved forwards that are alike all are placed alike: what one of them saves lowers no
@@ -46,20 +46,21 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     budget_bytes = limits.activation_budget_bytes
     # A share that steps have lowered may not keep a budget from fitting.
     if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
-        limits = replace(limits, movable_share=1.0)
-        found = _Search(timeline, limits).found()
+        found = _Search(timeline, replace(limits, movable_share=1.0)).found()
     # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
     as_far = replay(timeline, found.assignment)
-    if order_of(as_far.cost, limits, timeline.trace.step_s) <= order_of(found.cost, limits, timeline.trace.step_s):
+    if order_of(as_far.cost, limits, trace.step_s) <= order_of(found.cost, limits, trace.step_s):
         found = as_far
-    return plan_of("adaptive", found)
+    return plan_of("adaptive", trace, limits, found)
 
 
-def plan_of(planner: str, outcome: Outcome) -> Plan:
+def plan_of(planner: str, trace: Trace, limits: Limits, outcome: Outcome) -> Plan:
     """Return the plan that a replay found."""
     places = np.where(outcome.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements).tolist()
     return Plan(
         planner,
+        trace,
+        limits,
         tuple(map(list(Placement).__getitem__, places)),
         tuple(outcome.assignment.recomputed.tolist()),
         outcome.prefetch_distance,

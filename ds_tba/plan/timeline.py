@@ -67,9 +67,11 @@ class Timeline:
         nbytes, padded_bytes: sizes, and as they count in staging and on the drive.
         pack_s, left_s, used_s, freed_s: of each storage: saved, last use in forward, first use in backward, freed.
         movable, used: of each storage: see ``StorageTrace``.
+        to_nvme: the storages that the NVMe store would take at all.
         saved: False where nobody saves a storage unless a block that reads it is recomputed.
         owner: the block whose recomputation makes a storage again; -1 where several blocks saved it, or none.
         rematerialize_s: to make a storage again from its sources; not a number where that cannot be.
+        rematerializable: the storages that can be, where their sources are there.
         recompute_s, backward_start_s, recomputable: of each block.
     """
 
@@ -84,9 +86,11 @@ class Timeline:
         self.freed_s: Floats = np.array([row.freed_s for row in rows], float)
         self.movable: Bools = np.array([row.is_movable for row in rows], bool)
         self.saved: Bools = np.array([bool(row.blocks) for row in rows], bool)
+        self.to_nvme: Bools = self.movable & bool(trace.resources.paths)
         self.used: Bools = np.array([row.is_used for row in rows], bool)
         self.owner: Ints = np.array([row.blocks[0] if len(row.blocks) == 1 else OUTSIDE for row in rows], np.int64)
         self.rematerialize_s: Floats = np.array([row.rematerialize_s for row in rows], float)
+        self.rematerializable: Bools = ~np.isnan(self.rematerialize_s)
         self.recompute_s: Floats = np.array([block.forward_s for block in blocks], float)
         self.backward_start_s: Floats = np.array([block.backward_start_s for block in blocks], float)
         self.recomputable: Bools = np.array([block.is_recomputable for block in blocks], bool)
@@ -102,16 +106,6 @@ class Timeline:
     def kept(self) -> Assignment:
         """Return the assignment that offloads and recomputes nothing."""
         return Assignment(np.zeros(len(self.nbytes), np.int8), np.zeros(len(self.recompute_s), np.bool_))
-
-    @property
-    def rematerializable(self) -> Bools:
-        """Return the storages that can be rematerialized from their sources, where these are there."""
-        return ~np.isnan(self.rematerialize_s)
-
-    @property
-    def to_nvme(self) -> Bools:
-        """Return the storages that the NVMe store would take at all."""
-        return self.movable & bool(self.trace.resources.paths)
 
     def lifetimes(self, assignment: Assignment) -> Lifetimes:
         """Return the lifetimes of storages under an assignment."""

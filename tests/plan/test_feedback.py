@@ -24,7 +24,6 @@ from ds_tba.plan.feedback import (
     OptimizerStep,
 )
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.plan.policy import PlanInForce, PlanMismatch
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
 
@@ -37,14 +36,13 @@ TRACE = Trace(tuple(storage(0.0, 1.0, None, (-1,)) for _ in range(STORAGES)), ()
 
 def plan_of(
     share: float, moved: float = 1.0, step_s: float = KEPT_S, budget: int | None = None, computed_s: float = 0.0
-) -> PlanInForce:
+) -> Plan:
     """A plan that moves so much as far as the share allows that."""
     count = int(min(share, moved) * STORAGES + 1e-6)
     places = (Placement.NVME,) * count + (Placement.KEEP,) * (STORAGES - count)
     cost = Prediction(SIZE, step_s, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_s=computed_s)
     limits = Limits(OVERHEAD, budget, movable_share=share)
-    plan = Plan("test", places, (), (), cost)
-    return PlanInForce.of(plan, TRACE, limits)
+    return Plan("test", TRACE, limits, places, (), (), cost)
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,8 @@ class Seen:
 def decided(feedback: Feedback, step: int, seen: Seen) -> Action:
     count = 1 + seen.more_micro_steps
     missed_bytes, drift_bytes = (int(one * count * TRACE.saved_bytes) for one in (seen.missed, seen.drift))
-    mismatch = PlanMismatch(count, seen.unknown_saves, missed_bytes, drift_bytes, seen.growth)
-    return feedback.decide(step, seen.time_s, seen.rates, mismatch)
+    found = OptimizerStep(None, 0, count, seen.unknown_saves, missed_bytes, drift_bytes, seen.growth)
+    return feedback.decide(step, seen.time_s, seen.rates, found)
 
 
 @dataclass
@@ -84,7 +82,7 @@ class World:
     known_s: float = 0.0
     unseen_s: float = 0.0
     noise_s: float = 0.0
-    plan: Callable[[float], PlanInForce] = plan_of
+    plan: Callable[[float], Plan] = plan_of
     feedback: Feedback = field(default_factory=Feedback)
     times_s: list[float] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
@@ -144,7 +142,7 @@ def test_a_hidden_cost_of_ten_percent_is_gone_soon_and_what_it_allows_is_moved()
 def test_few_storages_of_which_a_small_share_moves_none_are_moved_again(storages: int) -> None:
     """A share of 0.1 moves nothing where there are ten storages: raising goes on to one that does."""
 
-    def plan(share: float) -> PlanInForce:
+    def plan(share: float) -> Plan:
         return plan_of(share, moved=int(share * storages) / storages)
 
     world = World(hidden_s=0.6, plan=plan)
@@ -249,7 +247,7 @@ def test_with_a_budget_steps_are_held_against_what_the_plan_promised() -> None:
 def test_where_a_budget_leaves_no_choice_the_share_stays_and_is_asked_for_ever_more_rarely() -> None:
     """The planner moves what it takes."""
 
-    def all_moved(share: float) -> PlanInForce:
+    def all_moved(share: float) -> Plan:
         full = plan_of(1.0, budget=SIZE)
         return replace(full, limits=replace(full.limits, movable_share=share))
 
@@ -470,9 +468,9 @@ def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> No
     machine = resources(write=SIZE * count, read=SIZE * count, copy=100.0 * SIZE * count)
     trace = Trace(tuple(storages), (), machine, KEPT_S)
 
-    def planned(share: float) -> PlanInForce:
+    def planned(share: float) -> Plan:
         limits = Limits(OVERHEAD, movable_share=share)
-        return PlanInForce.of(adaptive(trace, limits), trace, limits)
+        return adaptive(trace, limits)
 
     free = planned(1.0).moved_share
     assert free > 0.3
@@ -498,10 +496,10 @@ def test_the_planner_moves_no_more_than_is_left_by_the_recording_of_a_shared_dri
     for is_shared in (False, True):
         feedback = Feedback(is_drive_shared=is_shared)
 
-        def planned(share: float, feedback: Feedback = feedback) -> PlanInForce:
+        def planned(share: float, feedback: Feedback = feedback) -> Plan:
             scaled = feedback.corrected(trace)
             limits = Limits(OVERHEAD, movable_share=share)
-            return PlanInForce.of(adaptive(scaled, limits), scaled, limits)
+            return adaptive(scaled, limits)
 
         world = SharedDrive(zero_s=zero_s, plan=planned, feedback=feedback)
         world.run(200)

@@ -11,7 +11,6 @@ from support.traces import SIZE, TRACE, one_block, resources, storage
 
 from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish
 from ds_tba.plan.plan import Limits, Plan, Planner
-from ds_tba.plan.policy import PlanInForce
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Trace
 
@@ -53,9 +52,9 @@ class Seeing:
         return self._planner(trace, limits)
 
 
-def made(planner: Planner, wish: Wish = WISH, agreement: Alone | None = None) -> PlanInForce:
+def made(planner: Planner, wish: Wish = WISH, agreement: Alone | None = None) -> Plan:
     found = Planning(planner, agreement or Alone()).make(wish)
-    assert isinstance(found, PlanInForce)
+    assert isinstance(found, Plan)
     return found
 
 
@@ -64,11 +63,11 @@ def test_the_slowest_rank_counts() -> None:
     slow = replace(resources(), compute_s_per_byte=5e-9, staging_bytes=1000)
     found = made(planner, agreement=Besides(resources=slow))
     assert planner.traces[0].resources == found.trace.resources == slow
-    assert found.plan.recomputed_blocks == (True, True)
+    assert found.recomputed_blocks == (True, True)
 
 
 def test_the_least_room_counts() -> None:
-    peak_bytes = made(PLANNERS["adaptive"]).plan.prediction.peak_saved_bytes
+    peak_bytes = made(PLANNERS["adaptive"]).prediction.peak_saved_bytes
     found = made(PLANNERS["adaptive"], agreement=Besides(room_bytes=peak_bytes - 1))
     assert found.limits.activation_budget_bytes == peak_bytes - 1
 
@@ -109,17 +108,16 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
     room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
     limits = Limits(
         activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
-        recompute=False, endurance_tbw=1.0,
+        recompute=False, min_life_days=1000.0, endurance_tbw=1.0,
     )  # fmt: skip
     wish = Wish(trace, limits, float("inf") if is_set else room_bytes)
     made = Planning(adaptive, Alone())
     for _ in range(3):
         found = made.make(wish)
-    assert isinstance(found, PlanInForce) and found.plan.prediction.written_bytes > 2 * limit_bytes
+    assert isinstance(found, Plan) and found.prediction.written_bytes > 2 * limit_bytes
     (said,) = [one.message for one in caplog.records if "gives way" in one.message]
-    asked_days = 1e12 / (limit_bytes * 86400 / trace.step_s)
-    found_days = 1e12 / (found.plan.prediction.written_bytes * 86400 / found.plan.prediction.step_s)
-    assert said.startswith(f"ssd.min_life_days {asked_days:g} gives way: ") and f"last {found_days:.3g} days" in said
+    found_days = 1e12 / (found.prediction.written_bytes * 86400 / found.prediction.step_s)
+    assert said.startswith("ssd.min_life_days 1000 gives way: ") and f"last {found_days:.3g} days" in said
     bound = "activation_budget_bytes" if is_set else "the free memory of the device"
     assert f"{bound} {room_bytes} takes" in said and '"recompute": true' in said
 

@@ -77,30 +77,29 @@ def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int
     recording.end_micro_step()
 
 
-def test_a_recording_is_enough_when_it_has_two(cache: TensorCache) -> None:
+def test_a_recording_is_over_when_it_has_two(cache: TensorCache) -> None:
     ticks = Ticks()
     recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for _ in range(RECORDINGS):
-        assert not recording.is_enough
+        assert not recording.is_over
         record_one(recording, cache, model)
         ticks.now_s += 0.25
-        recording.settle()
         recording.end_step(ticks.mark())
-    assert recording.is_enough and recording.begin() is None
+    assert recording.is_over and recording.begin() is None
     trace = recording.recorded(MACHINE, 1)
     assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
 
 
-def test_two_forwards_before_a_backward_are_no_recording(cache: TensorCache) -> None:
+def test_a_forward_without_backward_is_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
     recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for _ in range(2):
         recorder = recording.begin()
-        if recorder is not None:
-            with cache.saving(around=recorder.around):
-                model(torch.randn(ROWS, WIDTH), recorder)
-        recording.settle()
-    assert not recording.has_any and recording.begin() is None
+        assert recorder is not None
+        with cache.saving(around=recorder.around):
+            model(torch.randn(ROWS, WIDTH), recorder)
+    recording.end_micro_step()
+    assert recording.recorded(MACHINE, 1) is None
     recording.end_step(ticks.mark())
     assert recording.begin() is not None and recording.steps == 1
 
@@ -109,10 +108,9 @@ def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache
     ticks = Ticks()
     recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
     for has_compiled in (True, False, True, False):
-        assert not recording.is_enough
+        assert not recording.is_over
         record_one(recording, cache, model)
         ticks.now_s += 100.0 if has_compiled else 0.25  # the optimizer's step
-        recording.settle()
         recording.end_step(ticks.mark(), has_compiled=has_compiled)
-    assert recording.is_enough and recording.steps == 4
+    assert recording.is_over and recording.steps == 4
     assert recording.recorded(MACHINE, 1).optimizer_s == pytest.approx(0.25)

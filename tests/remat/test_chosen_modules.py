@@ -157,7 +157,7 @@ def test_plans_obey(make: Any) -> None:
     steps(ours, offloader, 5)
     in_force = controller_of(offloader).in_force
     assert in_force is not None
-    placed = list(zip(in_force.trace.storages, in_force.plan.placements, strict=True))
+    placed = list(zip(in_force.trace.storages, in_force.placements, strict=True))
     of_mlps = [(one, place) for one, place in placed if ".mlp" in one.module and one.nbytes >= LEAST_BYTES]
     assert sum(one.nbytes for one, _ in of_mlps) == in_mlps
     assert not any(one.is_movable or one.rematerialize_s is not None for one, _ in of_mlps)

@@ -26,7 +26,7 @@ from ds_tba.cli.plan.training import Beside, Device, DryRun, Training, beside, h
 from ds_tba.config import ASSUMED_RATIO, BLOCK, DsConfig, Placement
 from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory
 from ds_tba.plan.plan import Limits, Prediction
-from ds_tba.plan.replay import peak_beside, replay
+from ds_tba.plan.replay import replay
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import Trace
@@ -205,7 +205,8 @@ class Setup:
         elif setting.placement is Placement.HOST:  # null would take half of what is free
             host_bytes = int(HOST_AIR * cost.host_bytes)
             block = {BLOCK: {"enabled": True, "placement": "host", "host_budget_bytes": host_bytes}}
-        return self.row(setting.name, cost, peak_beside(*assigned, self.run.temporary), block, setting.advice)
+        peak_bytes = replay(*assigned, beside=self.run.temporary).cost.peak_saved_bytes
+        return self.row(setting.name, cost, peak_bytes, block, setting.advice)
 
     def planned_row(self) -> Row:
         """Return the row of a plan in the budget."""

@@ -8,8 +8,9 @@ from typing import Any, cast
 from support.traces import SIZE, TRACE
 
 from ds_tba.config import Placement
+from ds_tba.plan.controller import ByPlan
+from ds_tba.plan.feedback import OptimizerStep
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.plan.policy import ByPlan, PlanInForce, PlanMismatch
 from ds_tba.storage.base import Always, Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
@@ -17,11 +18,11 @@ NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 
 
 def by_plan(
-    *placements: Placement, recomputed: tuple[bool, bool] = (False, False), mismatch: PlanMismatch | None = None
+    *placements: Placement, recomputed: tuple[bool, bool] = (False, False), step: OptimizerStep | None = None
 ) -> ByPlan:
-    plan = Plan("test", placements, recomputed, (), cast("Any", None))
+    plan = Plan("test", TRACE, Limits(), placements, recomputed, (), cast("Any", None))
     stores = {NVME: NVME_STORE, HOST: HOST_STORE}
-    return ByPlan(PlanInForce.of(plan, TRACE, Limits()), stores, mismatch or PlanMismatch())
+    return ByPlan(plan, stores, step or OptimizerStep(None))
 
 
 def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ...]]:
@@ -33,7 +34,7 @@ def test_each_storage_goes_where_the_plan_says() -> None:
     nvme, host = ("nvme", "host"), ("host", "nvme")  # what NVMe has no room for may go to host memory
     # x1 and x2 have their places already when they come again.
     assert chosen(policy, "x0", "x1", "x2", "x1", "x2", "x3", "x4") == [nvme, (), host, (), host, nvme, ()]
-    assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, 0)
+    assert (policy._step.unknown_saves, policy._step.drift_bytes) == (0, 0)
 
 
 def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
@@ -46,45 +47,45 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
         (),
     ]
     policy.end()
-    assert policy.mismatch == PlanMismatch()
+    assert policy._step == OptimizerStep(None)
 
 
 def test_a_key_that_is_saved_again_with_other_bytes_goes_where_the_first_went() -> None:
     """The cache asks again for a buffer that was refilled, and for nothing else."""
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     assert chosen(policy, "x0", "x0", "x1") == [("nvme", "host"), ("nvme", "host"), ()]
-    assert policy.mismatch.unknown_saves == 0
+    assert policy._step.unknown_saves == 0
 
 
 def test_all_passes_of_a_block_run_again_together() -> None:
     trace = replace(TRACE, blocks=tuple(replace(one, module="a") for one in TRACE.blocks))
-    plan = Plan("test", (NVME, RECOMPUTE, HOST, RECOMPUTE, KEEP), (True, True), (), cast("Any", None))
-    in_force = PlanInForce.of(plan, trace, Limits())
-    assert in_force.recomputed == {"a"} and in_force.expected == (0, 2, 4)
+    places = NVME, RECOMPUTE, HOST, RECOMPUTE, KEEP
+    plan = Plan("test", trace, Limits(), places, (True, True), (), cast("Any", None))
+    assert plan.recomputed == {"a"} and plan.expected == (0, 2, 4)
 
 
 def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     chosen(policy, "x0", "x1")
     policy.end()
-    assert policy.mismatch.missed_bytes == policy.mismatch.drift_bytes == 3 * SIZE
-    assert policy.mismatch.unknown_saves == 0
+    assert policy._step.missed_bytes == policy._step.drift_bytes == 3 * SIZE
+    assert policy._step.unknown_saves == 0
 
 
 def test_of_micro_steps_the_one_that_grew_most_counts() -> None:
-    mismatch = PlanMismatch()
+    step = OptimizerStep(None)
     for nbytes in (2 * SIZE, SIZE):
-        policy = by_plan(NVME, KEEP, HOST, NVME, KEEP, mismatch=mismatch)
+        policy = by_plan(NVME, KEEP, HOST, NVME, KEEP, step=step)
         chosen(policy, "x0", nbytes=nbytes)
         policy.end()
-    assert mismatch.growth == 1.0
+    assert step.growth == 1.0
 
 
 def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() -> None:
     policy = by_plan(NVME, KEEP, KEEP, KEEP, NVME)
     choices = [policy.choose(key, SIZE) for key in ("x0", "x1", "x2", "x3", "x4", "new")]
     assert [choice.wait for choice in choices] == [True, False, False, False, True, False]
-    assert choices[-1].stores == ("nvme", "host") and policy.mismatch.unknown_saves == 1
+    assert choices[-1].stores == ("nvme", "host") and policy._step.unknown_saves == 1
 
 
 def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
@@ -97,20 +98,19 @@ def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_
         True,
     ]  # the second is the first
     assert [choices[at].stores for at in (0, 2, -1)] == [("nvme", "host"), (), ("nvme", "host")]
-    assert choices[0].wait and policy.mismatch.unknown_saves == 1
+    assert choices[0].wait and policy._step.unknown_saves == 1
 
 
 def test_without_any_store_storages_are_made_again_all_the_same() -> None:
-    plan = Plan("test", (REMATERIALIZE,), (), (), cast("Any", None))
-    in_force = PlanInForce.of(plan, replace(TRACE, storages=TRACE.storages[:1], blocks=()), Limits())
-    policy, keys = ByPlan(in_force, {}, PlanMismatch()), ("x", "new")
+    trace = replace(TRACE, storages=TRACE.storages[:1], blocks=())
+    plan = Plan("test", trace, Limits(), (REMATERIALIZE,), (), (), cast("Any", None))
+    policy, keys = ByPlan(plan, {}, OptimizerStep(None)), ("x", "new")
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in keys)] == [(True, ())] * 2
 
 
-def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> PlanInForce:  # noqa: B008 - frozen
+def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> Plan:  # noqa: B008 - frozen
     prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0, rematerialized_bytes=SIZE)
-    plan = Plan("test", places, (False, False), (), replace(prediction, **seconds))
-    return PlanInForce.of(plan, TRACE, limits)
+    return Plan("test", TRACE, limits, places, (False, False), (), replace(prediction, **seconds))
 
 
 def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
@@ -135,7 +135,7 @@ def test_the_line_of_a_plan_tells_what_is_written_a_day_and_the_days() -> None:
 def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
-    assert (policy.mismatch.unknown_saves, policy.mismatch.drift_bytes) == (0, SIZE)
+    assert (policy._step.unknown_saves, policy._step.drift_bytes) == (0, SIZE)
 
 
 def test_always_is_always_the_same() -> None:
