@@ -189,10 +189,7 @@ class TensorCache(Residency):
         try:
             with hooks_of_forward(self._hooks(step, around)):
                 yield
-            self._end_operations()
-        except BaseException:  # the thread may never save anything again, and what it has in use stay for ever
-            self._end_operations(stays=True)
-            raise
+            self._end_operations()  # not after an error: what is wanted all the same leaves with a later save
         finally:
             step.phase = Phase.WAITING  # also after an error: a backward of what was saved would read nothing ahead
 
@@ -265,9 +262,9 @@ class TensorCache(Residency):
             return
         with self.lock:
             self.ends.act()
+            self.forward.micro_step = MicroStep()
             if not self._accelerator.is_capturing():
                 self.copies_out()  # or what the program keeps of each step would count as saved for ever
-            self.forward.micro_step = MicroStep()
         if self.rematerialization is not None:
             self.rematerialization.wait_for_answers()
 
@@ -374,7 +371,7 @@ class TensorCache(Residency):
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, ticket: Ticket | None = None
     ) -> SavedStorage:
-        """Add the record of a storage, which goes where it was chosen to go, unless it was taken."""
+        """Add the record of a storage, which goes where it was chosen to go, unless it is taken to be made again."""
         storage = tensor.untyped_storage()
         memory = self.count(storage, key.nbytes)
         memory.is_of_function |= key.function > 0
@@ -382,11 +379,10 @@ class TensorCache(Residency):
         node = next_sequence_number()
         record = SavedStorage(key, forward.micro_step, storage, memory, stream, node, has_graph=has_graph(tensor))
         self.count_until_free(storage)
-        if ticket is not None:
-            self.give(record, ticket)
-            record.index = record.micro_step.add(record)
+        record.choice = choice
+        if ticket is not None and self.rematerialization is not None:
+            self.rematerialization.admit(record, ticket)
         else:
-            record.choice = choice
             self._of_thread.leaving.append(record)
             self._of_thread.number = node
         forward.by_key[key] = record
@@ -395,12 +391,8 @@ class TensorCache(Residency):
         return record
 
     @poisons
-    def _end_operations(self, *, stays: bool = False) -> None:
-        """Have leave what operations of this thread have saved that are over.
-
-        Args:
-            stays: it stays in memory, because forward has failed: nobody will want most of it.
-        """
+    def _end_operations(self) -> None:
+        """Have leave what operations of this thread have saved that are over."""
         waiting = self._of_thread.leaving
         if FORKS.count != self._forks:  # a child that was forked in forward, where another thread may have had the lock
             return
@@ -408,20 +400,19 @@ class TensorCache(Residency):
             with self.lock:
                 self.ends.act()
                 record = waiting.popleft()
-                choice, record.choice = record.choice, STAYS
                 if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
-                    follow(self._accelerator, record.stream)
-                    self._place(record, choice, stays=stays)
+                    self.place(record)
 
-    def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
-        """Have a store take the bytes of a record, or keep them."""
-        views = record.holders
-        if choice.stores and not record.may_leave:
+    def place(self, record: SavedStorage, ticket: Ticket | None = None) -> None:
+        """Have the store that issued a ticket, else one of its choice, take the bytes of a record; or keep them."""
+        choice, record.choice = record.choice, STAYS
+        if ticket is not None:
+            self.give(record, ticket)
+        elif choice.stores and not record.may_leave:
             record.refusal = Eligibility.NO_GRAPH.value
-        elif choice.stores and stays:
-            record.refusal = "forward failed"
-        elif choice.stores and views and views[0].held is not None:
-            self.offload(record, views[0].held, choice)
+        elif choice.stores and (held := next((view.held for view in record.holders), None)) is not None:
+            follow(self._accelerator, record.stream)
+            self.offload(record, held, choice)
         elif choice.stores:
             record.refusal = "its storage was exchanged"
         if record.is_kept:
@@ -470,26 +461,6 @@ class TensorCache(Residency):
         """Ask a store that knows what storages are made of before those that keep their bytes; None: none."""
         self.rematerialization = store
         self.issuers = self.stores if store is None else (store, *self.stores)
-
-    @poisons
-    def hold(self, record: SavedStorage) -> None:
-        """Hold the bytes of a record until the next store has them, because its store is about to give them up."""
-        is_wanted = False
-        try:
-            with self.lock:
-                is_wanted = record.state is not RecordState.DROPPED
-                if is_wanted:  # one user more, or it might be dropped meanwhile
-                    record.count_lent()
-            if is_wanted:
-                self._loaded(record)
-        finally:
-            if is_wanted:
-                with self.lock:
-                    if record.loaded is not None:
-                        record.loaded = replace(record.loaded, stored=False)
-                    self._end_view(record, is_lent=True)
-                    if record.state is RecordState.LOADED:
-                        self.evict(record)
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
 

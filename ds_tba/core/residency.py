@@ -383,7 +383,7 @@ class Residency(Keeper, Poisoned):
         if record.ticket is None or record.loaded is not None:
             return 0
         is_counted = record in self._ahead and not self._accelerator.is_synchronous
-        return 0 if is_counted else record.ticket.new_bytes
+        return 0 if is_counted else record.nbytes
 
     def begin_load(self, record: SavedStorage) -> Loading:
         """Have the calling thread load a record, once there is room for its bytes."""
@@ -391,18 +391,18 @@ class Residency(Keeper, Poisoned):
         if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
         self.end_prefetch(record)  # or its bytes would be counted twice
-        loading = Loading(threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes)
-        self.make_room(loading.new_bytes)
+        loading = Loading(threading.get_ident(), ticket, threading.Lock())
+        self.make_room(record.nbytes)
         record.move(RecordState.LOADING)
         loading.done.acquire()
         record.loading = loading
-        self._gauge.add(loading.new_bytes)  # or another thread would take the room meanwhile
+        self._gauge.add(record.nbytes)  # or another thread would take the room meanwhile
         return loading
 
     def end_load(self, record: SavedStorage, loading: Loading, loaded: Loaded | None) -> None:
         """Hold the bytes of a record that were loaded; None if that has failed."""
         record.loading = None
-        self._gauge.add(-loading.new_bytes)
+        self._gauge.add(-record.nbytes)
         record.move(RecordState.AWAY if loaded is None else RecordState.LOADED)
         record.loaded = loaded  # before room is made: a device without memory for that loses no bytes
         loading.done.release()

@@ -125,13 +125,11 @@ class Loading(NamedTuple):
     Attributes:
         thread: the one that loads them.
         done: taken until they are there, or have failed to come.
-        new_bytes: device memory that is counted for them until then.
     """
 
     thread: int
     ticket: Ticket
     done: threading.Lock
-    new_bytes: int
 
 
 class Origin(Protocol):

@@ -253,7 +253,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         flags: two booleans in host memory, once ``done``: any bit differs, and the elements are not all equal.
-        done: event of the device; None if it is over.
+        done: event of the device, which comes with them.
         marks: marks of the clock around each step of the recipe.
         step: step of training in which the tensor was saved.
         visit: number of the site's visit.
@@ -262,7 +262,7 @@ class Comparison(NamedTuple):
 
     recipe: Recipe
     flags: torch.Tensor
-    done: Event | None
+    done: Event
     marks: list[tuple[Any, Any]]
     step: int
     visit: int
@@ -271,7 +271,7 @@ class Comparison(NamedTuple):
     @property
     def is_done(self) -> bool:
         """True if it can be read without waiting for the device."""
-        return self.done is None or bool(self.done.query())
+        return bool(self.done.query())
 
 
 def is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:
