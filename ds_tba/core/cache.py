@@ -29,7 +29,6 @@ to grow. So another thread that saves or loads waits, too.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -64,7 +63,7 @@ from ds_tba.core.saved import (
     ViewGone,
 )
 from ds_tba.core.tensor_store import TensorStore
-from ds_tba.core.tensors import has_graph, held_bytes, nbytes_of, next_sequence_number, own
+from ds_tba.core.tensors import has_graph, held_memory, nbytes_of, next_sequence_number, own
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import follow
 from ds_tba.stats import CacheStats
@@ -141,12 +140,10 @@ class TensorCache(Residency):
     @property
     def stats(self) -> CacheStats:
         """The figures as they are now, without what is gone; with it if the lock stays taken."""
-        until_s = time.monotonic() + STATS_LIMIT_S
-        while self.ends.left and self.lock.locked():
-            if time.monotonic() > until_s:  # this thread may have it, interrupted by the signal handler that asks
-                return self.meter
-            time.sleep(0.001)
-        self.act_on_ends()
+        # This thread may have it, interrupted by the signal handler that asks.
+        if self.ends.left and self.lock.acquire(timeout=STATS_LIMIT_S):
+            self.lock.release()
+            self.act_on_ends()
         return self.meter
 
     @property
@@ -298,15 +295,19 @@ class TensorCache(Residency):
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory."""
-        why = self.gate.judge(tensor, acts=bool(self.issuers), casts_stay=not self.is_limited)
-        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
+        return self.gate.judge(tensor, acts=bool(self.issuers), casts_stay=not self.is_limited)
 
     def _keep(self, tensor: torch.Tensor, why: Eligibility, reason: str, function: int) -> SavedCounted:
         """Keep a tensor that stays where it is until backward, for a reason in the report's words, without a record."""
-        is_of_function = function > 0
-        nbytes = tensor.untyped_storage().nbytes() if why in _WHOLE else held_bytes(tensor, self._device)
-        kind, alive = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, self.forward.micro_step.alive
-        counted = kind(self, tensor, nbytes, reason, alive=alive, is_of_function=is_of_function)
+        storage: torch.UntypedStorage | None
+        if why in _WHOLE:
+            storage = tensor.untyped_storage()
+            nbytes = storage.nbytes()
+        else:
+            storage, nbytes = held_memory(tensor, self._device)
+        kind, is_of_function = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, function > 0
+        step = self.forward.micro_step
+        counted = kind(self, tensor, storage, nbytes, reason, step, is_of_function=is_of_function)
         if is_of_function:
             counted.memory.is_of_function = True
         if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
@@ -387,7 +388,7 @@ class TensorCache(Residency):
             self._of_thread.number = node
         forward.by_key[key] = record
         self._live_records += 1
-        record.micro_step.alive.count += 1
+        record.micro_step.alive += 1
         return record
 
     @poisons
@@ -484,9 +485,9 @@ class TensorCache(Residency):
             self.free(gone.memory)
         elif isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
-            if gone.alive is not None:
-                gone.alive.count -= 1
-            self.meter.saved.add(0 if gone.is_lent else -gone.memory.unsave())
+            if gone.micro_step is not None:
+                gone.micro_step.alive -= 1
+                self.meter.saved.add(-gone.memory.unsave())
             self.uncount(gone.memory)
         elif isinstance(gone, ViewGone):
             gone.record.pending -= gone.is_pending
@@ -512,6 +513,6 @@ class TensorCache(Residency):
             del self.forward.by_key[record.key]  # a later save would share bytes that are given up
         if record.ticket is not None:
             record.ticket.store.release(record.ticket)
-        record.micro_step.alive.count -= 1
+        record.micro_step.alive -= 1
         if record.index != NO_INDEX:
             record.micro_step.remove(record.index)

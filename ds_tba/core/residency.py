@@ -373,8 +373,7 @@ class Residency(Keeper, Poisoned):
 
     def note_unpacked(self, view: SavedView) -> None:
         """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
-        if view.held is None:
-            view.record.pending -= not (view.is_unpacked or view.is_lent)
+        view.record.pending -= view.state.is_pending
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
         self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
 

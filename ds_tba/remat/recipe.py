@@ -194,7 +194,8 @@ class Recipe(NamedTuple):
             if is_of_a_module(one):
                 with torch.no_grad():
                     copy = one.held.detach().clone()  # an optimizer may step before backward
-                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")  # autograd has not saved it
+                # No micro-step: autograd has not saved it.
+                copies[id(one)] = SavedCounted(cache, copy, copy.untyped_storage(), nbytes_of(copy), "", None)
         return self._with(copies) if copies else self
 
     def _with(self, own: Mapping[int, Held]) -> Recipe:

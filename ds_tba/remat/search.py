@@ -149,10 +149,11 @@ class Search:
         return self._usable(held)
 
     def _usable(self, held: Held) -> Held:
-        if not held.is_of(self._cache):
-            raise NoRecipeError("saved by hooks of another engine")  # whose lock guards its records, not ours
-        if not isinstance(held, PassedThrough) and held.memory.is_of_function:  # which may write into it
-            raise NoRecipeError("an operand that a custom Function has saved")
+        if not isinstance(held, PassedThrough):
+            if held.cache is not self._cache:
+                raise NoRecipeError("saved by hooks of another engine")  # whose lock guards its records, not ours
+            if held.memory.is_of_function:  # which may write into it
+                raise NoRecipeError("an operand that a custom Function has saved")
         if not held.is_unmodified:
             raise NoRecipeError("an operand was changed in place")  # the op took what was there before
         tensor = held.held
