@@ -482,6 +482,12 @@ Held = SavedView | SavedCounted | PassedThrough
 """What autograd holds in place of a saved tensor."""
 
 
+def held_of(data: object) -> Held | None:
+    """Return what our pack hook returned, from what autograd holds; None where that is of other hooks."""
+    held = data if isinstance(data, Held) else getattr(data, "held", None)  # a recorder wraps what our hook returns
+    return held if isinstance(held, Held) else None
+
+
 # ---- the ends of views ---------------------------------------------------------------------------------------------
 
 

@@ -87,7 +87,6 @@ class RematStore(TensorStore[RecipeTicket]):
     def __init__(self, cache: TensorCache, sites: Sites) -> None:
         self.sites = sites
         self._cache = cache
-        self._accelerator = sites.accelerator
         self._pending: deque[PendingComparison] = deque()
 
     # ---- in forward ---------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ class RematStore(TensorStore[RecipeTicket]):
             return recipe.bound()
 
     def _compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None:
-        needed_bytes, operands = 2 * recipe.steps[-1].nbytes + recipe.scratch_bytes, set(recipe.records())
+        needed_bytes, operands = 2 * recipe.steps[-1].nbytes + recipe.scratch_bytes, set(recipe.records)
         if not self._cache.wait_for(needed_bytes + sum(one.load_bytes for one in operands), operands):
             return None
         try:
@@ -201,7 +200,7 @@ class RematStore(TensorStore[RecipeTicket]):
     # ---- in backward --------------------------------------------------------------------------------------------
 
     def get(self, ticket: RecipeTicket, device: torch.device) -> Loaded:
-        recipe, accelerator = ticket.recipe, self._accelerator
+        recipe, accelerator = ticket.recipe, self.sites.accelerator
         if recipe is None:
             raise StateError("a storage was to be made after it was given up; this is a bug in ds_tba")
         with self._cache.scratch(recipe.scratch_bytes):
@@ -215,6 +214,6 @@ class RematStore(TensorStore[RecipeTicket]):
 
 def _leaves(recipe: Recipe) -> Iterator[SavedStorage]:
     """Yield the storages with bytes of their own that a storage is made of, however often it takes them."""
-    for one in recipe.records():
+    for one in recipe.records:
         inner = one.ticket.recipe if isinstance(one.ticket, RecipeTicket) else None
         yield from (one,) if inner is None or one.loaded is not None else _leaves(inner)
