@@ -41,7 +41,6 @@ import torch
 from ds_tba.core.accounts import CountedGone, MemoryGone
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.ends import Notice
-from ds_tba.core.forks import FORKS
 from ds_tba.core.functions import keep_originals
 from ds_tba.core.hooks import ForwardHooks, hooks_of_forward
 from ds_tba.core.poison import poisons
@@ -255,7 +254,7 @@ class TensorCache(Residency):
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
-        if FORKS.count != self._forks:  # another thread may have had a lock when this child was forked
+        if self.is_forked:  # another thread may have had a lock when this child was forked
             return
         with self.lock:
             self.ends.act()
@@ -395,7 +394,7 @@ class TensorCache(Residency):
     def _end_operations(self) -> None:
         """Have leave what operations of this thread have saved that are over."""
         waiting = self._of_thread.leaving
-        if FORKS.count != self._forks:  # a child that was forked in forward, where another thread may have had the lock
+        if self.is_forked:  # a child that was forked in forward, where another thread may have had the lock
             return
         while waiting:
             with self.lock:

@@ -32,7 +32,6 @@ import torch
 
 from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.eligibility import out_of_modes
-from ds_tba.core.forks import FORKS
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import unmodified, whole_storage
@@ -67,13 +66,13 @@ class Residency(Keeper, Poisoned):
         self, stores: Sequence[AnyStore], device: torch.device, accelerator: Accelerator, released_bytes: int
     ) -> None:
         super().__init__(device, accelerator)
+        Poisoned.__init__(self)
         self.limit_bytes = math.inf
         self.stores = tuple(stores)
         self.issuers: tuple[AnyIssuer, ...] = self.stores
         self._setting = ""  # that asks for the limit
         self._released_limit_bytes = released_bytes
         self._has_warned = False
-        self._forks = FORKS.count
         self.largest_bytes = 0  # of the storages that left, and of which any is alive
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
@@ -84,10 +83,6 @@ class Residency(Keeper, Poisoned):
         self._copied_before: list[CountedMemory] = []
         self._under_way: list[weakref.ref[PendingCopy]] = []  # weakly: a comparison holds its operands
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
-
-    def note_exception(self, error: BaseException) -> None:
-        if FORKS.count == self._forks:  # a forked child that asks for its parent's graph may train a model of its own
-            super().note_exception(error)
 
     # ---- room ---------------------------------------------------------------------------------------------------
 
@@ -301,7 +296,7 @@ class Residency(Keeper, Poisoned):
     # ---- back into device memory --------------------------------------------------------------------------------
 
     def load(self, view: SavedView) -> torch.Tensor:
-        if FORKS.count != self._forks:
+        if self.is_forked:
             raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
         tensor, record = view.in_source(), view.record
         if tensor is not None:
