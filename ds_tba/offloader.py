@@ -21,7 +21,6 @@ from torch import nn
 from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.forks import FORKS
 from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
@@ -283,7 +282,6 @@ class ActivationOffloader:
         is_host = accelerator.is_synchronous
         # Divided by the ranks: each of them derives its staging from the same memory.
         self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
-        self._forks = FORKS.count
         self.is_closed = False
         self._meter: ModelMeter | None = None
         self._undo = ExitStack()
@@ -464,7 +462,7 @@ class ActivationOffloader:
 
     def _is_forked(self) -> bool:
         """True in a forked child, which has neither our threads nor our memory nor our report."""
-        return self._forks != FORKS.count
+        return self.cache.is_forked
 
     # ---- closing ------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ NAMES = [
     Name("torch._C._host_emptyCache", "pinned memory of closed engines, where PyTorch has no public name for it",
          "source of torch.cuda.graphs"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", ALL),
+    Name("torch._C._dispatch_keys", ALL),
     Name("torch._C._dispatch_tls_is_dispatch_key_excluded", ALL),
     Name("torch._C._SetExcludeDispatchKeyGuard", ALL),
     Name("torch._C.DispatchKey.ADInplaceOrView", ALL),

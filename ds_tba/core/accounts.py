@@ -8,19 +8,18 @@ from __future__ import annotations
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ds_tba.core.ends import Ends, Notice
-from ds_tba.core.prefetch import Alive
-from ds_tba.core.tensors import components_of, has_plain_storage, held_bytes, is_parameter
+from ds_tba.core.prefetch import MicroStep
+from ds_tba.core.tensors import has_plain_storage, held_memory, is_parameter
 from ds_tba.device.accelerator import Accelerator, Stream
 from ds_tba.device.copies import Releases
 from ds_tba.stats import CacheStats
 
 
-@dataclass(eq=False, slots=True)
 class CountedMemory:
     """The account of a storage's device memory in one cache. Changed only under the cache's lock.
 
@@ -40,14 +39,11 @@ class CountedMemory:
         is_of_function: a custom Function has saved the storage, so that nothing is rematerialized from it.
     """
 
-    users: int = 0
-    nbytes: int = 0
-    savers: int = 0
-    saved_bytes: int = 0
-    consumers: list[Stream] = field(default_factory=list)
-    lent: int = 0
-    is_watched: bool = False
-    is_of_function: bool = False
+    users = nbytes = savers = saved_bytes = lent = 0
+    is_watched = is_of_function = False
+
+    def __init__(self) -> None:
+        self.consumers: list[Stream] = []
 
     @property
     def is_operand(self) -> bool:
@@ -74,14 +70,14 @@ class CountedGone(Notice):
     """Tells the end of a tensor without a record that had this memory counted.
 
     Attributes:
-        alive: of the micro-step that has saved it; None where autograd has not.
+        micro_step: that has saved it; None where autograd has not.
         is_lent: it belongs to a recipe.
     """
 
-    __slots__ = ("alive", "is_lent", "memory")
+    __slots__ = ("is_lent", "memory", "micro_step")
 
     memory: CountedMemory
-    alive: Alive | None
+    micro_step: MicroStep[Any] | None
     is_lent: bool
 
 
@@ -163,29 +159,33 @@ class Accounts(ABC):
         return memory
 
     def count_kept(
-        self, user: object, tensor: torch.Tensor, nbytes: int, reason: str, alive: Alive | None
+        self,
+        user: object,
+        storage: torch.UntypedStorage | None,
+        nbytes: int,
+        reason: str,
+        micro_step: MicroStep[Any] | None,
     ) -> CountedMemory:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
 
         Args:
             user: with whose end it is counted no longer.
             reason: in the report's words.
-            alive: of the micro-step that saves it; None for a tensor of ours, which autograd has not saved.
+            micro_step: that saves it; None for a tensor of ours, which autograd has not saved.
         """
         if self.may_wait:
             self.wait_for(nbytes)
         with self.lock:
             if self.ends.left:
                 self.ends.act()
-            holders = (tensor,) if has_plain_storage(tensor) else components_of(tensor)[:1]
-            memory = self.count(holders[0].untyped_storage() if holders else None, nbytes)
-            added_bytes = memory.save(nbytes if alive is not None else 0)
-            self.meter.saved.add(added_bytes)
+            memory = self.count(storage, nbytes)
             notice = self.ends.watch(user, CountedGone)
-            notice.memory, notice.alive, notice.is_lent = memory, alive, False
-            if alive is not None:
+            notice.memory, notice.micro_step, notice.is_lent = memory, micro_step, False
+            if micro_step is not None:
+                micro_step.alive += 1
+                added_bytes = memory.save(nbytes)
+                self.meter.saved.add(added_bytes)
                 self.meter.kept_bytes[reason] += added_bytes
-                alive.count += 1
         return memory
 
     def count_until_free(self, storage: torch.UntypedStorage) -> None:
@@ -217,11 +217,12 @@ class Accounts(ABC):
         """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
         if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
             return
-        self.wait_for(nbytes := held_bytes(tensor, self._device))
+        storage, nbytes = tensor.untyped_storage(), held_memory(tensor, self._device)[1]
+        self.wait_for(nbytes)
         with self.lock:
-            self.meter.recomputed_bytes += 0 if self.memory_of(tensor.untyped_storage()) else nbytes
-            self._recomputed.append(self.count(tensor.untyped_storage(), nbytes))
-            self.count_until_free(tensor.untyped_storage())
+            self.meter.recomputed_bytes += 0 if self.memory_of(storage) else nbytes
+            self._recomputed.append(self.count(storage, nbytes))
+            self.count_until_free(storage)
 
     def end_recomputations(self) -> None:
         """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""

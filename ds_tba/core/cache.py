@@ -29,7 +29,6 @@ to grow. So another thread that saves or loads waits, too.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +41,6 @@ import torch
 from ds_tba.core.accounts import CountedGone, MemoryGone
 from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
 from ds_tba.core.ends import Notice
-from ds_tba.core.forks import FORKS
 from ds_tba.core.functions import keep_originals
 from ds_tba.core.hooks import ForwardHooks, hooks_of_forward
 from ds_tba.core.poison import poisons
@@ -64,7 +62,7 @@ from ds_tba.core.saved import (
     ViewGone,
 )
 from ds_tba.core.tensor_store import TensorStore
-from ds_tba.core.tensors import has_graph, held_bytes, nbytes_of, next_sequence_number, own
+from ds_tba.core.tensors import has_graph, held_memory, nbytes_of, next_sequence_number, own
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import follow
 from ds_tba.stats import CacheStats
@@ -141,12 +139,10 @@ class TensorCache(Residency):
     @property
     def stats(self) -> CacheStats:
         """The figures as they are now, without what is gone; with it if the lock stays taken."""
-        until_s = time.monotonic() + STATS_LIMIT_S
-        while self.ends.left and self.lock.locked():
-            if time.monotonic() > until_s:  # this thread may have it, interrupted by the signal handler that asks
-                return self.meter
-            time.sleep(0.001)
-        self.act_on_ends()
+        # This thread may have it, interrupted by the signal handler that asks.
+        if self.ends.left and self.lock.acquire(timeout=STATS_LIMIT_S):
+            self.lock.release()
+            self.act_on_ends()
         return self.meter
 
     @property
@@ -189,10 +185,7 @@ class TensorCache(Residency):
         try:
             with hooks_of_forward(self._hooks(step, around)):
                 yield
-            self._end_operations()
-        except BaseException:  # the thread may never save anything again, and what it has in use stay for ever
-            self._end_operations(stays=True)
-            raise
+            self._end_operations()  # not after an error: what is wanted all the same leaves with a later save
         finally:
             step.phase = Phase.WAITING  # also after an error: a backward of what was saved would read nothing ahead
 
@@ -261,13 +254,13 @@ class TensorCache(Residency):
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
-        if FORKS.count != self._forks:  # another thread may have had a lock when this child was forked
+        if self.is_forked:  # another thread may have had a lock when this child was forked
             return
         with self.lock:
             self.ends.act()
+            self.forward.micro_step = MicroStep()
             if not self._accelerator.is_capturing():
                 self.copies_out()  # or what the program keeps of each step would count as saved for ever
-            self.forward.micro_step = MicroStep()
         if self.rematerialization is not None:
             self.rematerialization.wait_for_answers()
 
@@ -301,15 +294,19 @@ class TensorCache(Residency):
 
     def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory."""
-        why = self.gate.judge(tensor, acts=bool(self.issuers), casts_stay=not self.is_limited)
-        return Eligibility.EXCLUDED if why is Eligibility.ELIGIBLE and self.gate.excluded_by() else why
+        return self.gate.judge(tensor, acts=bool(self.issuers), casts_stay=not self.is_limited)
 
     def _keep(self, tensor: torch.Tensor, why: Eligibility, reason: str, function: int) -> SavedCounted:
         """Keep a tensor that stays where it is until backward, for a reason in the report's words, without a record."""
-        is_of_function = function > 0
-        nbytes = tensor.untyped_storage().nbytes() if why in _WHOLE else held_bytes(tensor, self._device)
-        kind, alive = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, self.forward.micro_step.alive
-        counted = kind(self, tensor, nbytes, reason, alive=alive, is_of_function=is_of_function)
+        storage: torch.UntypedStorage | None
+        if why in _WHOLE:
+            storage = tensor.untyped_storage()
+            nbytes = storage.nbytes()
+        else:
+            storage, nbytes = held_memory(tensor, self._device)
+        kind, is_of_function = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, function > 0
+        step = self.forward.micro_step
+        counted = kind(self, tensor, storage, nbytes, reason, step, is_of_function=is_of_function)
         if is_of_function:
             counted.memory.is_of_function = True
         if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
@@ -374,7 +371,7 @@ class TensorCache(Residency):
     def _add(
         self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice, ticket: Ticket | None = None
     ) -> SavedStorage:
-        """Add the record of a storage, which goes where it was chosen to go, unless it was taken."""
+        """Add the record of a storage, which goes where it was chosen to go, unless it is taken to be made again."""
         storage = tensor.untyped_storage()
         memory = self.count(storage, key.nbytes)
         memory.is_of_function |= key.function > 0
@@ -382,46 +379,40 @@ class TensorCache(Residency):
         node = next_sequence_number()
         record = SavedStorage(key, forward.micro_step, storage, memory, stream, node, has_graph=has_graph(tensor))
         self.count_until_free(storage)
-        if ticket is not None:
-            self.give(record, ticket)
-            record.index = record.micro_step.add(record)
+        record.choice = choice
+        if ticket is not None and self.rematerialization is not None:
+            self.rematerialization.admit(record, ticket)
         else:
-            record.choice = choice
             self._of_thread.leaving.append(record)
             self._of_thread.number = node
         forward.by_key[key] = record
         self._live_records += 1
-        record.micro_step.alive.count += 1
+        record.micro_step.alive += 1
         return record
 
     @poisons
-    def _end_operations(self, *, stays: bool = False) -> None:
-        """Have leave what operations of this thread have saved that are over.
-
-        Args:
-            stays: it stays in memory, because forward has failed: nobody will want most of it.
-        """
+    def _end_operations(self) -> None:
+        """Have leave what operations of this thread have saved that are over."""
         waiting = self._of_thread.leaving
-        if FORKS.count != self._forks:  # a child that was forked in forward, where another thread may have had the lock
+        if self.is_forked:  # a child that was forked in forward, where another thread may have had the lock
             return
         while waiting:
             with self.lock:
                 self.ends.act()
                 record = waiting.popleft()
-                choice, record.choice = record.choice, STAYS
                 if record.is_kept:  # else it was dropped meanwhile: nobody wants it any more
-                    follow(self._accelerator, record.stream)
-                    self._place(record, choice, stays=stays)
+                    self.place(record)
 
-    def _place(self, record: SavedStorage, choice: Choice, *, stays: bool) -> None:
-        """Have a store take the bytes of a record, or keep them."""
-        views = record.holders
-        if choice.stores and not record.may_leave:
+    def place(self, record: SavedStorage, ticket: Ticket | None = None) -> None:
+        """Have the store that issued a ticket, else one of its choice, take the bytes of a record; or keep them."""
+        choice, record.choice = record.choice, STAYS
+        if ticket is not None:
+            self.give(record, ticket)
+        elif choice.stores and not record.may_leave:
             record.refusal = Eligibility.NO_GRAPH.value
-        elif choice.stores and stays:
-            record.refusal = "forward failed"
-        elif choice.stores and views and views[0].held is not None:
-            self.offload(record, views[0].held, choice)
+        elif choice.stores and (held := next((view.held for view in record.holders), None)) is not None:
+            follow(self._accelerator, record.stream)
+            self.offload(record, held, choice)
         elif choice.stores:
             record.refusal = "its storage was exchanged"
         if record.is_kept:
@@ -471,26 +462,6 @@ class TensorCache(Residency):
         self.rematerialization = store
         self.issuers = self.stores if store is None else (store, *self.stores)
 
-    @poisons
-    def hold(self, record: SavedStorage) -> None:
-        """Hold the bytes of a record until the next store has them, because its store is about to give them up."""
-        is_wanted = False
-        try:
-            with self.lock:
-                is_wanted = record.state is not RecordState.DROPPED
-                if is_wanted:  # one user more, or it might be dropped meanwhile
-                    record.count_lent()
-            if is_wanted:
-                self._loaded(record)
-        finally:
-            if is_wanted:
-                with self.lock:
-                    if record.loaded is not None:
-                        record.loaded = replace(record.loaded, stored=False)
-                    self._end_view(record, is_lent=True)
-                    if record.state is RecordState.LOADED:
-                        self.evict(record)
-
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
     def observe(self, observer: HooksObserver) -> None:
@@ -513,9 +484,9 @@ class TensorCache(Residency):
             self.free(gone.memory)
         elif isinstance(gone, CountedGone):
             gone.memory.lent -= gone.is_lent
-            if gone.alive is not None:
-                gone.alive.count -= 1
-            self.meter.saved.add(0 if gone.is_lent else -gone.memory.unsave())
+            if gone.micro_step is not None:
+                gone.micro_step.alive -= 1
+                self.meter.saved.add(-gone.memory.unsave())
             self.uncount(gone.memory)
         elif isinstance(gone, ViewGone):
             gone.record.pending -= gone.is_pending
@@ -541,6 +512,6 @@ class TensorCache(Residency):
             del self.forward.by_key[record.key]  # a later save would share bytes that are given up
         if record.ticket is not None:
             record.ticket.store.release(record.ticket)
-        record.micro_step.alive.count -= 1
+        record.micro_step.alive -= 1
         if record.index != NO_INDEX:
             record.micro_step.remove(record.index)

@@ -63,6 +63,8 @@ class Gate:
         self._min_tensor_bytes = min_tensor_bytes
         self._accelerator = accelerator
         self._exclusion: Exclusion | None = None
+        with torch.inference_mode(False), out_of_modes():
+            self._plain_keys = torch._C._dispatch_keys(torch.empty(0, device=device))
 
     def exclude(self, exclusion: Exclusion) -> None:
         """Keep what is excluded as it is from now on: it is neither offloaded nor rematerialized."""
@@ -73,7 +75,7 @@ class Gate:
         return "" if self._exclusion is None else self._exclusion.reason()
 
     def judge(self, tensor: torch.Tensor, *, acts: bool, casts_stay: bool) -> Eligibility:
-        """Return whether a tensor may leave device memory, whichever module saves it.
+        """Return whether a tensor that is saved now may leave device memory.
 
         Args:
             acts: something is done with the tensors that may.
@@ -89,16 +91,10 @@ class Gate:
         base = tensor._base  # called for every saved tensor: the usual ones are told without the costly checks
         if base is not None and isinstance(base, torch.nn.Parameter):
             return Eligibility.PARAMETER
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of vmap, whose storage cannot be had
-            return Eligibility.SUBCLASS
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:  # bytes alone do not tell it
-            return Eligibility.NOT_DENSE
-        if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():  # no version, or a mark that the bytes lack
-            return Eligibility.NOT_DENSE
-        if tensor._is_zerotensor():
-            return Eligibility.NO_STORAGE  # forward-mode AD's zeros: the storage claims bytes, and there is no memory
         if tensor.device != self._device:  # also one of the same type: its memory is not what runs out
             return Eligibility.OTHER_DEVICE
+        if torch._C._dispatch_keys(tensor) != self._plain_keys:
+            return _why_not_plain(tensor)
         storage = tensor.untyped_storage()
         if getattr(storage, OWNED, False):  # ZeRO-3 gathers parameters into storages of plain tensors
             return Eligibility.PARAMETER
@@ -116,7 +112,18 @@ class Gate:
         accelerator = self._accelerator
         if accelerator.is_capturing() or accelerator.is_of_graph(storage):
             return Eligibility.OF_GRAPH
-        return Eligibility.ELIGIBLE
+        return Eligibility.EXCLUDED if self._exclusion is not None and self.excluded_by() else Eligibility.ELIGIBLE
+
+
+def _why_not_plain(tensor: torch.Tensor) -> Eligibility:
+    """Return why a tensor that PyTorch dispatches in another way than one of plain numbers may not leave."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # of vmap, whose storage cannot be had
+        return Eligibility.SUBCLASS
+    if tensor._is_zerotensor():  # forward-mode AD's zeros: the storage claims bytes, and there is no memory
+        return Eligibility.NO_STORAGE
+    # Sparse, nested or quantized: bytes alone do not tell it. Of inference mode: it has no version. Conjugated or
+    # negated: the bytes lack that mark.
+    return Eligibility.NOT_DENSE
 
 
 def _is_of_parameter(node: Node) -> bool:

@@ -33,7 +33,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.utils import checkpoint as checkpointing
 
-from ds_tba.core.saved import Held
+from ds_tba.core.saved import held_of
 from ds_tba.core.tensors import (
     has_plain_storage,
     is_of_a_users_function,
@@ -206,7 +206,7 @@ def with_originals(found: Sequence[Any], held: Sequence[object]) -> tuple[Any, .
 
 
 def _original(one: Any, data: object) -> Any:
-    held = _held(data)
+    held = held_of(data)
     if held is None or not isinstance(one, torch.Tensor):
         return one
     kept = held.held
@@ -218,14 +218,7 @@ def _original(one: Any, data: object) -> Any:
     return one
 
 
-def _held(data: object) -> Held | None:
-    if isinstance(data, Held):
-        return data
-    inner = getattr(data, "held", None)  # a recorder wraps what our hook returns
-    return inner if isinstance(inner, Held) else None
-
-
 def _is_made(one: Any, data: object) -> bool:
     """Return whether a saved tensor is an object that was made for the read, and not the one that was saved."""
-    held = _held(data)
+    held = held_of(data)
     return held is not None and isinstance(one, torch.Tensor) and one is not held.held

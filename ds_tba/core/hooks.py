@@ -41,7 +41,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
 
-from ds_tba.core.forks import FORKS
+from ds_tba.core.poison import FORKS
 from ds_tba.core.saved import PassedThrough
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]

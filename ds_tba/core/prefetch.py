@@ -47,28 +47,19 @@ class Phase(Enum):
     BACKWARD = "something was unpacked"
 
 
-class Alive:
-    """The number of tensors and storages that one micro-step has saved and that are alive, moved or not."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
 class MicroStep(Generic[Record]):
     """The moved records of one micro-step, in the order in which they were placed.
 
     Attributes:
         is_interleaved: see [Note: Micro-steps].
         prefetch_distance: see ``Plan.prefetch_distance``; empty is no limit. Set by each forward.
-        alive: what it has saved.
+        alive: how many of the tensors and storages that it has saved are alive, moved or not.
     """
 
     def __init__(self, *, is_interleaved: bool = False) -> None:
         self.is_interleaved = is_interleaved
         self.prefetch_distance: Sequence[int] = ()
-        self.alive = Alive()
+        self.alive = 0
         self.phase = Phase.FORWARD
         self._records: list[Record | None] = []
         self._forwards: list[int] = []  # index of the first record of each
@@ -80,7 +71,7 @@ class MicroStep(Generic[Record]):
     @property
     def expects_forward(self) -> bool:
         """True if one more forward belongs to it: something that was saved is alive, and nothing was unpacked."""
-        return self.is_interleaved or (self.phase is Phase.WAITING and self.alive.count > 0)
+        return self.is_interleaved or (self.phase is Phase.WAITING and self.alive > 0)
 
     def begin_forward(self, prefetch_distance: Sequence[int]) -> None:
         self.phase = Phase.FORWARD

@@ -32,7 +32,6 @@ import torch
 
 from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.eligibility import out_of_modes
-from ds_tba.core.forks import FORKS
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import unmodified, whole_storage
@@ -67,13 +66,13 @@ class Residency(Keeper, Poisoned):
         self, stores: Sequence[AnyStore], device: torch.device, accelerator: Accelerator, released_bytes: int
     ) -> None:
         super().__init__(device, accelerator)
+        Poisoned.__init__(self)
         self.limit_bytes = math.inf
         self.stores = tuple(stores)
         self.issuers: tuple[AnyIssuer, ...] = self.stores
         self._setting = ""  # that asks for the limit
         self._released_limit_bytes = released_bytes
         self._has_warned = False
-        self._forks = FORKS.count
         self.largest_bytes = 0  # of the storages that left, and of which any is alive
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
@@ -84,10 +83,6 @@ class Residency(Keeper, Poisoned):
         self._copied_before: list[CountedMemory] = []
         self._under_way: list[weakref.ref[PendingCopy]] = []  # weakly: a comparison holds its operands
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
-
-    def note_exception(self, error: BaseException) -> None:
-        if FORKS.count == self._forks:  # a forked child that asks for its parent's graph may train a model of its own
-            super().note_exception(error)
 
     # ---- room ---------------------------------------------------------------------------------------------------
 
@@ -301,7 +296,7 @@ class Residency(Keeper, Poisoned):
     # ---- back into device memory --------------------------------------------------------------------------------
 
     def load(self, view: SavedView) -> torch.Tensor:
-        if FORKS.count != self._forks:
+        if self.is_forked:
             raise StateError("a forked child has neither the staging nor the lanes of its parent: run forward in it")
         tensor, record = view.in_source(), view.record
         if tensor is not None:
@@ -373,8 +368,7 @@ class Residency(Keeper, Poisoned):
 
     def note_unpacked(self, view: SavedView) -> None:
         """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
-        if view.held is None:
-            view.record.pending -= not (view.is_unpacked or view.is_lent)
+        view.record.pending -= view.state.is_pending
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
         self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
 
@@ -383,7 +377,7 @@ class Residency(Keeper, Poisoned):
         if record.ticket is None or record.loaded is not None:
             return 0
         is_counted = record in self._ahead and not self._accelerator.is_synchronous
-        return 0 if is_counted else record.ticket.new_bytes
+        return 0 if is_counted else record.nbytes
 
     def begin_load(self, record: SavedStorage) -> Loading:
         """Have the calling thread load a record, once there is room for its bytes."""
@@ -391,18 +385,18 @@ class Residency(Keeper, Poisoned):
         if ticket is None:
             raise StateError(f"a saved storage '{record.state.value}' has no ticket; this is a bug in ds_tba")
         self.end_prefetch(record)  # or its bytes would be counted twice
-        loading = Loading(threading.get_ident(), ticket, threading.Lock(), ticket.new_bytes)
-        self.make_room(loading.new_bytes)
+        loading = Loading(threading.get_ident(), ticket, threading.Lock())
+        self.make_room(record.nbytes)
         record.move(RecordState.LOADING)
         loading.done.acquire()
         record.loading = loading
-        self._gauge.add(loading.new_bytes)  # or another thread would take the room meanwhile
+        self._gauge.add(record.nbytes)  # or another thread would take the room meanwhile
         return loading
 
     def end_load(self, record: SavedStorage, loading: Loading, loaded: Loaded | None) -> None:
         """Hold the bytes of a record that were loaded; None if that has failed."""
         record.loading = None
-        self._gauge.add(-loading.new_bytes)
+        self._gauge.add(-record.nbytes)
         record.move(RecordState.AWAY if loaded is None else RecordState.LOADED)
         record.loaded = loaded  # before room is made: a device without memory for that loses no bytes
         loading.done.release()

@@ -29,14 +29,14 @@ import torch
 
 from ds_tba.core.accounts import Accounts, CountedGone, CountedMemory
 from ds_tba.core.ends import Notice
-from ds_tba.core.prefetch import Alive, MicroStep
+from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
     Stamp,
     VersionWitness,
     ViewSpec,
     attributes_of,
+    base_of,
     kept,
-    lineage_of,
     modified,
     next_sequence_number,
     stamp_of,
@@ -101,7 +101,10 @@ class StorageKey(NamedTuple):
 
     Attributes:
         storage: the stamp of the storage.
-        lineage: the stamp of the version counter.
+        lineage: the stamp of the version counter, which a tensor shares with its base and the base's other views. It is
+            not the storage's: the chunks of ``unsafe_chunk`` (which PyTorch's own LSTM and GRU cells change in place),
+            and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a counter otherwise (``detach``)
+            count as different here, which costs a second write and is never wrong.
         version: the version counter when the tensor was saved.
         nbytes: bytes of the storage.
         function: number of the custom Function that has saved it, with whom no other save shares it; 0 if none has.
@@ -116,7 +119,7 @@ class StorageKey(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor, function: int = 0) -> StorageKey:
         storage = tensor.untyped_storage()
-        return cls(stamp_of(storage), lineage_of(tensor), tensor._version, storage.nbytes(), function)
+        return cls(stamp_of(storage), stamp_of(base_of(tensor)), tensor._version, storage.nbytes(), function)
 
 
 class Loading(NamedTuple):
@@ -125,13 +128,11 @@ class Loading(NamedTuple):
     Attributes:
         thread: the one that loads them.
         done: taken until they are there, or have failed to come.
-        new_bytes: device memory that is counted for them until then.
     """
 
     thread: int
     ticket: Ticket
     done: threading.Lock
-    new_bytes: int
 
 
 class Origin(Protocol):
@@ -273,8 +274,8 @@ class SavedStorage(StateMachine):
     def release_views(self) -> None:
         """Have no view hold the bytes any longer: they are elsewhere, as the state says by now."""
         for view in self.holders:
-            self.pending += not (view.is_unpacked or view.is_lent)  # else nobody waits for it: it is not read ahead
             view.release()
+            self.pending += view.state.is_pending  # else nobody waits for it: it is not read ahead
         self.kept_views.clear()
 
 
@@ -316,9 +317,6 @@ class PassedThrough(_Kept):
         """Return the layout of the tensor, which no activation has."""
         return self.held.dtype, self.held.shape, self.held.stride(), type(self).__name__
 
-    def is_of(self, cache: Keeper) -> bool:
-        return True  # no cache has a record of it
-
 
 class SavedCounted(_Kept):
     """A tensor that stays where it is until backward, without a record of its own: see ``cache.py``, [Note: Records].
@@ -331,39 +329,37 @@ class SavedCounted(_Kept):
         eps: of the norm of which it is a statistic, in a tuple; else None.
     """
 
-    __slots__ = ("__weakref__", "_cache", "eps", "is_of_function", "memory", "nbytes")
+    __slots__ = ("__weakref__", "cache", "eps", "is_of_function", "memory", "nbytes")
 
     def __init__(
         self,
         cache: Keeper,
         tensor: torch.Tensor,
+        storage: torch.UntypedStorage | None,
         nbytes: int,
         reason: str,
+        micro_step: MicroStep[SavedStorage] | None,
         *,
-        alive: Alive | None = None,
         is_of_function: bool = False,
     ) -> None:
         super().__init__(tensor, is_of_function=is_of_function)
         self.is_of_function = is_of_function
-        self._cache = cache
+        self.cache = cache
         self.eps: tuple[float | None] | None = None
         self.nbytes = nbytes
-        self.memory = cache.count_kept(self, tensor, nbytes, reason, alive)
+        self.memory = cache.count_kept(self, storage, nbytes, reason, micro_step)
 
     def signature(self) -> ViewSpec:
         """Return the layout of the tensor, the same as if it were to leave: a plan may have it stay from now on."""
         return ViewSpec.of(self.held)
-
-    def is_of(self, cache: Keeper) -> bool:
-        return self._cache is cache
 
     def twin(self) -> SavedCounted:
         """Return one more that holds the same tensor, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
         self.memory.users += 1
         self.memory.lent += 1
-        notice = self._cache.ends.watch(other, CountedGone)
-        notice.memory, notice.alive, notice.is_lent = self.memory, None, True
+        notice = self.cache.ends.watch(other, CountedGone)
+        notice.memory, notice.micro_step, notice.is_lent = self.memory, None, True
         return other
 
 
@@ -384,13 +380,13 @@ class SavedView:
         state: what its end tells.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_spec", "_witness", "attributes", "eps", "held", "record", "state")
+    __slots__ = ("__weakref__", "_spec", "_witness", "attributes", "cache", "eps", "held", "record", "state")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[float | None] | None = None
         self.attributes = attributes_of(tensor, is_of_function=record.key.function > 0) if vars(tensor) else None
-        self._cache = cache
+        self.cache = cache
         self.record = record
         self.state = cache.ends.watch(self, ViewGone).of(record, is_away=offloaded, is_lent=False)
         if offloaded:
@@ -398,11 +394,6 @@ class SavedView:
         else:
             self.held = kept(tensor)
             record.kept_views.append(self.state)  # or it would hold the bytes when they leave
-
-    @property
-    def is_unpacked(self) -> bool:
-        """True if backward has had its bytes."""
-        return self.state.is_unpacked
 
     @property
     def is_lent(self) -> bool:
@@ -448,27 +439,12 @@ class SavedView:
         if held is not None:
             self.state.is_unpacked = True
             return unmodified(held, self.record.key.version)
-        self.check()
-        return self._cache.load(self)
-
-    def check(self) -> None:
-        """Check that the tensor was not modified since it was saved.
-
-        Raises:
-            ActivationModifiedError: it was.
-        """
         if not self.is_unmodified:
-            held = self.held
-            version = self._witness.version if held is None else held._version
-            raise modified(self.spec.form, self.record.key.version, version)
+            raise modified(self._spec.form, self.record.key.version, self._witness.version)
+        return self.cache.load(self)
 
     def signature(self) -> ViewSpec:
-        """Return the layout of the tensor."""
-        return self.spec
-
-    @property
-    def spec(self) -> ViewSpec:
-        """Its place in its storage."""
+        """Return the layout of the tensor: its place in its storage."""
         held = self.held
         return self._spec if held is None else ViewSpec.of(held)
 
@@ -476,9 +452,6 @@ class SavedView:
     def is_unmodified(self) -> bool:
         held = self.held
         return (self._witness.version if held is None else held._version) == self.record.key.version
-
-    def is_of(self, cache: Keeper) -> bool:
-        return self._cache is cache
 
     @property
     def memory(self) -> CountedMemory:
@@ -490,7 +463,7 @@ class SavedView:
         other = copy.copy(self)
         self.record.count_lent()
         self.record.node = next_sequence_number()  # backward wants it for what is made of it
-        state = self._cache.ends.watch(other, ViewGone)
+        state = self.cache.ends.watch(other, ViewGone)
         other.state = state.of(self.record, is_away=self.state.is_away, is_lent=True)
         if other.held is not None:
             self.record.kept_views.append(state)  # or it would hold the bytes when they leave
@@ -507,6 +480,12 @@ class SavedView:
 
 Held = SavedView | SavedCounted | PassedThrough
 """What autograd holds in place of a saved tensor."""
+
+
+def held_of(data: object) -> Held | None:
+    """Return what our pack hook returned, from what autograd holds; None where that is of other hooks."""
+    held = data if isinstance(data, Held) else getattr(data, "held", None)  # a recorder wraps what our hook returns
+    return held if isinstance(held, Held) else None
 
 
 # ---- the ends of views ---------------------------------------------------------------------------------------------

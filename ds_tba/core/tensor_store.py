@@ -10,7 +10,7 @@ from typing import Generic
 
 import torch
 
-from ds_tba.core.saved import Origin, SavedCounted, SavedView
+from ds_tba.core.saved import Origin, SavedCounted, SavedStorage, SavedView
 from ds_tba.storage.base import Issuer, OwnTicket
 
 
@@ -32,10 +32,17 @@ class TensorStore(Issuer[OwnTicket], Generic[OwnTicket]):
             is_wanted: take the storage, if that is proven to give its bytes.
 
         Returns:
-            The origin, if there is one, and the ticket, if the storage was taken.
+            The origin, if there is one, and a ticket for :meth:`admit`, if the storage is taken.
 
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
+        """
+
+    @abstractmethod
+    def admit(self, record: SavedStorage, ticket: OwnTicket) -> None:
+        """Have a ticket of :meth:`take` placed for the record of its storage, as soon as its bytes may go.
+
+        Called under the cache's lock.
         """
 
     @abstractmethod

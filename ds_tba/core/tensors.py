@@ -74,17 +74,6 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def lineage_of(tensor: torch.Tensor) -> Stamp:
-    """Return the stamp of the version counter that a tensor shares with its base and the base's other views.
-
-    Version counters belong to families of views, not to storages: the chunks of ``unsafe_chunk`` (which PyTorch's own
-    LSTM and GRU cells change in place), and ``x`` and ``x.data``, share bytes and count apart. Tensors that share a
-    counter otherwise (``detach``) count as different here, which costs a second write and is never wrong.
-    """
-    base = tensor._base
-    return stamp_of(tensor if base is None else base)
-
-
 def next_sequence_number() -> int:
     """Return the number that the next node of this thread's graph takes."""
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -162,21 +151,18 @@ def is_ragged(tensor: torch.Tensor) -> bool:
     return tensor.is_nested and tensor.layout is torch.strided
 
 
-def held_bytes(tensor: torch.Tensor, device: torch.device) -> int:
-    """Return the bytes of device memory that a kept tensor holds.
+def held_memory(tensor: torch.Tensor, device: torch.device) -> tuple[torch.UntypedStorage | None, int]:
+    """Return the storage of a kept tensor, its largest, if it has one of its own, and the bytes of device memory held.
 
     A view of a part of a storage holds that part, as a slice of the user's data set does. A view that was computed from
     parameters holds all of the storage: nobody but autograd has the rest.
     """
-    if tensor.device != device:
-        return 0
-    parts = components_of(tensor)
-    if parts:
-        return sum(part.untyped_storage().nbytes() for part in parts)
-    if not has_plain_storage(tensor):
-        return tensor.numel() * tensor.element_size()
-    nbytes = tensor.untyped_storage().nbytes()
-    return nbytes if tensor.requires_grad else min(nbytes, max(span_bytes(tensor), 1))
+    is_plain = has_plain_storage(tensor)
+    storages = [part.untyped_storage() for part in ([tensor] if is_plain else components_of(tensor))]
+    nbytes = sum(one.nbytes() for one in storages) if storages else nbytes_of(tensor)
+    if is_plain and not tensor.requires_grad:
+        nbytes = min(nbytes, max(span_bytes(tensor), 1))
+    return storages[0] if storages else None, nbytes if tensor.device == device else 0
 
 
 _COMPRESSED_BY_ROW = frozenset({torch.sparse_csr, torch.sparse_bsr})
@@ -216,7 +202,7 @@ def _form(shape: str, dtype: torch.dtype) -> str:
 def span_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of storage between the first and the last element of a view, both included."""
     if tensor.is_contiguous():
-        return tensor.numel() * tensor.element_size()
+        return tensor.nbytes
     last = 0
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if size == 0:

@@ -18,7 +18,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -143,7 +143,8 @@ def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
         yield
 
 
-class Recipe(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Recipe:
     """The ops that rematerialize the storage of a saved tensor.
 
     Attributes:
@@ -152,6 +153,8 @@ class Recipe(NamedTuple):
         spec: layout of the storage.
         kernels: settings of forward.
         depth: length of the chain of storages that can be made one from the other, with this one.
+        held: the operands, each once.
+        records: the saved storages that it is made of, as often as they are held.
     """
 
     site: Site
@@ -159,6 +162,13 @@ class Recipe(NamedTuple):
     spec: ViewSpec
     kernels: Kernels | None
     depth: int
+    held: tuple[Held, ...] = field(init=False)
+    records: tuple[SavedStorage, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = {id(one): one for step in self.steps for one in step.operands if isinstance(one, Held)}
+        self.held = tuple(held.values())
+        self.records = tuple(one.record for one in self.held if isinstance(one, SavedView))
 
     @property
     def scratch_bytes(self) -> int:
@@ -168,38 +178,31 @@ class Recipe(NamedTuple):
     @property
     def work_bytes(self) -> int:
         """Return the most bytes that are in memory at once while the storage is made and compared."""
-        return 2 * self.steps[-1].nbytes + self.scratch_bytes + sum(_work_bytes(one) for one in set(self.records()))
+        return 2 * self.steps[-1].nbytes + self.scratch_bytes + sum(_work_bytes(one) for one in set(self.records))
 
     @property
     def sources(self) -> tuple[StorageKey, ...]:
         """Return the saved storages that it is made of."""
-        return tuple(dict.fromkeys(record.key for record in self.records()))
-
-    def held(self) -> Iterator[Held]:
-        """Return the operands, each once."""
-        return iter({id(one): one for step in self.steps for one in step.operands if isinstance(one, Held)}.values())
-
-    def records(self) -> Iterator[SavedStorage]:
-        """Return the saved storages that it is made of, as often as they are held."""
-        return (held.record for held in self.held() if isinstance(held, SavedView))
+        return tuple(dict.fromkeys(record.key for record in self.records))
 
     def bound(self) -> Recipe:
         """Return the same with operands of its own. Call it under the cache's lock."""
-        return self._with({id(one): one.twin() for one in self.held() if not isinstance(one, PassedThrough)})
+        return self._with({id(one): one.twin() for one in self.held if not isinstance(one, PassedThrough)})
 
     def copied(self, cache: Keeper) -> Recipe:
         """Return the same with copies of its own of parameters and buffers, as they are now."""
         copies: dict[int, Held] = {}
-        for one in self.held():
+        for one in self.held:
             if is_of_a_module(one):
                 with torch.no_grad():
                     copy = one.held.detach().clone()  # an optimizer may step before backward
-                copies[id(one)] = SavedCounted(cache, copy, nbytes_of(copy), "")  # autograd has not saved it
+                # No micro-step: autograd has not saved it.
+                copies[id(one)] = SavedCounted(cache, copy, copy.untyped_storage(), nbytes_of(copy), "", None)
         return self._with(copies) if copies else self
 
     def _with(self, own: Mapping[int, Held]) -> Recipe:
         steps = (step._replace(operands=tuple(own.get(id(one), one) for one in step.operands)) for step in self.steps)
-        return self._replace(steps=tuple(steps))
+        return replace(self, steps=tuple(steps))
 
     def make(
         self, restore: Callable[[Saved], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
@@ -253,7 +256,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         flags: two booleans in host memory, once ``done``: any bit differs, and the elements are not all equal.
-        done: event of the device; None if it is over.
+        done: event of the device, which comes with them.
         marks: marks of the clock around each step of the recipe.
         step: step of training in which the tensor was saved.
         visit: number of the site's visit.
@@ -262,7 +265,7 @@ class Comparison(NamedTuple):
 
     recipe: Recipe
     flags: torch.Tensor
-    done: Event | None
+    done: Event
     marks: list[tuple[Any, Any]]
     step: int
     visit: int
@@ -271,7 +274,7 @@ class Comparison(NamedTuple):
     @property
     def is_done(self) -> bool:
         """True if it can be read without waiting for the device."""
-        return self.done is None or bool(self.done.query())
+        return bool(self.done.query())
 
 
 def is_of_a_module(held: Held) -> TypeGuard[PassedThrough]:

@@ -29,7 +29,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import functional
 
-from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView
+from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedView, held_of
 from ds_tba.core.tensors import has_plain_storage, is_input, is_owned, is_parameter, node_of
 from ds_tba.remat.rules import NoRecipeError, Operand, Output, Rule, Step, constant, is_passing
 
@@ -143,16 +143,17 @@ class Search:
             if _is_number(data):  # autograd calls no hooks for those
                 return data
             raise NoRecipeError("saved without our hooks")
-        held = data if isinstance(data, Held) else getattr(data, "held", None)  # a recorder wraps what our hook returns
-        if not isinstance(held, Held):
+        held = held_of(data)
+        if held is None:
             raise NoRecipeError("saved by hooks of the user")
         return self._usable(held)
 
     def _usable(self, held: Held) -> Held:
-        if not held.is_of(self._cache):
-            raise NoRecipeError("saved by hooks of another engine")  # whose lock guards its records, not ours
-        if not isinstance(held, PassedThrough) and held.memory.is_of_function:  # which may write into it
-            raise NoRecipeError("an operand that a custom Function has saved")
+        if not isinstance(held, PassedThrough):
+            if held.cache is not self._cache:
+                raise NoRecipeError("saved by hooks of another engine")  # whose lock guards its records, not ours
+            if held.memory.is_of_function:  # which may write into it
+                raise NoRecipeError("an operand that a custom Function has saved")
         if not held.is_unmodified:
             raise NoRecipeError("an operand was changed in place")  # the op took what was there before
         tensor = held.held
@@ -214,8 +215,7 @@ def _epsilon_in_frames() -> tuple[float | None] | None:
 
 def _epsilon(node: Node) -> float | None:
     name = "result2" if hasattr(node, "_raw_saved_result2") else "result1"
-    held = _of_node(node, f"_raw_saved_{name}").data
-    held = held if isinstance(held, Held) else getattr(held, "held", None)
+    held = held_of(_of_node(node, f"_raw_saved_{name}").data)
     if not isinstance(held, SavedCounted | SavedView) or held.eps is None:
         raise NoRecipeError("a norm whose eps is not known")
     return held.eps[0]

@@ -139,15 +139,16 @@ class Sites:
         steps, spec, nbytes = tuple(search.steps), ViewSpec.of(made), search.steps[-1].nbytes
         kernels = Kernels.present() if self._is_synchronous else None
         recipe = Recipe(_NOWHERE, steps, spec, kernels, 1)
-        if any(is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * nbytes for one in recipe.held()):
+        if any(is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * nbytes for one in recipe.held):
             raise NoRecipeError("a parameter or buffer of a module")
         if recipe.scratch_bytes > MAX_BETWEEN_FACTOR * nbytes:
             raise NoRecipeError("too many steps")
-        origins = [one.origin for one in recipe.records()]
-        depth = 1 + max((one.depth for one in origins if isinstance(one, Makeable)), default=0)
-        if depth > MAX_DEPTH:
+        origins = [one.origin for one in recipe.records]
+        recipe.depth = 1 + max((one.depth for one in origins if isinstance(one, Makeable)), default=0)
+        if recipe.depth > MAX_DEPTH:
             raise NoRecipeError("too many recipes behind each other")
-        return recipe._replace(site=self.site_of(recipe), depth=depth)
+        recipe.site = self.site_of(recipe)
+        return recipe
 
     def site_of(self, recipe: Recipe) -> Site:
         """Return the site with such a recipe that comes next in this forward."""
@@ -204,8 +205,7 @@ class Sites:
             RematerializationError: one did, at a site where tensors were left out since none had.
         """
         site = comparison.recipe.site
-        if comparison.done is not None:
-            comparison.done.synchronize()
+        comparison.done.synchronize()
         site.measured_s = sum(self.accelerator.clock.elapsed_s(*marks) for marks in comparison.marks)
         is_other, has_values = comparison.flags.tolist()
         if not is_other:

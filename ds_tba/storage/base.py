@@ -53,11 +53,7 @@ _ADVICE = {
 
 
 class Ticket:
-    """One storage in a store's care; each store has its own kind.
-
-    Attributes:
-        new_bytes: device memory that loading takes for the storage itself; none where the store still holds it there.
-    """
+    """One storage in a store's care; each store has its own kind."""
 
     __slots__ = ("nbytes", "store")
 
@@ -66,13 +62,9 @@ class Ticket:
         self.store = store
 
     @property
-    def new_bytes(self) -> int:
-        return self.nbytes
-
-    @property
     def load_bytes(self) -> int:
         """Return the bytes of device memory that reloading takes at most, also of what the storage is made of."""
-        return self.new_bytes
+        return self.nbytes
 
 
 OwnTicket = TypeVar("OwnTicket", bound=Ticket)

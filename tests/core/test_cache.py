@@ -54,12 +54,16 @@ def test_forwards_without_backward_are_micro_steps_of_their_own_whatever_else_is
     assert kept_loss.requires_grad and cache.stats.saved.now > 0
 
 
-def test_what_a_forward_that_failed_leaves_behind_stays_for_that_reason(make_store: StoreFactory) -> None:
-    cache, x = cache_over(make_store()), torch.randn(256, 256, requires_grad=True)
+def test_what_a_forward_that_failed_leaves_behind_leaves_with_the_next_save(make_store: StoreFactory) -> None:
+    store, x = make_store(), torch.randn(256, 256, requires_grad=True)
+    cache = cache_over(store)
     with pytest.raises(AlarmError), cache.saving():
         loss = x.exp()
         raise AlarmError
-    assert loss.requires_grad and cache.stats.kept_bytes == {"forward failed": x.nbytes}
+    assert loss.requires_grad and store.stats.offloaded_bytes == 0
+    with cache.saving():
+        x[0].exp()
+    assert store.stats.offloaded_bytes == x.nbytes
 
 
 def test_what_has_no_graph_stays_while_it_is_in_use(make_store: StoreFactory) -> None:

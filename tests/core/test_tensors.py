@@ -12,7 +12,7 @@ from conftest import StoreFactory
 from torch import Tensor, nn
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import attributes_of, is_owned, lineage_of, mark_all_owned
+from ds_tba.core.tensors import attributes_of, is_owned, mark_all_owned, stamp_of
 
 
 def model() -> nn.Module:
@@ -88,7 +88,7 @@ def test_autocasts_copies_of_parameters_stay_where_there_is_no_budget(
 
 def test_attributes_are_the_user_s_and_no_stamp_of_ours() -> None:
     made = torch.zeros(4, requires_grad=True) * 2
-    lineage_of(made)
+    stamp_of(made)
     assert attributes_of(made) is None
     made.scale = 2.0  # type: ignore[attr-defined]
     assert attributes_of(made) == {"scale": 2.0}

@@ -174,17 +174,21 @@ class Watched:
         self._lock, self._after, self._owner = threading.Lock(), after, 0
 
     def __enter__(self) -> None:
+        self.acquire()
+
+    def acquire(self, timeout: float = -1) -> bool:
         me = threading.get_ident()
         assert all(lock._owner != me for lock in self._after), "the cache's lock is taken after a store's"
-        self._lock.acquire()
-        self._owner = me
+        is_taken = self._lock.acquire(timeout=timeout)
+        self._owner = me if is_taken else self._owner
+        return is_taken
 
-    def __exit__(self, *_: object) -> None:
+    def release(self) -> None:
         self._owner = 0
         self._lock.release()
 
-    def locked(self) -> bool:
-        return self._lock.locked()
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @pytest.mark.parametrize("make", [kept, in_host_memory], ids=lambda make: make.__name__)
