@@ -95,7 +95,7 @@ _Stream = Stream  # a method below has that name
 
 
 class DeviceModule(Protocol):
-    """What offloading calls of torch's module for a kind of device, such as ``torch.cuda``."""
+    """Declares what offloading calls of torch's module for a kind of device, such as ``torch.cuda``."""
 
     def current_device(self) -> int: ...
     def set_device(self, device: int) -> None: ...
@@ -493,7 +493,7 @@ class CudaAccelerator(DeviceAccelerator):
 
 
 class DeepSpeedAccelerator(Protocol):
-    """What is asked of ``deepspeed.accelerator.get_accelerator()``."""
+    """Declares what is asked of ``deepspeed.accelerator.get_accelerator()``."""
 
     def device_name(self) -> str: ...
     def is_synchronized_device(self) -> bool: ...

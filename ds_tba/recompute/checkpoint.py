@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from ds_tba.core.accounts import Accounts
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
 from ds_tba.core.saved import PassedThrough
-from ds_tba.core.tensors import components_of, has_plain_storage, integers_of
+from ds_tba.core.tensors import components_of, has_plain_storage, integers_of, is_ragged
 from ds_tba.device.memory import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
 
@@ -218,6 +218,11 @@ class _Pass:
         def pack(tensor: torch.Tensor) -> object:
             if isinstance(tensor, nn.Parameter):
                 return PassedThrough(tensor)
+            if is_ragged(tensor):
+                raise RecomputationError(
+                    f"PyTorch cannot checkpoint the block {placed.path!r}, because it saves a nested tensor of strided "
+                    f"layout, as attention on jagged ones does on a CPU. {_LEAVE_OUT}."
+                )
             if is_again:
                 placed.blocks.cache.count_again(tensor)
             return checkpoint_pack(tensor)

@@ -622,6 +622,21 @@ def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.Monkey
     bench.check(1)
 
 
+class Ragged(Linear):
+    """Saves a nested tensor, for whose shape PyTorch's checkpoint asks in vain."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        nested = torch.nested.as_nested_tensor(list(self.linear(x).unbind()), layout=torch.strided)
+        return torch.nested.to_padded_tensor(nested * nested, 0.0) + x
+
+
+def test_a_block_that_saves_strided_nested_tensors_is_refused_with_the_repair() -> None:
+    with pytest.raises(
+        RecomputationError, match=r"'layers.0'.* nested tensor of strided layout.* Leave it out by naming"
+    ):
+        Bench(Ragged).check(0)
+
+
 class ReturnsBias(Linear):
     """Leaves adding its bias to a later kernel, as Megatron's layers do."""
 
