@@ -38,7 +38,7 @@ from ds_tba.config import (
 )
 from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
 from ds_tba.core.tensors import mark_all_owned, mark_owned
-from ds_tba.device.accelerator import adapted
+from ds_tba.device.accelerator import accelerator_of
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agree, agreement, machine, on_all_ranks, own_rank
@@ -203,7 +203,7 @@ def _build(
             get_accelerator().set_device(device_rank)
         return ActivationOffloader(
             *parsed,
-            adapted(get_accelerator()),
+            accelerator_of(get_accelerator().device_name()),
             zero_paths=zero_paths(param_dict),
             rank=own_rank(),
             ranks_on_node=ranks_on_machine,
@@ -302,7 +302,8 @@ def _join_update(engine: Engine, config: UpdateConfig) -> None:
     from ds_tba.update.interleaved import InterleavedUpdate
 
     def make() -> InterleavedUpdate:
-        return InterleavedUpdate(config, adapted(get_accelerator()), engine.optimizer, rank=own_rank())
+        accelerator = accelerator_of(get_accelerator().device_name())
+        return InterleavedUpdate(config, accelerator, engine.optimizer, rank=own_rank())
 
     try:
         update = on_all_ranks(make)

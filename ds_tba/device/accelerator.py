@@ -492,18 +492,11 @@ class CudaAccelerator(DeviceAccelerator):
         return self._module.Event(blocking=True)
 
 
-class DeepSpeedAccelerator(Protocol):
-    """Declares what is asked of ``deepspeed.accelerator.get_accelerator()``."""
-
-    def device_name(self) -> str: ...
-    def is_synchronized_device(self) -> bool: ...
-
-
-def adapted(api: DeepSpeedAccelerator) -> Accelerator:
-    """Return the accelerator of the device on which DeepSpeed trains."""
-    if api.is_synchronized_device():
+def accelerator_of(kind: str) -> Accelerator:
+    """Return the accelerator of the current device of a kind, by torch's name for it."""
+    if kind == "cpu":
         return CpuAccelerator()
-    return CudaAccelerator() if api.device_name() == "cuda" else DeviceAccelerator(api.device_name())
+    return CudaAccelerator() if kind == "cuda" else DeviceAccelerator(kind)
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:

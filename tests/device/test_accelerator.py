@@ -48,9 +48,6 @@ class Api:
     def device_name(self) -> str:
         return self._name
 
-    def is_synchronized_device(self) -> bool:
-        return False
-
     def current_device(self) -> int:
         return 1
 
@@ -74,7 +71,7 @@ class Api:
 def adapted(api: Api) -> Accelerator:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda kind: api)
-        return module.adapted(api)
+        return module.accelerator_of(api.device_name())
 
 
 def test_other_devices_are_as_torch_has_them() -> None:

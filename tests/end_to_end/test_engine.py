@@ -356,13 +356,13 @@ def test_the_offloader_is_built_for_the_device_that_deepspeed_is_about_to_set(tm
     body = """
     from types import SimpleNamespace
     from ds_tba import engine as ours
-    api, adapted = deepspeed.accelerator.get_accelerator(), ours.adapted
+    api, accelerator_of = deepspeed.accelerator.get_accelerator(), ours.accelerator_of
     current, built_on = [], []
     api.set_device = current.append
-    def adapted_now(api):
+    def accelerator_now(kind):
         built_on.append(current[-1])
-        return adapted(api)
-    ours.adapted = adapted_now
+        return accelerator_of(kind)
+    ours.accelerator_of = accelerator_now
     os.environ["LOCAL_RANK"] = "1"
     def devices(args, *before, enabled=True):
         current[:], built_on[:] = [0, *before], []

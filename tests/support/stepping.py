@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_tba.config import BLOCK, parse_block
-from ds_tba.device.accelerator import adapted
+from ds_tba.device.accelerator import accelerator_of
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.plan import Planner
@@ -25,7 +25,7 @@ def offloader_of(
     io = {"backend": "posix", "staging_bytes": 16 << 20}
     parsed = parse_block({BLOCK: {"enabled": True, "nvme_path": str(directory), "io": io, **block}})
     assert parsed is not None
-    offloader = ActivationOffloader(*parsed, adapted(get_accelerator()))
+    offloader = ActivationOffloader(*parsed, accelerator_of(get_accelerator().device_name()))
     offloader.watch(model, Alone(), planner)
     return offloader
 
