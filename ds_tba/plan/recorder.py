@@ -411,13 +411,18 @@ class Recording:
 
     def begin(self) -> Recorder | None:
         """Begin a forward; return its recorder, if it is to be recorded."""
+        self._keep()
         self.current = Recorder(self._scene) if len(self._done) < RECORDINGS else None
         return self.current
 
     def end_micro_step(self) -> None:
         """Note that backward is over."""
-        recorder, self.current = self.current, None
+        self._keep()
         self._backward_ended = self._clock.mark()
+
+    def _keep(self) -> None:
+        """Keep the recorder of the last micro-step, whose end a loop need not tell, if it had a backward."""
+        recorder, self.current = self.current, None
         if recorder is not None:
             recorder.end()
             if recorder.uses:
@@ -431,7 +436,7 @@ class Recording:
             has_compiled: whether something was compiled in the step; see [Note: Compilation].
         """
         self.steps += 1
-        self.current = None
+        self._keep()
         if has_compiled:  # or the plan would promise steps as long as the compiler takes
             del self._done[self._before_step :]
         elif self._backward_ended is not None:

@@ -69,8 +69,8 @@ def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
         return None
     (path,) = found.trace.resources.paths
     return {
-        "placements": [int(one) for one in found.plan.placements],
-        "recomputed": list(found.plan.recomputed_blocks),
+        "placements": [int(one) for one in found.placements],
+        "recomputed": list(found.recomputed_blocks),
         "write_bytes_per_s": path.write_bytes_per_s,
         "storages_bytes": sum(one.nbytes for one in found.trace.storages),
     }
