@@ -198,19 +198,15 @@ class Copies:
         self.is_full = False  # no device memory, so that none is asked for ahead of need until somebody has got some
 
     def out(self, data: torch.Tensor, target: torch.Tensor) -> PendingCopy:
-        """Copy device bytes to the beginning of ``target``."""
+        """Copy device bytes to the beginning of ``target``. Where it raises, a copy may be under way: :meth:`drain`."""
         accelerator = self._accelerator
         target = target[: data.numel()]
         produced = moment(accelerator)
         with accelerator.on(self._out_stream):
             # Else it would read what kernels that are queued have not made yet.
             self._out_stream.wait_event(produced)
-            try:
-                accelerator.copy(data, target)
-                copied = moment(accelerator)
-            except BaseException:
-                self._out_stream.synchronize()  # a copy that nobody knows of may be under way into memory about to go
-                raise
+            accelerator.copy(data, target)
+            copied = moment(accelerator)
         pending = PendingCopy(copied, data)
         if copied is not AT_ONCE:
             self._pending.append(pending)
@@ -291,6 +287,10 @@ class Copies:
         self.settle()
         while sum(copy.nbytes for copy in self.under_way) > nbytes:
             self._pending.popleft().wait()
+
+    def drain(self) -> None:
+        """Block until every copy out is done, also one that nobody knows of."""
+        self._out_stream.synchronize()
 
     @property
     def under_way(self) -> list[PendingCopy]:

@@ -129,7 +129,7 @@ class RematStore(TensorStore[RecipeTicket]):
         site, nbytes = recipe.site, tensor.untyped_storage().nbytes()
         if 2 * recipe.work_bytes > self._cache.limit_bytes:
             return False
-        unread_bytes = sum(one.nbytes for one in self._pending)
+        unread_bytes = sum(one.nbytes for one in (*self._pending,))  # backward in another thread reads answers
         if not site.is_proven and unread_bytes and unread_bytes + nbytes > MAX_UNREAD_BYTES:
             return False
         return site.visits > 1 or not any(one.load_bytes for one in _leaves(recipe))  # a length may never recur
@@ -179,8 +179,8 @@ class RematStore(TensorStore[RecipeTicket]):
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
-        while self._pending and self._pending[0].comparison.is_done:
-            pending = self._pending.popleft()
+        for pending in [one for one in self._pending if one.comparison.is_done]:  # of several streams, in any order
+            self._pending.remove(pending)
             is_equal, record, ticket = self.sites.read(pending.comparison), pending.record, pending.ticket
             if record is None or ticket is None:
                 continue

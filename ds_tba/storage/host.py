@@ -114,8 +114,11 @@ class HostStore(Store[HostTicket]):
         ticket = HostTicket(data.numel(), self, *found, data.device)
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
-        except BaseException:
-            self.release(ticket)
+        except BaseException:  # of a signal handler, too
+            try:
+                self._copies.drain()  # one that nobody knows of may be under way
+            finally:
+                self.release(ticket)
             raise
         with self._lock:
             self.stats.offloaded_bytes += ticket.nbytes

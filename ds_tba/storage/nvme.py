@@ -121,12 +121,12 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 if refusal is not None:
                     self.release(ticket)  # or the parts before would take room that nobody gives back
                     return refusal
+            with self.lock:
+                ticket.is_taken = True
+                self.stats.offloaded_bytes += ticket.nbytes
         except BaseException:
             self.release(ticket)
             raise
-        with self.lock:
-            ticket.is_taken = True
-            self.stats.offloaded_bytes += ticket.nbytes
         return ticket
 
     def _lacks_room(self, nbytes: int) -> Refusal | None:
@@ -141,19 +141,24 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             return Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
 
     def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
-        with self.lock:
-            part = self._reserve(ticket, start, data.numel(), wait)
-            if isinstance(part, Refusal):
-                return part
-            self.writes.add(part)
-            self.copying.add(part)  # or closing would free the memory under the copy
+        part: Part | Refusal | None = None
         try:
+            with self.lock:
+                part = self._reserve(ticket, start, data.numel(), wait)
+                if isinstance(part, Refusal):
+                    return part
+                self.writes.add(part)
+                self.copying.add(part)  # or closing would free the memory under the copy
             # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
             part.copy = self.ring.copies.out(data, self.ring.view(part.slot))
             with self.lock:
                 self.queue_write(ticket, part)
+        except BaseException:  # of a signal handler, too
+            self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+            raise
         finally:
-            self.copying.discard(part)
+            if isinstance(part, Part):
+                self.copying.discard(part)
         return None
 
     def _reserve(self, ticket: SwapTicket, start: int, nbytes: int, wait: bool) -> Part | Refusal:

@@ -24,6 +24,7 @@ from ds_tba.storage.swap_file import SwapFile, repair_of
 
 logger = logging.getLogger(__name__)
 
+AGAIN_S = 0.01  # until a lane tries again where there was no memory, which may come back
 LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, and may warn of a slow drive then
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
@@ -91,11 +92,18 @@ class LaneGroup:
 
     def _serve(self, handle: IoHandle) -> bool:
         """Wait for a task and do it; False once there is none and the lane is to end."""
-        self._wakes.get()
-        task = self._next()
-        if task is None:  # woken to end, or for a task whose queuing was interrupted
-            return not self._is_stopping
-        task(handle)
+        task = None
+        try:
+            self._wakes.get()
+            task = self._next()
+            if task is None:  # woken to end, or for a task whose queuing was interrupted
+                return not self._is_stopping
+            task(handle)
+        except MemoryError:  # for the call: the task has not begun, and whoever waits for it would wait for ever
+            time.sleep(AGAIN_S)
+            if task is not None:
+                self._tasks[URGENT].put(task)
+            self._wakes.put(None)
         return True
 
     def _next(self) -> Task | None:

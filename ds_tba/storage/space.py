@@ -14,6 +14,7 @@ path takes no more tensors, and a slot that the lane used stays taken until the 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
@@ -30,7 +31,7 @@ from ds_tba.stats import Kind, StoreStats
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import StateMachine, Store, Ticket
 from ds_tba.storage.integrity import Piece, PieceIo
-from ds_tba.storage.path import AHEAD, SwapPath
+from ds_tba.storage.path import AGAIN_S, AHEAD, SwapPath
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
 
@@ -372,16 +373,23 @@ class SwapSpace:
         try:
             work(ticket, part, handle)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the part would wait for ever
-            with self.changed:
-                if part.state is not _S.STORED and part.state not in OVER:  # else they are in the file, or in memory
-                    part.error = ActivationLostError(
-                        f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error})."
-                        " Resume from the last checkpoint."
-                    )
-                self.writes.discard(part)
-                self.read_ahead.end(part)
-                self.changed.notify_all()
-            part.path.fail(error)
+            while True:
+                with suppress(MemoryError):
+                    return self._lose(part, error)
+                time.sleep(AGAIN_S)
+
+    def _lose(self, part: Part, error: BaseException) -> None:
+        """Give up the bytes of a part at which a lane has failed, unless they are in the file or in memory."""
+        with self.changed:
+            if part.state is not _S.STORED and part.state not in OVER:
+                part.error = ActivationLostError(
+                    f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error}). "
+                    "Resume from the last checkpoint."
+                )
+            self.writes.discard(part)
+            self.read_ahead.end(part)
+            self.changed.notify_all()
+        part.path.fail(error)
 
     def _write(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
         """Write a queued part, unless its write was cancelled; its bytes stay in staging if they cannot be written."""

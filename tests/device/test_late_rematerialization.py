@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import Closing, StoreFactory
 from support import hazards
+from support.disks import until
 from support.each_hazard import Scenario, scenarios
 from support.late_device import POISON, LateDevice
 from support.peaks import BackwardPeak
@@ -271,3 +272,35 @@ def test_a_difference_is_seen_however_late_the_answer_comes() -> None:
     assert_same_steps(train(Changes, None), train(Changes, cache))
     assert cache.rematerialization.sites.summary()["refused_sites"]["made again it differs"] >= 1
     device.end()
+
+
+def test_an_answer_is_read_before_one_of_a_slower_stream(device: Answers) -> None:
+    """Else whoever waits for room would ask for it again and again."""
+    cache = TensorCache([], "cpu", KIB, accelerator=device)
+    store = RematStore(cache, Sites(cache, device))
+    cache.rematerialize(store)
+    layer, opened, slow = nn.Linear(WIDTH, WIDTH), threading.Event(), device.new_stream()
+
+    def forward(stream: Any) -> Tensor:
+        with cache.saving():
+            first = functional.silu(layer(torch.randn(4 * WIDTH, WIDTH)))
+            with device.on(stream):
+                compared = first.sin()
+            return functional.gelu(layer(compared)).cos().sum()
+
+    for _ in range(3):
+        forward(device.current_stream()).backward()
+        cache.end_micro_step()
+    for site in store.sites._sites.values():
+        site.next_visit = 0
+    slow.run(opened.wait)
+    loss = forward(slow)
+    until(lambda: any(one.comparison.is_done for one in store._pending), "one has answered")
+    assert not store._pending[0].comparison.is_done
+    before = len(store._pending)
+    store.settle()
+    assert 0 < len(store._pending) < before
+    opened.set()
+    loss.backward()
+    cache.end_micro_step()
+    assert not store._pending

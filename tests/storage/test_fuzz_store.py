@@ -302,7 +302,15 @@ def test_a_part_that_a_lane_fails_at_is_lost_by_name_and_the_lane_goes_on(
     def fails(*_: object) -> None:
         raise error("the test's")
 
-    monkeypatch.setattr("ds_tba.storage.space.SwapSpace._write_staged", fails)
+    lose, without_memory = SwapSpace._lose, [MemoryError()]
+
+    def lose_later(*arguments: Any) -> None:
+        if without_memory:  # when it is told for the first time
+            raise without_memory.pop()
+        lose(*arguments)
+
+    monkeypatch.setattr(SwapSpace, "_write_staged", fails)
+    monkeypatch.setattr(SwapSpace, "_lose", lose_later)
     ticket = store.put(torch.zeros(1 << 20, dtype=torch.uint8), wait=True)
     assert not isinstance(ticket, Refusal)
     until(lambda: store.paths[0].failure is not None, "the path failed")

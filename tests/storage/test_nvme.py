@@ -440,6 +440,26 @@ def test_a_device_that_fails_for_good_leaves_nothing_taken(
     store.close()
 
 
+@pytest.mark.parametrize("make", ["nvme", "host"])
+def test_an_interrupt_behind_a_copy_waits_for_the_copy(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: str
+) -> None:
+    """Nobody knows of it, and it would write into the next tenant of its memory."""
+    device, waited = EventAccelerator(), list[bool]()
+    store = make_store(accelerator=device, staging_bytes=2 * MIB) if make == "nvme" else HostStore(device, 2 * MIB)
+    copies = store.ring.copies if isinstance(store, NvmeStore) else store._copies
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("ds_tba.device.copies.PendingCopy", interrupted)
+        patch.setattr(copies._out_stream, "synchronize", lambda: waited.append(True))
+        store.put(noise(MIB // 2), wait=True)
+    assert waited and not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
+    store.close()
+
+
 def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:
     store = make_store(accelerator=EventAccelerator(), staging_bytes=4 * MIB)
     for _ in range(8):
