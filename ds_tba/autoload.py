@@ -55,7 +55,7 @@ class EngineFinder(MetaPathFinder):
             spec: ModuleSpec | None = find_spec(fullname, path, target)
             if spec is not None:
                 loader: Any = spec.loader
-                with suppress(AttributeError):  # without a loader that takes ours the module imports, and unhooked
+                with suppress(AttributeError):  # a loader that takes none of ours imports the module, without hooks
                     loader.exec_module = partial(self._execute, loader.exec_module)
                 return spec
         return None

@@ -25,7 +25,7 @@ def rated(tbw: float | None) -> str:
 
 
 def drive_of(path: Path) -> int:
-    """Return the number of a directory's file system, which stands for its drive: nobody stripes over partitions.
+    """Return the number of a directory's file system, which stands for its drive: two partitions of one count as two.
 
     A directory that is yet to be made will be where its parent is.
     """

@@ -404,7 +404,7 @@ class TensorCache(Residency):
                     self.place(record)
 
     def place(self, record: SavedStorage, ticket: Ticket | None = None) -> None:
-        """Have the store that issued a ticket, else one of its choice, take the bytes of a record; or keep them."""
+        """Have the store that issued a ticket, else a store of the record's choice, take its bytes; or keep them."""
         choice, record.choice = record.choice, STAYS
         if ticket is not None:
             self.give(record, ticket)

@@ -162,7 +162,7 @@ class SavedStorage(StateMachine):
         stream: that saved it.
         node: the sequence number of the node that saved it last, or something that is made of it.
         has_graph: whether a node has made the tensor that was saved first; else it may leave only if nobody has it.
-        choice: where it goes as soon as the operation that saves it is over.
+        choice: where it goes as soon as the operation that saves it is over, and its comparison, if any, is answered.
         ticket: of the store that has the bytes, or had them until they came back. Once set, it is replaced and never
             taken away, because it is read without the lock, too.
         origin: how it could be rematerialized; None where that is not known.

@@ -152,7 +152,7 @@ def is_ragged(tensor: torch.Tensor) -> bool:
 
 
 def held_memory(tensor: torch.Tensor, device: torch.device) -> tuple[torch.UntypedStorage | None, int]:
-    """Return the storage of a kept tensor, its largest, if it has one of its own, and the bytes of device memory held.
+    """Return the storage that a kept tensor holds, the first of several or None, and its bytes of device memory.
 
     A view of a part of a storage holds that part, as a slice of the user's data set does. A view that was computed from
     parameters holds all of the storage: nobody but autograd has the rest.

@@ -31,8 +31,8 @@ class Limits:
         rematerialize: whether storages may be made again from others.
         movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
             budget that fits with more only is kept all the same.
-        min_life_days, endurance_tbw: of the drives: days that the user asks for, and terabytes that they still take, as
-            one rank's share. They bound nothing here, and tell how long drives last.
+        min_life_days: days that the user asks the drives to last; quoted where the limit of wear gives way.
+        endurance_tbw: terabytes that the drives still take, as one rank's share; tells how long they last.
         stored_share: bytes that a drive is written for a byte of storages; below 1 with compression.
     """
 
@@ -99,7 +99,7 @@ class Plan:
 
     Attributes:
         planner: who chose.
-        trace, limits: for which.
+        trace, limits: what the placements were chosen for.
         placements: of each storage in pack order; RECOMPUTE where its block's recomputation makes it again,
             REMATERIALIZE where it is made of its sources.
         recomputed_blocks: for each block, whether its forward runs again.

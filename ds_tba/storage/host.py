@@ -114,7 +114,7 @@ class HostStore(Store[HostTicket]):
         ticket = HostTicket(data.numel(), self, *found, data.device)
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
-        except BaseException:  # of a signal handler, too
+        except BaseException:  # a signal handler may raise here, too
             try:
                 self._copies.drain()  # one that nobody knows of may be under way
             finally:

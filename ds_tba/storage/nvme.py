@@ -153,7 +153,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             part.copy = self.ring.copies.out(data, self.ring.view(part.slot))
             with self.lock:
                 self.queue_write(ticket, part)
-        except BaseException:  # of a signal handler, too
+        except BaseException:  # a signal handler may raise here, too
             self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
             raise
         finally:

@@ -218,7 +218,7 @@ class SwapPath:
             )
 
     def fail(self, failure: BaseException) -> None:
-        """Take no more tensors for as long as the engine lives, because a write failed; say so once."""
+        """Take no more tensors for as long as the engine lives, because a write or a lane failed; say so once."""
         if self.failure is not None:
             return
         self.failure = str(failure) or type(failure).__name__  # Python's own lack of memory has no words

@@ -369,7 +369,7 @@ class SwapSpace:
         part.path.reads.put(partial(self._work, self._read, ticket, part), priority)
 
     def _work(self, work: Work, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
-        """Work on a part in a lane; give its bytes up by name if that fails, and not because of the drive."""
+        """Work on a part in a lane; if anything but the drive fails, give up the part's bytes by name."""
         try:
             work(ticket, part, handle)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the part would wait for ever

@@ -33,7 +33,7 @@ class _Slot:
     """Device memory for one chunk, and the part that has it: held here, because its tensors must outlive their use.
 
     Attributes:
-        written_back: the last event of the job; None where the job could not be queued.
+        written_back: the last event of the job; None until the job is queued, and where it could not be.
     """
 
     arrays: list[torch.Tensor]

@@ -35,9 +35,9 @@ from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import REMEDIES
 from ds_tba.plan.trace import PathRates
-from ds_tba.stats import aligned, readable
+from ds_tba.stats import aligned, expanded, readable
 from ds_tba.storage.staging import with_staging
-from ds_tba.wear import ASSUMED_TBW, rated
+from ds_tba.wear import ASSUMED_TBW, drive_of, rated
 
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
@@ -133,7 +133,7 @@ def _endurance(given: float | None, training: Training) -> tuple[float, str]:
     paths, tbw = training.offload.nvme_paths, training.offload.ssd.rated_endurance_tbw
     if given:
         return given, f"{given:.4g} TBW as given"
-    drives = max(1, len(paths))
+    drives = len({drive_of(expanded(path)) for path in paths if expanded(path).exists()}) or max(1, len(paths))
     return drives * (tbw or ASSUMED_TBW), f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
 
 
