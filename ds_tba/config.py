@@ -53,6 +53,7 @@ IO_ALIGNMENT_BYTES = 4096
 PREFETCH_FRACTION_OF_STAGING = 0.5
 MIN_STAGING_BYTES = 256 << 20  # on a GPU, where the config has null
 
+_IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
 _NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([kmgt]?i?b?)", re.ASCII | re.IGNORECASE)
 _UNITS = {"b": 0, "i": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
@@ -108,6 +109,15 @@ def _path_or_paths(value: object) -> object:
     paths = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
         raise refusal("it must be a directory or a non-empty list of directories")
+    for path in paths:
+        _path(path)
+    return value
+
+
+def _path(value: object) -> object:
+    """Refuse characters that no path has: the system call would fail later, and without the key's name."""
+    if isinstance(value, str) and _IN_NO_PATH.search(value):
+        raise refusal("it must be a path, which has no NUL and no half of a surrogate pair; take that character out")
     return value
 
 
@@ -118,7 +128,7 @@ Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number), AfterValidator(_not_per_cent)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
 NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
-FilePath: TypeAlias = NonEmptyStr
+FilePath = Annotated[NonEmptyStr, BeforeValidator(_path)]
 Patterns = Annotated[list[NonEmptyStr], Field(min_length=1)]
 
 

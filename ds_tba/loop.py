@@ -52,7 +52,7 @@ class Offloader:
         keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings; ``"except"`` as ``except_``.
 
     Raises:
-        ConfigError: a key is unknown or has a bad value, or it asks for what a loop cannot tell.
+        ConfigError: a key is unknown or has a bad value, the device too, or it asks for what a loop cannot tell.
         IncompatibleError: the device is neither a CPU nor a CUDA device of this process.
         PathError, BackendUnavailableError: training cannot start; the message names the repair.
     """
@@ -183,12 +183,18 @@ def _refuse_untold(config: OffloadConfig, model: nn.Module | None) -> None:
         )
 
 
-def _device_of(model: nn.Module | None, named: torch.device | str | None) -> torch.device:
+def _device_of(model: nn.Module | None, named: object) -> torch.device:
     """Return the device that the user names, or that of the model."""
-    if named is not None:
-        return torch.device(named)
-    parameter = None if model is None else next(model.parameters(), None)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu") if parameter is None else parameter.device
+    if named is None:
+        parameter = None if model is None else next(model.parameters(), None)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu") if parameter is None else parameter.device
+    try:
+        return torch.device(named)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f'the device is {named!r}, which is none to PyTorch: it must be one such as "cpu" or "cuda:0", or be '
+            "left out, for that of the model."
+        ) from error
 
 
 def _accelerator_of(device: torch.device) -> Accelerator:

@@ -357,7 +357,7 @@ class ActivationOffloader:
                 "forward is being captured into a graph (torch.cuda.graph), whose replays would neither write nor read "
                 f'activations: capture without "{BLOCK}", or run forward outside of the capture.'
             )
-        if self._is_forked():
+        if self.cache.is_forked:
             return nullcontext()
         if not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
             return self._rooms.saver.saving()
@@ -377,7 +377,7 @@ class ActivationOffloader:
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
         is_wanted = self.config.until_backward and torch.is_grad_enabled() and not self.is_closed
-        if not is_wanted or self._is_forked() or not OPEN_HOOKS.may_open():
+        if not is_wanted or self.cache.is_forked or not OPEN_HOOKS.may_open():
             return
         hooks = self._rooms.saver.after_forward()
         if hooks is not None:
@@ -395,7 +395,7 @@ class ActivationOffloader:
             StateError: an exception came in the middle of our bookkeeping.
         """
         self.cache.refuse_broken()
-        if self._is_forked():
+        if self.cache.is_forked:
             return nullcontext()
         return self._rooms.saver.interleaving()
 
@@ -406,19 +406,19 @@ class ActivationOffloader:
             StateError: an exception came in the middle of our bookkeeping: its gradients may be wrong.
         """
         self.cache.refuse_broken()
-        if not self._is_forked():
+        if not self.cache.is_forked:
             self._rooms.end_micro_step()
 
     def note_step(self) -> None:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
-        if self._is_forked():
+        if self.cache.is_forked:
             return
         self._core.writer.steps += 1
         self._rooms.end_step()
 
     def give_back(self) -> None:
         """Give lanes, staging and disk space back until the next save, if nothing is in their care."""
-        if not (self._is_forked() or self.is_closed or self.cache.live_records):
+        if not (self.cache.is_forked or self.is_closed or self.cache.live_records):
             self._tiers.give_back()
 
     # ---- reports ------------------------------------------------------------------------------------------------
@@ -460,10 +460,6 @@ class ActivationOffloader:
         advice = allocator_advice() if self._core.accelerator.is_synchronous else ""
         return start_line(self.config, self._tiers) + ENGINES.beside(self) + (f"; {advice}" if advice else "")
 
-    def _is_forked(self) -> bool:
-        """True in a forked child, which has neither our threads nor our memory nor our report."""
-        return self.cache.is_forked
-
     # ---- closing ------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -473,7 +469,7 @@ class ActivationOffloader:
         signal handler: it may have interrupted our own code, which holds a lock that closing needs and cannot go on
         before the handler returns. This call then gives up after its limit of time.
         """
-        if self._is_forked():
+        if self.cache.is_forked:
             return
         self._end_saving()
         self._closer.ask()
@@ -484,7 +480,7 @@ class ActivationOffloader:
 
     def close_soon(self) -> None:
         """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
-        if not self._is_forked():
+        if not self.cache.is_forked:
             self._end_saving()
             self._closer.ask()
 

@@ -178,6 +178,13 @@ def test_a_device_that_is_not_there_and_another_are_refused_by_name(device: str,
         Offloader(device=device, placement="keep")
 
 
+@pytest.mark.parametrize("device", ["nope", "", "cuda:x", -1, 1.5, 1 << 70, ["cpu"]])
+def test_what_is_no_device_is_refused_by_name(device: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^the device is .*\"cpu\" or \"cuda:0\"") as caught:
+        Offloader(device=device, placement="keep")
+    assert repr(device) in str(caught.value)
+
+
 def test_aio_without_deepspeed_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed.git_version_info", None)
     with pytest.raises(BackendUnavailableError, match=r'DeepSpeed cannot be imported.*"backend": "posix"'):

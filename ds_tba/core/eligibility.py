@@ -112,7 +112,7 @@ class Gate:
         accelerator = self._accelerator
         if accelerator.is_capturing() or accelerator.is_of_graph(storage):
             return Eligibility.OF_GRAPH
-        return Eligibility.EXCLUDED if self._exclusion is not None and self.excluded_by() else Eligibility.ELIGIBLE
+        return Eligibility.EXCLUDED if self.excluded_by() else Eligibility.ELIGIBLE
 
 
 def _why_not_plain(tensor: torch.Tensor) -> Eligibility:

@@ -54,8 +54,17 @@ class ByPlan:
 
     def __init__(self, plan: Plan, stores: Mapping[Placement, AnyStore], step: OptimizerStep) -> None:
         self.prefetch_distance = plan.prefetch_distance
-        self._plan, self._stores, self._step = plan, stores, step
-        self._unknown = Choice(tuple(stores.values()), False, "plan", rematerialize=True)
+        self._plan, self._step = plan, step
+        every = tuple(stores.values())
+        self._unknown = Choice(every, False, "plan", rematerialize=True)
+        self._choices = {
+            Placement.KEEP: Choice((), False, "plan"),
+            Placement.REMATERIALIZE: Choice(every, True, "plan", rematerialize=True),
+        }
+        for place, store in stores.items():
+            # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
+            others = [other for other in every if other is not store]
+            self._choices[place] = Choice((store, *others), True)
         self._chosen: dict[Hashable, Choice] = {}
         self._saved_bytes = self._planned_bytes = 0  # of what was saved and planned
 
@@ -67,7 +76,7 @@ class ByPlan:
         return choice
 
     def _next(self, position: int, nbytes: int) -> Choice:
-        plan, stores = self._plan, self._stores
+        plan = self._plan
         if position >= len(plan.expected):
             self._step.unknown_saves += 1
             return self._unknown
@@ -75,16 +84,10 @@ class ByPlan:
         planned_bytes, placement = plan.trace.storages[index].nbytes, plan.placements[index]
         self._step.drift_bytes += abs(nbytes - planned_bytes)
         self._saved_bytes, self._planned_bytes = self._saved_bytes + nbytes, self._planned_bytes + planned_bytes
-        if placement is Placement.KEEP:
-            return Choice((), False, "plan")
-        if placement is Placement.REMATERIALIZE:
-            return Choice(tuple(stores.values()), True, "plan", rematerialize=True)
-        if placement not in stores:  # it was to be recomputed with a block that is not
+        if placement not in self._choices:  # it was to be recomputed with a block that is not
             self._step.unknown_saves += 1
             return self._unknown
-        # Where one has no room another may have it: a drive with more to do than planned costs time, and no memory.
-        others = (store for place, store in stores.items() if place is not placement)
-        return Choice((stores[placement], *others), True)
+        return self._choices[placement]
 
     def end(self) -> None:
         """End the micro-step."""
