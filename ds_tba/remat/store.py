@@ -62,19 +62,26 @@ class PendingComparison(PendingCopy):
         ticket: of that storage.
     """
 
-    __slots__ = ("comparison", "record", "ticket")
+    __slots__ = ("_queue", "comparison", "record", "ticket")
 
     def __init__(
-        self, comparison: Comparison, record: SavedStorage | None = None, ticket: RecipeTicket | None = None
+        self,
+        queue: deque[PendingComparison],
+        comparison: Comparison,
+        record: SavedStorage | None = None,
+        ticket: RecipeTicket | None = None,
     ) -> None:
+        self._queue = queue
         self.comparison = comparison
         self.record = record
         self.ticket = ticket
         self.nbytes = 0 if record is None else record.nbytes
 
     def wait(self) -> None:
-        """Wait for this answer; :meth:`RematStore.copies_out` reads it."""
-        self.comparison.done.synchronize()
+        """Wait for this answer, and for those before it: :meth:`RematStore.copies_out` reads them in order."""
+        waiting = (*self._queue,)  # another thread adds and reads
+        for pending in waiting[: waiting.index(self) + 1] if self in waiting else ():
+            pending.comparison.done.synchronize()
 
 
 class RematStore(TensorStore[RecipeTicket]):
@@ -122,7 +129,7 @@ class RematStore(TensorStore[RecipeTicket]):
         if not was_proven:
             return RecipeTicket(self, own, comparison)
         self.sites.left_out(own)  # nothing of this forward waits for the answer
-        self._pending.append(PendingComparison(comparison))
+        self._pending.append(PendingComparison(self._pending, comparison))
         return RecipeTicket(self, own)
 
     def _may_prove(self, tensor: torch.Tensor, recipe: Recipe) -> bool:
@@ -161,7 +168,7 @@ class RematStore(TensorStore[RecipeTicket]):
         if ticket.comparison is None:
             self._give(record, ticket)
         else:
-            self._pending.append(PendingComparison(ticket.comparison, record, ticket))
+            self._pending.append(PendingComparison(self._pending, ticket.comparison, record, ticket))
 
     def _give(self, record: SavedStorage, ticket: RecipeTicket) -> None:
         self._cache.place(record, ticket)
@@ -180,8 +187,9 @@ class RematStore(TensorStore[RecipeTicket]):
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
-        for pending in [one for one in self._pending if one.comparison.is_done]:  # of several streams, in any order
-            self._pending.remove(pending)
+        # In order, or a site's later answer would hide that an earlier one differs.
+        while self._pending and self._pending[0].comparison.is_done:
+            pending = self._pending.popleft()
             is_equal, record, ticket = self.sites.read(pending.comparison), pending.record, pending.ticket
             if record is None or ticket is None:
                 continue
@@ -192,11 +200,11 @@ class RematStore(TensorStore[RecipeTicket]):
             self.release(ticket)
             if record.is_kept:  # else nobody wants it any more
                 self._cache.place(record)
-        return [one for one in self._pending if one.record is not None and one.record.is_kept]
+        return [one for one in (*self._pending,) if one.record is not None and one.record.is_kept]
 
     def wait_for_answers(self) -> None:
         for pending in (*self._pending,):
-            pending.wait()
+            pending.comparison.done.synchronize()
         self.settle()
 
     # ---- in backward --------------------------------------------------------------------------------------------

@@ -87,24 +87,25 @@ class LaneGroup:
         return True
 
     def _run(self, handle: IoHandle) -> None:
-        while self._serve(handle):
-            pass
+        is_over = False
+        while not is_over:
+            try:
+                is_over = not self._serve(handle)
+            except MemoryError:  # before a task was taken
+                self._wakes.put(None)
 
     def _serve(self, handle: IoHandle) -> bool:
         """Wait for a task and do it; False once there is none and the lane is to end."""
-        task = None
-        try:
-            self._wakes.get()
-            task = self._next()
-            if task is None:  # woken to end, or for a task whose queuing was interrupted
-                return not self._is_stopping
-            task(handle)
-        except MemoryError:  # for the call: the task has not begun, and whoever waits for it would wait for ever
-            time.sleep(AGAIN_S)
-            if task is not None:
-                self._tasks[URGENT].put(task)
-            self._wakes.put(None)
-        return True
+        self._wakes.get()
+        task = self._next()
+        if task is None:  # woken to end, or for a task whose queuing was interrupted
+            return not self._is_stopping
+        while True:
+            try:
+                task(handle)
+                return True
+            except MemoryError:  # for the call: the task has not begun, and whoever waits for it would wait for ever
+                time.sleep(AGAIN_S)
 
     def _next(self) -> Task | None:
         for tasks in self._tasks:

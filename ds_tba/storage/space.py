@@ -68,13 +68,15 @@ class Part(StateMachine):
         start: offset of its bytes in the storage.
         pieces: the places in the file of what is stored, once it is written.
         copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
+        handle: of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
         host: memory outside of staging, of a read for which there was no slot.
         error: the reason why its bytes are lost, whatever its state is.
     """
 
     __slots__ = (
-        "arrival", "copy", "error", "extent", "host", "nbytes", "path", "pieces", "slot", "start", "state", "uses",
+        "arrival", "copy", "error", "extent", "handle", "host", "nbytes", "path", "pieces", "slot", "start", "state",
+        "uses",
     )  # fmt: skip
 
     noun = "a part of a storage"
@@ -100,6 +102,7 @@ class Part(StateMachine):
         self.pieces: tuple[Piece, ...] = ()
         self.copy: PendingCopy | None = None
         self.uses: list[Event] = []
+        self.handle: IoHandle | None = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
@@ -374,14 +377,16 @@ class SwapSpace:
             work(ticket, part, handle)
         except BaseException as error:  # noqa: BLE001 - whoever waits for the part would wait for ever
             while True:
-                with suppress(MemoryError):
-                    return self._lose(part, error)
-                time.sleep(AGAIN_S)
+                try:
+                    return self._lose(part, handle, error)
+                except MemoryError:  # which may come back
+                    time.sleep(AGAIN_S)
 
-    def _lose(self, part: Part, error: BaseException) -> None:
+    def _lose(self, part: Part, handle: IoHandle, error: BaseException) -> None:
         """Give up the bytes of a part at which a lane has failed, unless they are in the file or in memory."""
         with self.changed:
-            if part.state is not _S.STORED and part.state not in OVER:
+            # Another lane may be reading it: two tasks may be queued to read one part.
+            if part.state is not _S.STORED and part.state not in OVER and part.handle in (None, handle):
                 part.error = ActivationLostError(
                     f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error}). "
                     "Resume from the last checkpoint."
@@ -400,6 +405,7 @@ class SwapSpace:
         with self.changed:
             if part.state is not _S.QUEUED:
                 return
+            part.handle = handle
             part.move(_S.WRITING)
             if path.failure is None:  # else it would fail anew, after the kernel's own tries
                 transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
@@ -448,6 +454,7 @@ class SwapSpace:
         with self.changed:
             if part.state is not _S.READ_QUEUED:
                 return
+            part.handle = handle
             part.move(_S.READING)
             transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
         target = part.host if part.host is not None else self.ring.view(part.slot)
@@ -475,6 +482,7 @@ class SwapSpace:
 
     def _end_work(self, part: Part, state: PartState) -> bool:
         """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
+        part.handle = None
         if part.state is _S.ABANDONED:
             self.drop_arrival(part)
             self.give_up(part)

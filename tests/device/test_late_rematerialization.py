@@ -23,6 +23,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import hooks_of_forward
 from ds_tba.core.prefetch import Phase
 from ds_tba.device.accelerator import ANSWERS_BYTES
+from ds_tba.errors import RematerializationError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
 from ds_tba.storage.base import Store
@@ -274,33 +275,63 @@ def test_a_difference_is_seen_however_late_the_answer_comes() -> None:
     device.end()
 
 
-def test_an_answer_is_read_before_one_of_a_slower_stream(device: Answers) -> None:
-    """Else whoever waits for room would ask for it again and again."""
-    cache = TensorCache([], "cpu", KIB, accelerator=device)
-    store = RematStore(cache, Sites(cache, device))
-    cache.rematerialize(store)
-    layer, opened, slow = nn.Linear(WIDTH, WIDTH), threading.Event(), device.new_stream()
+class TwoStreams:
+    """Two forwards of one site on two streams, the first of which runs when it is told to."""
 
-    def forward(stream: Any) -> Tensor:
-        with cache.saving():
-            first = functional.silu(layer(torch.randn(4 * WIDTH, WIDTH)))
-            with device.on(stream):
-                compared = first.sin()
-            return functional.gelu(layer(compared)).cos().sum()
+    def __init__(self, device: Answers) -> None:
+        self._device, self._layer = device, nn.Linear(WIDTH, WIDTH)
+        self.cache = TensorCache([], "cpu", KIB, accelerator=device)
+        self.store = RematStore(self.cache, Sites(self.cache, device))
+        self.cache.rematerialize(self.store)
+        self.slow, self.fast, self.opened = device.new_stream(), device.current_stream(), threading.Event()
+        for _ in range(3):  # until the site is proven
+            self.forward(self.fast).backward()
+            self.cache.end_micro_step()
+            self.store.sites.end_step()
+        self.slow.run(self.opened.wait)
 
-    for _ in range(3):
-        forward(device.current_stream()).backward()
-        cache.end_micro_step()
-    for site in store.sites._sites.values():
-        site.next_visit = 0
-    slow.run(opened.wait)
-    loss = forward(slow)
-    until(lambda: any(one.comparison.is_done for one in store._pending), "one has answered")
-    assert not store._pending[0].comparison.is_done
-    before = len(store._pending)
-    store.settle()
-    assert 0 < len(store._pending) < before
-    opened.set()
-    loss.backward()
-    cache.end_micro_step()
-    assert not store._pending
+    def forward(self, stream: Any, *, changes: bool = False) -> Tensor:
+        for site in self.store.sites._sites.values():
+            site.next_visit = 0  # it is compared
+        with self.cache.saving():
+            saved = functional.silu(self._layer(torch.randn(4 * WIDTH, WIDTH)))
+            if changes:
+                saved.data.mul_(2)
+            with self._device.on(stream):
+                return saved.sin().sum()
+
+    def is_answered(self) -> list[bool]:
+        return [pending.comparison.is_done for pending in self.store._pending]
+
+
+def test_a_later_answer_does_not_hide_that_an_earlier_one_differs(device: Answers) -> None:
+    both = TwoStreams(device)
+    both.forward(both.slow, changes=True)
+    both.forward(both.fast)
+    until(lambda: both.is_answered() == [False, True], "the second has answered")
+    both.store.settle()
+    both.opened.set()
+    with pytest.raises(RematerializationError, match="silu"):
+        both.cache.end_micro_step()
+
+
+def test_whoever_waits_for_an_answer_waits_for_those_before_it(device: Answers) -> None:
+    """Else room would be asked for again and again: answers are read in order."""
+    both = TwoStreams(device)
+    first = both.forward(both.slow)
+    for site in both.store.sites._sites.values():
+        site.equal_in = None  # the next storage stays until it is proven again
+    second = both.forward(both.fast)
+    until(lambda: both.is_answered() == [False, True], "the second has answered")
+    with both.cache.lock:
+        (copy,) = both.store.copies_out()
+    waiter = threading.Thread(target=copy.wait)
+    waiter.start()
+    waiter.join(0.1)
+    assert waiter.is_alive()
+    both.opened.set()
+    waiter.join(60)
+    assert all(both.is_answered())
+    (first + second).backward()
+    both.cache.end_micro_step()
+    assert not both.store._pending

@@ -19,6 +19,7 @@ from ds_tba.config import Compression
 from ds_tba.errors import ActivationLostError, DsTbaError, StateError, TransferError
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.codec import Codec
+from ds_tba.storage.integrity import PieceIo
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapSpace
 
@@ -335,3 +336,40 @@ def test_a_lane_whose_device_is_broken_works_and_ends(make_store: StoreFactory) 
     wait_for_writes(store)
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert store._stop_lanes()
+
+
+def test_a_second_task_that_fails_loses_nothing_that_another_lane_reads(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that is read ahead has two tasks as soon as backward wants it."""
+    gate, data = threading.Event(), torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
+    store, read, tasks = make_store(lanes=Lanes(1, 2)), SwapSpace._read, list[int]()
+
+    def read_once(*arguments: Any) -> None:
+        tasks.append(1)
+        if len(tasks) > 1:
+            raise MemoryError
+        read(*arguments)
+
+    read_all = PieceIo.read_all
+
+    def read_late(*arguments: Any) -> Any:
+        assert gate.wait(60)
+        return read_all(*arguments)
+
+    monkeypatch.setattr(SwapSpace, "_read", read_once)
+    monkeypatch.setattr(PieceIo, "read_all", read_late)
+    ticket = store.put(data, wait=True)
+    assert not isinstance(ticket, Refusal)
+    wait_for_writes(store)
+    part = ticket.parts[0]
+    with store.lock:
+        store._begin_urgent_read(part)
+        store.queue_read(ticket, part)
+    until(lambda: part.handle is not None, "a lane reads it")
+    with store.lock:
+        store.queue_read(ticket, part)
+    until(lambda: store.paths[0].failure is not None, "the second task failed")
+    gate.set()
+    assert torch.equal(store.get(ticket, CPU).data, data) and len(tasks) == 2
+    store.close()
