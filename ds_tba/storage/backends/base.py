@@ -29,8 +29,8 @@ class IoHandle(ABC):
             TransferError: the request failed or was short, as far as the backend can see.
         """
 
-    def read_again(self, data: torch.Tensor, offset: int) -> None:
-        """:meth:`read` for bytes that failed to come or came wrong, in the way that tells most about the reason.
+    def read_plainly(self, data: torch.Tensor, offset: int) -> None:
+        """:meth:`read` into any memory of staging's kind, in the way that tells most about the reason of a failure.
 
         Raises:
             TransferError: as for :meth:`read`.
@@ -47,16 +47,11 @@ class IoBackend(ABC):
     Attributes:
         stages_on_device: staging is the accelerator's memory, from which this backend reaches the file without host
             memory in between.
-        descriptors_per_handle: file descriptors that a handle holds or opens for a transfer, without the swap file's.
-        remark: what the start-up line must say about how it runs here; empty where there is nothing to say.
     """
 
     name: str
-    alignment_bytes: int
     block_bytes: int
     stages_on_device: bool = False
-    descriptors_per_handle: int = 0
-    remark: str = ""
 
     @abstractmethod
     def open_handle(self, fd: int) -> IoHandle:
