@@ -5,8 +5,8 @@ Checksums are taken at the write and compared after the read. A codec packs the 
 DeepSpeed's aio op reports no errors (``csrc/aio/common/deepspeed_aio_common.cpp`` never reads the result of a
 completion), so a dropped or short block is seen here or nowhere.
 
-[Note: What sampling finds] An I/O block is what a backend may lose without the others: 1 MiB, or as
-``IoBackend.blocks`` says. Its first and its last 4 KiB are sampled. That finds a block that was not moved, one whose
+[Note: What sampling finds] An I/O block is what a backend may lose without the others, ``IoBackend.block_bytes``
+long. Its first and its last 4 KiB are sampled. That finds a block that was not moved, one whose
 beginning or end was not, and one that has other bytes throughout. Below the backend the kernel splits requests again
 (``max_sectors_kb``, ``chunk_sectors``, the stripes of a RAID), and a drive has pages of its own. What is lost there in
 the middle of a block is found by ``full`` only: no sampling covers units of 4 KiB.
@@ -15,7 +15,7 @@ the middle of a block is found by ``full`` only: no sampling covers units of 4 K
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -41,13 +41,13 @@ class Integrity:
     Args:
         mode: ``off``, ``sampled`` (the first and the last 4 KiB of every I/O block; see [Note: What sampling finds]) or
             ``full``.
-        blocks: how the backend splits a transfer of so many bytes; one block may be lost without the others.
+        block_bytes: as long are the blocks of a transfer, of which one may be lost without the others.
         on_device: staging is device memory, so the samples are copied to the host first.
     """
 
-    def __init__(self, mode: str, blocks: Callable[[int], list[tuple[int, int]]], *, on_device: bool = False) -> None:
+    def __init__(self, mode: str, block_bytes: int, *, on_device: bool = False) -> None:
         self._mode = mode
-        self._blocks = blocks
+        self._block_bytes = block_bytes
         self._on_device = on_device
 
     def digest(self, data: torch.Tensor) -> tuple[int, ...]:
@@ -79,7 +79,8 @@ class Integrity:
         if self._mode == "off":
             return []
         samples = []
-        for start, end in self._blocks(nbytes):
+        for start in range(0, nbytes, self._block_bytes):
+            end = min(start + self._block_bytes, nbytes)
             if self._mode == "full" or end - start <= 2 * SAMPLE_BYTES:
                 samples.append((start, end))
             else:

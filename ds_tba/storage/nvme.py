@@ -87,7 +87,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         integrity: str,
         codec: Codec | None = None,
     ) -> None:
-        checksums = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
+        checksums = Integrity(integrity, backend.block_bytes, on_device=backend.stages_on_device)
         paths = [SwapPath(file, lanes.write, lanes.read) for file in files]
         super().__init__(paths, ring, PieceIo(checksums, ring, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)

@@ -233,7 +233,7 @@ def test_buffers_of_lanes_are_a_part_of_staging_and_plans_count_with_the_rest(
     ring, held = tiers.nvme.ring, sum(buffer.nbytes for buffer in tiers.nvme.ring.buffers)
     assert len(ring.buffers) == 5 and held + ring.slots.capacity_bytes == staging_bytes >= 4 * held
     assert slots_bytes_of(config) == ring.slots.capacity_bytes
-    assert lane_buffer_bytes(1 << 30, 4, 4096) == BUFFER_BYTES and lane_buffer_bytes(MIB, 128, 8192) == 8192
+    assert lane_buffer_bytes(1 << 30, 4) == BUFFER_BYTES and lane_buffer_bytes(MIB, 128) == 4096
     tiers.close()
 
 

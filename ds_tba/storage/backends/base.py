@@ -45,6 +45,7 @@ class IoBackend(ABC):
     """A family of handles, and the staging memory that suits them.
 
     Attributes:
+        block_bytes: a transfer reaches the drive in blocks as long, of which each may fail alone.
         stages_on_device: staging is the accelerator's memory, from which this backend reaches the file without host
             memory in between.
     """
@@ -69,7 +70,3 @@ class IoBackend(ABC):
 
     def free_staging(self, staging: torch.Tensor) -> None:  # noqa: B027 - most memory is freed with its tensor
         """Give back what :meth:`allocate_staging` returned."""
-
-    def blocks(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return the (start, end) ranges in which a transfer of ``nbytes`` reaches the drive; each may fail alone."""
-        return [(start, min(start + self.block_bytes, nbytes)) for start in range(0, nbytes, self.block_bytes)]
