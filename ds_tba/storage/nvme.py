@@ -100,7 +100,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         try:
             self._open_files()
         except BaseException:
-            self._stop_lanes()
+            self._end()
             raise
 
     # ---- out ----------------------------------------------------------------------------------------------------
@@ -111,38 +111,27 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         ticket = SwapTicket(data.numel(), self, data.device, item_bytes)
         try:
             for start in range(0, data.numel(), self.part_bytes):
-                refusal = self._put_part(ticket, data[start : start + self.part_bytes], start, wait)
-                if refusal is not None:
+                part_data = data[start : start + self.part_bytes]
+                with self.lock:
+                    part = self._reserve(ticket, start, part_data.numel(), wait)
+                if isinstance(part, Refusal):
                     self.release(ticket)  # or the parts before would take room that nobody gives back
-                    return refusal
+                    return part
+                # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
+                part.copy = self.ring.copies.out(part_data, self.ring.view(part.slot))
+                part.path.writes.put(partial(self._write, ticket, part))
+                self.copying.discard(part)
             with self.lock:
                 ticket.is_taken = True
                 self.stats.offloaded_bytes += ticket.nbytes
-        except BaseException:
-            self.release(ticket)
+        except BaseException:  # a signal handler may raise here, too
+            try:
+                self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+            finally:
+                self.copying.difference_update(ticket.parts)
+                self.release(ticket)
             raise
         return ticket
-
-    def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
-        part: Part | Refusal | None = None
-        try:
-            with self.lock:
-                part = self._reserve(ticket, start, data.numel(), wait)
-                if isinstance(part, Refusal):
-                    return part
-                self.writes.add(part)
-                self.copying.add(part)  # or closing would free the memory under the copy
-            # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-            part.copy = self.ring.copies.out(data, self.ring.view(part.slot))
-            with self.lock:
-                part.path.writes.put(partial(self._write, ticket, part))
-        except BaseException:  # a signal handler may raise here, too
-            self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
-            raise
-        finally:
-            if isinstance(part, Part):
-                self.copying.discard(part)
-        return None
 
     def _reserve(self, ticket: SwapTicket, start: int, nbytes: int, wait: bool) -> Part | Refusal:
         """Give a storage its next part, with a slot and an extent. Called under the lock, which each wait releases."""
@@ -167,6 +156,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 if extent is not None:
                     part = Part(start, nbytes, path, extent, slot)
                     ticket.parts.append(part)  # from here on releasing the ticket frees slot and extent
+                    self.writes.add(part)
+                    self.copying.add(part)  # or closing would free the memory under the copy
                     return part
         finally:
             if part is None:  # also where an exception ended the wait for a drive
@@ -425,8 +416,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                     path.writes.start(f"{THREAD_PREFIX}write-{index}", self.ring.accelerator)
                     path.reads.start(f"{THREAD_PREFIX}read-{index}", self.ring.accelerator)
             except BaseException:
-                if self._stop_lanes():
-                    self._free()
+                self._end()
                 raise
             with self.lock:
                 self.is_open = not self.closed
@@ -457,22 +447,9 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 if self.closed or not self.is_idle:
                     return self.closed
                 self.is_open = False
-            if self._stop_lanes():
-                self._free()
-            else:
+            if not self._end():
                 self.closed = True  # what a lane that hangs uses stays
         return True
-
-    def _free(self) -> None:
-        """Give staging and disk space back, which no lane uses any more."""
-        try:
-            with self.lock:
-                # Copies that are under way read and write the memory that closing the ring frees.
-                self.ring.copies.finish()
-                self.ring.close()
-        finally:  # without the lock: a drive may hang in giving the space back
-            for path in self.paths:
-                path.file.close()
 
     def close(self) -> None:
         with self.lock:
@@ -482,11 +459,10 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             while self.copying and time.monotonic() < deadline_s:  # else staging would go under a put
                 self.changed.wait(COPY_POLL_S)
         with self._opening:
-            if self._stop_lanes():
-                self._free()
+            self._end()
 
-    def _stop_lanes(self) -> bool:
-        """Let the lanes do what is queued and end; whether all of them did within the time for that."""
+    def _end(self) -> bool:
+        """Have the lanes do what is queued and end, then free staging and disk space; False where a lane hangs."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         groups = [group for path in self.paths for group in (path.writes, path.reads)]
         for group in groups:  # all of them first: they end at the same time
@@ -496,4 +472,13 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             logger.error(
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
-        return all(ended)
+            return False
+        try:
+            with self.lock:
+                # Copies that are under way read and write the memory that closing the ring frees.
+                self.ring.copies.finish()
+                self.ring.close()
+        finally:  # without the lock: a drive may hang in giving the space back
+            for path in self.paths:
+                path.file.close()
+        return True
