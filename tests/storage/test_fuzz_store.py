@@ -285,8 +285,9 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
         store.release(ticket)
     device.synchronize()
     assert struck and all(exact) and len(exact) + lost == len(saved)
-    until(lambda: store.paths[0].failure is not None, "the log")
-    assert store.put(data, wait=True) is Refusal.PATH_FAILED
+    if name != "copy_in":  # which backward does where the lane has no memory for it
+        until(lambda: store.paths[0].failure is not None, "the log")
+        assert store.put(data, wait=True) is Refusal.PATH_FAILED
     store.close()
     device.end()
     assert store.put(data, wait=True) is Refusal.CLOSED and store.ring._memory is None
