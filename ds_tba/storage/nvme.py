@@ -92,13 +92,14 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         super().__init__(paths, ring, PieceIo(checksums, ring, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % IO_ALIGNMENT_BYTES, IO_ALIGNMENT_BYTES)
-        self._backend, self._lanes = backend, lanes
+        self._backend = backend
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
         self._opening = threading.Lock()
         self.closed = self.is_open = False
         self._quiet_until_s = -math.inf  # about drives that do not answer
         try:
-            self._open_files()
+            for path in paths:
+                path.open(backend, ring.slots.capacity_bytes)
         except BaseException:
             self._end()
             raise
@@ -409,7 +410,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             if self.is_open or self.closed:
                 return
             try:
-                self._open_files()
+                for path in self.paths:  # before any thread: a failure must leave none behind
+                    path.open(self._backend, self.ring.slots.capacity_bytes)
                 self.ring.open()
                 self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
                 for index, path in enumerate(self.paths):
@@ -428,15 +430,6 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         except (OSError, RuntimeError, MemoryError, DsTbaError) as error:
             for path in self.paths:
                 path.fail("it cannot be opened again", error)
-
-    def _open_files(self) -> None:
-        # Every handle comes before any thread: a failure must leave no thread behind.
-        for path in self.paths:
-            path.open()
-            for group, count in ((path.writes, self._lanes.write), (path.reads, self._lanes.read)):
-                while len(group.handles) < count:
-                    group.handles.append(self._backend.open_handle(path.file.fd))
-            path.reserve_first(self.ring.slots.capacity_bytes)
 
     def give_back(self) -> bool:
         with self._opening:

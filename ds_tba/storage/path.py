@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.errors import TransferError
 from ds_tba.stats import KindMeter, PathMeter, RecentRate, readable
-from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.spans import SpanAllocator
 from ds_tba.storage.swap_file import SwapFile, repair_of
 
@@ -40,14 +40,16 @@ class LaneGroup:
 
     Args:
         path: whose file they write or read; told where one fails.
+        count: of lanes.
 
     Attributes:
-        handles: one for each lane, opened by the store and used by its thread.
+        handles: one for each lane, used by its thread.
         error: the reason why a lane has ended before its time; see [Note: A lane that fails].
     """
 
-    def __init__(self, path: SwapPath) -> None:
+    def __init__(self, path: SwapPath, count: int) -> None:
         self._path = path
+        self._count = count
         self.error: BaseException | None = None
         self._forget()
 
@@ -57,6 +59,11 @@ class LaneGroup:
         # Queues that are written in C: a signal handler's exception leaves no lock of theirs taken.
         self._tasks: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]  # by priority
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more
+
+    def open(self, backend: IoBackend, fd: int) -> None:
+        """Open the handles that are missing."""
+        while len(self.handles) < self._count:
+            self.handles.append(backend.open_handle(fd))
 
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
@@ -122,29 +129,24 @@ class SwapPath:
     def __init__(self, file: SwapFile, write_lanes: int, read_lanes: int) -> None:
         self.file = file
         self.extents = SpanAllocator(0)
-        self.writes = LaneGroup(self)
-        self.reads = LaneGroup(self)
+        self.writes = LaneGroup(self, write_lanes)
+        self.reads = LaneGroup(self, read_lanes)
         self.meter = PathMeter(write_lanes, read_lanes)
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
         self.full = False  # it grows no more
 
-    def open(self) -> None:
-        """Make the file anew, if it was given back. No extent is in use.
+    def open(self, backend: IoBackend, least_bytes: int) -> None:
+        """Take the file, its handles and the first disk space, unless they are taken. No extent is in use.
 
         Raises:
-            PathError: it cannot be made.
+            PathError, BackendUnavailableError: one cannot be had.
         """
         if self.file.fd < 0:
             self.extents, self.full = SpanAllocator(0), False
             self.file.open()
-
-    def reserve_first(self, least_bytes: int) -> None:
-        """Take the first disk space, unless it is taken.
-
-        Raises:
-            PathError: there is none.
-        """
+        for group in (self.writes, self.reads):
+            group.open(backend, self.file.fd)
         if not self.file.size_bytes:
             self.file.reserve_first(least_bytes)
             self.extents.grow(self.file.size_bytes)
