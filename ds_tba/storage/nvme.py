@@ -299,7 +299,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
         Called under the lock, which each wait releases.
         """
-        if part.error is None and part.state not in BEFORE_WRITTEN:
+        # A lane may have failed at the copy into staging of what is still to be written.
+        if part.error is None and (self.lane_error or part.state not in BEFORE_WRITTEN):
             started = time.perf_counter()
             if self.read_ahead.end(part) is Ahead.STAYED:  # from here on it is ours, and cannot be given up
                 self.stats.forwarded_bytes += part.nbytes

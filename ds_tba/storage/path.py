@@ -5,7 +5,7 @@ never queue behind writes. Does not know what the bytes are, nor how they move.
 
 [Note: A lane that fails] A task tells of the drive's failures by itself. Whatever else fails in a lane, such as memory
 for Python itself, ends it: nobody can tell what is half done. Whoever waits for a lane looks at ``LaneGroup.error`` now
-and then. From then on the store takes nothing, and what is not in memory is lost by name.
+and then. From then on the store takes nothing, and what is not loaded yet is lost by name.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ all paths, and its copies, writes and reads overlap with each other. Does not kn
 [Note: Degrading] A failed write leaves the bytes in their slot of staging until backward has had them; its path takes
 no more tensors. DeepSpeed's op reports no failed write: the checksum finds it at the read. A failed read is tried once
 more and then raises: those bytes are gone, and the path goes on. Memory that runs out in a transfer fails it as the
-drive would. Whatever else fails in a lane loses all that is not in memory by name, or backward would wait for ever
+drive would. Whatever else fails in a lane loses all that is not loaded yet by name, or backward would wait for ever
 (``path.py``, [Note: A lane that fails]).
 """
 

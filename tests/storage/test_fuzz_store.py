@@ -20,7 +20,7 @@ from ds_tba.errors import ActivationLostError, DsTbaError, StateError, TransferE
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.codec import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.space import SwapSpace
+from ds_tba.storage.space import PartState, SwapSpace
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -294,27 +294,28 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError, RuntimeError])
-def test_what_is_in_memory_is_handed_over_although_a_lane_has_failed_and_the_rest_is_lost_by_name(
+def test_once_a_lane_has_failed_what_is_loaded_is_handed_over_and_the_rest_is_lost_by_name(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     store, data = make_store(lanes=Lanes(1, 1)), torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    stored = store.put(data, wait=True)
-    assert not isinstance(stored, Refusal)
+    tickets = [store.put(data.clone(), wait=True) for _ in range(2)]
     wait_for_writes(store)
+    assert store.prefetch(tickets[0])  # type: ignore[arg-type]
+    until(lambda: tickets[0].parts[0].state is PartState.LOADED, "the read")  # type: ignore[union-attr]
 
     def fails(*_: object) -> None:
         raise error("the test's")
 
     monkeypatch.setattr(SwapSpace, "_end_write", fails)
-    ticket = store.put(data, wait=True)
-    assert not isinstance(ticket, Refusal)
+    tickets.append(store.put(data, wait=True))
     until(lambda: store.paths[0].failure is not None, "the path failed")
-    assert torch.equal(store.get(ticket, CPU).data, data)
-    with pytest.raises(ActivationLostError, match=rf"nvme.*a lane failed \({error.__name__}.*checkpoint"):
-        store.get(stored, CPU)
+    assert torch.equal(store.get(tickets[0], CPU).data, data)  # type: ignore[arg-type]
+    for ticket in tickets[1:]:
+        with pytest.raises(ActivationLostError, match=rf"nvme.*a lane failed \({error.__name__}.*checkpoint"):
+            store.get(ticket, CPU)  # type: ignore[arg-type]
     assert store.put(torch.zeros(4096, dtype=torch.uint8), wait=True) is Refusal.PATH_FAILED
-    for one in (ticket, stored):
-        store.release(one)
+    for ticket in tickets:
+        store.release(ticket)  # type: ignore[arg-type]
     store.close()
     assert store.ring._memory is None
 
