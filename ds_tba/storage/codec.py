@@ -89,13 +89,14 @@ class Codec:
         view = host_view(packed)
         try:
             nbytes, packed_bytes, _ = self._blosc2.get_cbuffer_sizes(view)
-            if (nbytes, packed_bytes) != (into.numel(), packed.numel()):
-                # Else blosc2, which believes the length that stands in the bytes, would write beyond ``into``.
-                raise ValueError(f"they tell of {packed_bytes}, made of {nbytes}")
-            self._blosc2.decompress2(view, dst=host_view(into), nthreads=1)
+            is_ours = (nbytes, packed_bytes) == (into.numel(), packed.numel())
+            if is_ours:  # else blosc2, which believes the length that stands in the bytes, would write beyond ``into``
+                self._blosc2.decompress2(view, dst=host_view(into), nthreads=1)
         except (RuntimeError, ValueError) as error:
             raise self._failure("decompress", packed.numel(), error) from error
+        if not is_ours:
+            raise self._failure("decompress", packed.numel(), f"they tell of {packed_bytes}, made of {nbytes}")
 
-    def _failure(self, verb: str, nbytes: int, why: Exception) -> Exception:
+    def _failure(self, verb: str, nbytes: int, why: Exception | str) -> Exception:
         text = f"{self.name} cannot {verb} {nbytes} bytes ({why})"
         return MemoryError(text) if isinstance(why, RuntimeError) else TransferError(text)

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.accelerator import AT_ONCE, Event
+from ds_tba.device.memory import PAGE_BYTES
 from ds_tba.errors import StateError
 
 
@@ -28,7 +28,7 @@ class SpanAllocator:
 
     Lowest address first means that the bytes just given back are the first to be used again: extents that were already
     written are overwritten at twice the rate of fresh ones on thin-provisioned drives, and the used part stays short.
-    Every span starts at, and is as long as, a multiple of ``IO_ALIGNMENT_BYTES``.
+    Every span is of whole pages, which is all that direct I/O moves.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -42,7 +42,7 @@ class SpanAllocator:
 
     def grow(self, capacity_bytes: int) -> None:
         """Extend the region to ``capacity_bytes``, rounded down to the alignment."""
-        capacity_bytes -= capacity_bytes % IO_ALIGNMENT_BYTES
+        capacity_bytes -= capacity_bytes % PAGE_BYTES
         if capacity_bytes > self.capacity_bytes:
             added = Span(self.capacity_bytes, capacity_bytes - self.capacity_bytes)
             self.capacity_bytes = capacity_bytes
@@ -50,7 +50,7 @@ class SpanAllocator:
 
     def padded(self, nbytes: int) -> int:
         """Return ``nbytes`` rounded up to the alignment."""
-        return -(-nbytes // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def is_unused(self) -> bool:
