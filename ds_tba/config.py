@@ -177,7 +177,7 @@ class ReportConfig(Block):
 
 
 class AioConfig(BaseModel):
-    """DeepSpeed's own ``"aio"`` block (``runtime/swap_tensor/aio_config.py``); unknown keys are its business."""
+    """DeepSpeed's own ``"aio"`` block (``runtime/swap_tensor/aio_config.py``); other keys are its business."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -186,7 +186,6 @@ class AioConfig(BaseModel):
         int, Field(ge=IO_ALIGNMENT_BYTES, le=1 << 30, multiple_of=IO_ALIGNMENT_BYTES), BeforeValidator(number)
     ] = 1 << 20
     queue_depth: Annotated[int, Field(ge=1, le=65536), BeforeValidator(number)] = 8
-    intra_op_parallelism: Lanes = 1
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
 

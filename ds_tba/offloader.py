@@ -141,7 +141,7 @@ class Rooms:
 
     def end_step(self) -> None:
         """Note that an optimizer step is over."""
-        for room in (self.sites, self._tiers.host, self.controller, self.samples):
+        for room in (self.sites, self.controller, self.samples):
             if room is not None:
                 room.end_step()
         self._reporter.end_step(0 if self.controller is None else self.controller.plans)

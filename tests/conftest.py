@@ -197,7 +197,7 @@ def make_store(tmp_path: Path, closing: Closing) -> StoreFactory:
             directory = tmp_path / f"nvme{number}.{index}"
             directory.mkdir()
             files.append(SwapFile(directory, swap_file_bytes))
-        buffers = 0 if codec is None else lanes.of(paths)
+        buffers = 0 if codec is None else paths * (lanes.write + lanes.read)
         ring = StagingRing(accelerator or CpuAccelerator(), backend, staging_bytes, buffers)
         try:
             return NvmeStore(files, backend, ring, lanes, integrity, codec)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import Cli, Closing
 from support import interface, runs
-from support.cuda_doubles import FakeKvikio
 from support.doubles import CpuAccelerator
 from support.modelled_drive import ModelledDrive
 from support.offloaders import finished, make, step
@@ -22,7 +21,6 @@ from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.report import SCHEMA, OffloadReport, write_file
-from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Refusal
 
@@ -299,32 +297,6 @@ def test_what_stands_in_the_way_raises_and_leaves_nothing(
     with pytest.raises(error):
         make(tmp_path, **block)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (len(files), threads)
-
-
-@pytest.mark.aio
-def test_aio_without_o_direct_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not aio.is_built():
-        pytest.skip("DeepSpeed's aio op is not built: make aio")
-    real = os.open
-
-    def without_o_direct(path: object, flags: int, *rest: int, **more: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real(path, flags, *rest, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(os, "open", without_o_direct)
-    FakeKvikio().install(monkeypatch)
-    for name in ("aio", "kvikio"):
-        with pytest.raises(
-            BackendUnavailableError,
-            match=r"has no O_DIRECT, which .*posix" if name == "aio" else rf"{name}: .*has no O_DIRECT.*posix",
-        ):
-            make(tmp_path, io={"backend": name, "staging_bytes": 8 << 20})
-    fallen_back = make(tmp_path, io={"staging_bytes": 8 << 20})
-    assert "backend posix" in fallen_back.start_line()
-    fallen_back.close()
-    offloader = finished(tmp_path)
-    assert "no O_DIRECT on this file system" in offloader.start_line() and offloader.report().fallbacks == 0
 
 
 def test_a_report_that_cannot_be_written_does_not_stop_training(

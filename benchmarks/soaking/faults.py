@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 
 import ds_tba.storage.tiers
-from ds_tba.device.memory import huge_page_memory
+from ds_tba.device.memory import PAGE_BYTES, huge_page_memory
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.select import Selection
@@ -142,11 +142,11 @@ class FaultyBackend(IoBackend):
     """A backend whose handles do what an injector says."""
 
     def __init__(self, inner: IoBackend, injector: Injector) -> None:
-        self.name, self.alignment_bytes, self.block_bytes = inner.name, inner.alignment_bytes, inner.block_bytes
+        self.name, self.block_bytes = inner.name, inner.block_bytes
         self._inner, self._injector = inner, injector
 
     def open_handle(self, fd: int) -> IoHandle:
-        return _FaultyHandle(self._inner.open_handle(fd), fd, self.alignment_bytes, self._injector)
+        return _FaultyHandle(self._inner.open_handle(fd), fd, self._injector)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
         return self._inner.allocate_staging(nbytes)
@@ -154,13 +154,10 @@ class FaultyBackend(IoBackend):
     def free_staging(self, staging: torch.Tensor) -> None:
         self._inner.free_staging(staging)
 
-    def blocks(self, nbytes: int) -> list[tuple[int, int]]:
-        return self._inner.blocks(nbytes)
-
 
 class _FaultyHandle(IoHandle):
-    def __init__(self, inner: IoHandle, fd: int, alignment_bytes: int, injector: Injector) -> None:
-        self._inner, self._fd, self._alignment_bytes = inner, fd, alignment_bytes
+    def __init__(self, inner: IoHandle, fd: int, injector: Injector) -> None:
+        self._inner, self._fd = inner, fd
         self._injector, self._chance = injector, injector.new_chance()
         self._trying_again = ""
 
@@ -174,7 +171,7 @@ class _FaultyHandle(IoHandle):
         if kind == "slow write":
             self._injector.nap(self._chance)
         if kind == "short write":
-            data = data[: data.numel() // 2 // self._alignment_bytes * self._alignment_bytes]
+            data = data[: data.numel() // 2 // PAGE_BYTES * PAGE_BYTES]
         if kind != "dropped write" and data.numel():
             self._inner.write(data if instead is None else instead, offset)
 
@@ -195,12 +192,12 @@ class _FaultyHandle(IoHandle):
         self._inner.read(data, offset)
         self._injector.after_read(self._fd, data, offset)
 
-    def read_again(self, data: torch.Tensor, offset: int) -> None:
+    def read_plainly(self, data: torch.Tensor, offset: int) -> None:
         if self._trying_again:
             self.read(data, offset)
             return
         # After bytes that came wrong; an error now would be told instead of the corruption that is due.
-        self._inner.read_again(data, offset)
+        self._inner.read_plainly(data, offset)
         self._injector.after_read(self._fd, data, offset)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ def segment_of(seed: int, number: int, directory: Path, backends: tuple[str, ...
     # Not ZeRO-3, whose engine DeepSpeed keeps alive after destroy(); and ZeRO-1 and -2 outlive a mere del.
     stage = chance.choice([0, 0, 0, 1, 2])
     collected = stage == 0 and chance.random() < 0.4
-    aio = {"block_size": chance.choice([256 << 10, 1 << 20]), "intra_op_parallelism": chance.choice([1, 1, 2])}
+    aio = {"block_size": chance.choice([256 << 10, 1 << 20])}
     block = _block(chance, directory, chance.choice(backends)) if offload else None
     return Segment(number, stage, block, aio, _rates(chance), collected)
 

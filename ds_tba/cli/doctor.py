@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import TypeAlias
 
 from packaging.specifiers import SpecifierSet
@@ -22,7 +23,6 @@ from packaging.specifiers import SpecifierSet
 from ds_tba.cli.format import Commands, Result, add_json, show, size
 from ds_tba.config import SUPPORTED_DEEPSPEED, AioConfig
 from ds_tba.errors import PathError
-from ds_tba.stats import expanded
 
 _BUILD = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
 _MARKS = {True: "ok  ", None: "--  ", False: "FAIL"}
@@ -79,13 +79,9 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
     yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
     for lock in aio.build_locks(("*",)):
-        waits = "another build is running, or was killed, and then whatever loads this op waits for ever"
-        yield None, f"{lock} exists: {waits}. If none is running: rm {lock}"
-    present = [one for one in map(expanded, paths) if os.path.isdir(one)]  # Path's raises for long names
-    if problem := aio.abandoned_build() or aio.kernel_obstacle(AioConfig()):
+        yield None, _waiting_for(lock)
+    if problem := aio.kernel_obstacle(AioConfig()):
         yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {problem}"
-    elif problem := aio.kernel_obstacle(AioConfig(), present):
-        yield None, f"io.backend aio cannot run there; null means posix: {problem}"
     problem = kvikio.obstacle()
     yield None if problem else True, f"io.backend kvikio and gds: {problem or 'can be tried by a run'}"
     for path in paths:
@@ -97,9 +93,13 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
         except PathError as error:
             yield False, str(error)
         else:
-            slow = "" if file.preallocates else ", without fallocate: the swap file is written once as it grows"
-            yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free{slow}"
+            yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
             yield None, f"how fast {path} is, tell ds_nvme_tune (of DeepSpeed) and fio"
+
+
+def _waiting_for(lock: Path) -> str:
+    waits = "another build is running, or was killed, and then whatever loads this op waits for ever"
+    return f"{lock} exists: {waits}. If none is running: rm {lock}"
 
 
 def _entry_point() -> Check:
@@ -122,8 +122,8 @@ def build_aio() -> Check:
     """Build the op in a child process, whose words go to the standard error."""
     from ds_tba.storage.backends import aio
 
-    if (abandoned := aio.abandoned_build()) is not None:
-        return False, abandoned
+    if lock := aio.lock_that_stays():
+        return False, _waiting_for(lock)
     sys.stderr.write("building DeepSpeed's aio op, unless it is built (once; minutes on few cores)\n")
     env = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
     if subprocess.run([sys.executable, "-c", _BUILD], stdout=2, env=env, check=False).returncode:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.accelerator import Accelerator, Event, available_bytes
 from ds_tba.device.copies import Arrival, Copies, PendingCopy
 from ds_tba.device.memory import huge_page_memory, is_out_of_memory
@@ -93,7 +92,7 @@ class HostStore(Store[HostTicket]):
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
         self._reserve_bytes = reserve_bytes
-        self._may_grow = True
+        self._is_full = False  # it grows no more
         self._accelerator = accelerator
         self._copies = Copies(accelerator)
         self._ahead_bytes = 0
@@ -114,14 +113,14 @@ class HostStore(Store[HostTicket]):
         ticket = HostTicket(data.numel(), self, *found, data.device)
         try:
             ticket.copy = self._copies.out(data, ticket.view())  # without the lock: nobody else has the ticket yet
+            with self._lock:
+                self.stats.offloaded_bytes += ticket.nbytes
         except BaseException:  # a signal handler may raise here, too
             try:
                 self._copies.drain()  # one that nobody knows of may be under way
             finally:
                 self.release(ticket)
             raise
-        with self._lock:
-            self.stats.offloaded_bytes += ticket.nbytes
         return ticket
 
     def prefetch(self, ticket: HostTicket) -> bool:
@@ -171,17 +170,13 @@ class HostStore(Store[HostTicket]):
             self._settle()
             return self._copies.under_way
 
-    def end_step(self) -> None:
-        """Ask the machine for memory again, if it had none in this step."""
-        self._may_grow = True
-
     def give_back(self) -> bool:
         with self._lock:
             self._settle()
             if self._closed or self._copies.under_way or not all(one.spans.is_unused for one in self._segments):
                 return self._closed
             self._segments.clear()
-            self.taken_bytes = 0
+            self.taken_bytes, self._is_full = 0, False
         return True
 
     def close(self) -> None:
@@ -200,9 +195,9 @@ class HostStore(Store[HostTicket]):
                 return None
 
     def _grow(self, least_bytes: int) -> bool:
-        """Take one more segment, if the limit and the machine have room; if not, they are asked in the next step."""
+        """Take one more segment, if the limit and the machine have room; once the machine has none, never again."""
         room_bytes = self.limit_bytes - self.taken_bytes
-        if self._closed or not self._may_grow or room_bytes < least_bytes:
+        if self._closed or self._is_full or room_bytes < least_bytes:
             return False
         size = 1 << (max(PARTS * least_bytes, self.taken_bytes // PARTS) - 1).bit_length()
         try:
@@ -210,16 +205,18 @@ class HostStore(Store[HostTicket]):
                 room_bytes = min(room_bytes, available_bytes() - self._reserve_bytes)
             while size > room_bytes and size >= least_bytes:
                 size //= 2
-            if size >= least_bytes:
-                memory = host_memory(size, self._accelerator)
-                self._segments.append(Segment(memory, CopySafeAllocator(size, IO_ALIGNMENT_BYTES)))
-                self.taken_bytes += size
-                return True
+            if size < least_bytes:
+                self._is_full = room_bytes < MIN_SEGMENT_BYTES
+                return False
+            memory = host_memory(size, self._accelerator)
         except (OSError, RuntimeError, MemoryError) as error:  # OSError: no descriptor to ask with, or no map
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-        self._may_grow = False
-        return False
+            self._is_full = True
+            return False
+        self._segments.append(Segment(memory, CopySafeAllocator(size)))
+        self.taken_bytes += size
+        return True
 
     def _settle(self) -> None:
         """Let go of what copies used that are done. Never blocks."""

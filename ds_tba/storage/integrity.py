@@ -5,8 +5,8 @@ Checksums are taken at the write and compared after the read. A codec packs the 
 DeepSpeed's aio op reports no errors (``csrc/aio/common/deepspeed_aio_common.cpp`` never reads the result of a
 completion), so a dropped or short block is seen here or nowhere.
 
-[Note: What sampling finds] An I/O block is what a backend may lose without the others: 1 MiB, or as
-``IoBackend.blocks`` says. Its first and its last 4 KiB are sampled. That finds a block that was not moved, one whose
+[Note: What sampling finds] An I/O block is what a backend may lose without the others, ``IoBackend.block_bytes``
+long. Its first and its last 4 KiB are sampled. That finds a block that was not moved, one whose
 beginning or end was not, and one that has other bytes throughout. Below the backend the kernel splits requests again
 (``max_sectors_kb``, ``chunk_sectors``, the stripes of a RAID), and a drive has pages of its own. What is lost there in
 the middle of a block is found by ``full`` only: no sampling covers units of 4 KiB.
@@ -15,9 +15,8 @@ the middle of a block is found by ``full`` only: no sampling covers units of 4 K
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby
-from operator import itemgetter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ from ds_tba.storage.staging import StagingRing
 logger = logging.getLogger(__name__)
 
 SAMPLE_BYTES = PAGE_BYTES
-GATHER_BYTES = 4 << 20
 LEAST_GAIN = 1 / 8  # of a piece's bytes; with less, the time of reading it back is not worth it
 
 
@@ -43,13 +41,13 @@ class Integrity:
     Args:
         mode: ``off``, ``sampled`` (the first and the last 4 KiB of every I/O block; see [Note: What sampling finds]) or
             ``full``.
-        blocks: how the backend splits a transfer of so many bytes; one block may be lost without the others.
+        block_bytes: as long are the blocks of a transfer, of which one may be lost without the others.
         on_device: staging is device memory, so the samples are copied to the host first.
     """
 
-    def __init__(self, mode: str, blocks: Callable[[int], list[tuple[int, int]]], *, on_device: bool = False) -> None:
+    def __init__(self, mode: str, block_bytes: int, *, on_device: bool = False) -> None:
         self._mode = mode
-        self._blocks = blocks
+        self._block_bytes = block_bytes
         self._on_device = on_device
 
     def digest(self, data: torch.Tensor) -> tuple[int, ...]:
@@ -81,7 +79,8 @@ class Integrity:
         if self._mode == "off":
             return []
         samples = []
-        for start, end in self._blocks(nbytes):
+        for start in range(0, nbytes, self._block_bytes):
+            end = min(start + self._block_bytes, nbytes)
             if self._mode == "full" or end - start <= 2 * SAMPLE_BYTES:
                 samples.append((start, end))
             else:
@@ -89,22 +88,18 @@ class Integrity:
         return samples
 
 
-def _copies_on_host(data: torch.Tensor, samples: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-    """Yield each sample of device memory, in host memory.
+def _copies_on_host(data: torch.Tensor, samples: Sequence[tuple[int, int]]) -> Iterable[torch.Tensor]:
+    """Return each sample of device memory, in host memory.
 
-    The samples are gathered on the device first, so that one copy brings them all instead of one synchronizing copy
-    for each. Gathering takes device and host memory of ``GATHER_BYTES`` and at most one sample more.
+    Short samples are gathered on the device first, so that one copy brings them all instead of one synchronizing copy
+    for each.
     """
-    lengths = [end - start for start, end in samples]
-    chunks = (total // GATHER_BYTES for total in accumulate(lengths))
-    for _, chunk in groupby(zip(chunks, samples, strict=True), key=itemgetter(0)):
-        parts = [data[start:end] for _, (start, end) in chunk]
-        try:
-            gathered = parts[0] if len(parts) == 1 else torch.cat(parts)
-        except torch.OutOfMemoryError:
-            yield from (part.cpu() for part in parts)  # which takes no device memory
-            continue
-        yield from torch.split(gathered.cpu(), [part.numel() for part in parts])
+    parts = [data[start:end] for start, end in samples]
+    lengths = [part.numel() for part in parts]
+    if parts and max(lengths) <= 2 * SAMPLE_BYTES:
+        with suppress(torch.OutOfMemoryError):  # then as below, which takes no device memory
+            return torch.split(torch.cat(parts).cpu(), lengths)
+    return (part.cpu() for part in parts)
 
 
 class Piece(NamedTuple):
@@ -166,7 +161,7 @@ class PieceIo:
         return tuple(pieces)
 
     def read_all(
-        self, handle: IoHandle, pieces: Sequence[Piece], part: torch.Tensor, where: str
+        self, handle: IoHandle, pieces: Sequence[Piece], part: torch.Tensor, where: str, *, is_staging: bool = True
     ) -> StorageError | None:
         """Read the pieces of a part into its memory; return the error for which its bytes must not be used, if any.
 
@@ -174,13 +169,14 @@ class PieceIo:
 
         Args:
             where: the place of the part, for the error.
+            is_staging: its memory is in the ring.
         """
         for piece in pieces:
-            problem, failure = self._try_to_read(handle, piece, part)
+            problem, failure = self._try_to_read(handle, piece, part, plainly=not is_staging)
             if problem:
                 what = problem if failure is not None else "bytes read back are not the bytes written"
                 logger.warning("%s: %s; trying once more", where, what)
-                problem, failure = self._try_to_read(handle, piece, part, again=True)
+                problem, failure = self._try_to_read(handle, piece, part, plainly=True)
             if failure is not None:
                 lost = ActivationLostError(
                     f"{where}: the activation cannot be read back ({problem}). Stop, check the drive (dmesg, "
@@ -196,24 +192,21 @@ class PieceIo:
         return None
 
     def _try_to_read(
-        self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, again: bool = False
+        self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, plainly: bool
     ) -> tuple[str, Exception | None]:
         """Read a piece; return what is wrong with the bytes, or nothing, and why they did not come."""
         try:
-            return self._read(handle, piece, part, again=again), None
+            return self._read(handle, piece, part, plainly=plainly), None
         except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
             return str(error) or type(error).__name__, error
 
-    def _read(self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, again: bool = False) -> str:
+    def _read(self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, plainly: bool) -> str:
         """Read a piece of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.
-
-        Args:
-            again: they came wrong, or not at all.
 
         Raises:
             TransferError: the drive failed.
         """
-        transfer = handle.read_again if again else handle.read
+        transfer = handle.read_plainly if plainly else handle.read
         target = piece.within(part)
         if self.codec is None or not piece.packed_bytes:
             transfer(target, piece.offset)

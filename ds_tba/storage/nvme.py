@@ -23,12 +23,14 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.accelerator import THREAD_PREFIX
-from ds_tba.device.copies import PendingCopy
-from ds_tba.errors import DsTbaError, StateError
+from ds_tba.device.copies import Destination, PendingCopy
+from ds_tba.errors import ActivationLostError, DsTbaError, StateError
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Store
 from ds_tba.storage.codec import Codec
@@ -58,16 +60,12 @@ class Lanes:
     write: int
     read: int
 
-    def of(self, paths: int) -> int:
-        """Return the number of lanes of so many paths."""
-        return paths * (self.write + self.read)
-
 
 class NvmeStore(SwapSpace, Store[SwapTicket]):
     """Storages on NVMe: the half that the cache asks, and that waits; ``SwapSpace`` is the other one.
 
     Args:
-        files: one swap file per directory, already of their first size; closed with the store.
+        files: one swap file per directory; closed with the store.
         backend: moves bytes between staging and the files.
         ring: staging; closed with the store.
         lanes: threads per file.
@@ -89,108 +87,96 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         integrity: str,
         codec: Codec | None = None,
     ) -> None:
-        checksums = Integrity(integrity, backend.blocks, on_device=backend.stages_on_device)
-        paths = [SwapPath(file, backend, lanes.write, lanes.read) for file in files]
+        checksums = Integrity(integrity, backend.block_bytes, on_device=backend.stages_on_device)
+        paths = [SwapPath(file, lanes.write, lanes.read) for file in files]
         super().__init__(paths, ring, PieceIo(checksums, ring, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
-        self.part_bytes = max(part_bytes - part_bytes % ring.slots.alignment_bytes, ring.slots.alignment_bytes)
-        self._backend, self._lanes = backend, lanes
+        self.part_bytes = max(part_bytes - part_bytes % IO_ALIGNMENT_BYTES, IO_ALIGNMENT_BYTES)
+        self._backend = backend
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
         self._opening = threading.Lock()
-        self.closed = self.is_open = self._has_failed_to_open = False
+        self.closed = self.is_open = False
         self._quiet_until_s = -math.inf  # about drives that do not answer
         try:
-            self._open_handles()
+            for path in paths:
+                path.open(backend, ring.slots.capacity_bytes)
         except BaseException:
-            self._stop_lanes()
+            self._end()
             raise
 
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> SwapTicket | Refusal:
-        if not (self.is_open or self.closed):
+        if not (self.is_open or self.closed) and self.working:
             self._open_or_warn()
-        if data.numel() > self.part_bytes and not wait:
-            refusal = self._lacks_room(data.numel())
-            if refusal is not None:
-                return refusal
         ticket = SwapTicket(data.numel(), self, data.device, item_bytes)
         try:
             for start in range(0, data.numel(), self.part_bytes):
-                refusal = self._put_part(ticket, data[start : start + self.part_bytes], start, wait)
-                if refusal is not None:
+                part_data = data[start : start + self.part_bytes]
+                with self.lock:
+                    part = self._reserve(ticket, start, part_data.numel(), wait)
+                if isinstance(part, Refusal):
                     self.release(ticket)  # or the parts before would take room that nobody gives back
-                    return refusal
+                    return part
+                # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
+                part.copy = self.ring.copies.out(part_data, self.ring.view(part.slot))
+                part.path.writes.put(partial(self._write, ticket, part))
+                self.copying.discard(part)
             with self.lock:
                 ticket.is_taken = True
                 self.stats.offloaded_bytes += ticket.nbytes
-        except BaseException:
-            self.release(ticket)
+        except BaseException:  # a signal handler may raise here, too
+            try:
+                self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+            finally:
+                self.copying.difference_update(ticket.parts)
+                self.release(ticket)
             raise
         return ticket
-
-    def _lacks_room(self, nbytes: int) -> Refusal | None:
-        """Refuse a storage that would have to wait for staging, before its first parts are copied for nothing."""
-        slots = self.ring.slots
-        with self.lock:
-            self.settle_copies()
-            has_room = slots.padded(nbytes) <= slots.capacity_bytes - slots.used_bytes
-            if has_room or not (self.is_open and self.working):  # else that is the reason
-                return None
-            too_large = slots.padded(nbytes) > slots.capacity_bytes
-            return Refusal.LARGER_THAN_STAGING if too_large else Refusal.STAGING_FULL
-
-    def _put_part(self, ticket: SwapTicket, data: torch.Tensor, start: int, wait: bool) -> Refusal | None:
-        part: Part | Refusal | None = None
-        try:
-            with self.lock:
-                part = self._reserve(ticket, start, data.numel(), wait)
-                if isinstance(part, Refusal):
-                    return part
-                self.writes.add(part)
-                self.copying.add(part)  # or closing would free the memory under the copy
-            # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-            part.copy = self.ring.copies.out(data, self.ring.view(part.slot))
-            with self.lock:
-                self.queue_write(ticket, part)
-        except BaseException:  # a signal handler may raise here, too
-            self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
-            raise
-        finally:
-            if isinstance(part, Part):
-                self.copying.discard(part)
-        return None
 
     def _reserve(self, ticket: SwapTicket, start: int, nbytes: int, wait: bool) -> Part | Refusal:
         """Give a storage its next part, with a slot and an extent. Called under the lock, which each wait releases."""
         if not (self.is_open and self.working):
             return self._refusal(Refusal.PATH_FAILED)
         self.settle_copies()  # or slots whose copies are done would pass for taken
-        slot = self.ring.slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
+        slots = self.ring.slots
+        if not (wait or ticket.parts) and ticket.nbytes > self.part_bytes:
+            # Else its first parts would be copied for nothing.
+            if slots.padded(ticket.nbytes) > slots.capacity_bytes:
+                return Refusal.LARGER_THAN_STAGING
+            if slots.padded(ticket.nbytes) > slots.capacity_bytes - slots.used_bytes:
+                return Refusal.STAGING_FULL
+        slot = slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return self._refusal(Refusal.STAGING_FULL)
-        # The path that would be done first: with equal shares the slowest would end every step alone.
-        for path in sorted(self.working, key=lambda path: path.busy_s(nbytes)):
-            extent = self._extent(path, nbytes)
-            if extent is not None:
-                part = Part(start, nbytes, path, extent, slot)
-                ticket.parts.append(part)  # from here on releasing the ticket frees slot and extent
-                return part
-        self.ring.slots.free(slot)
-        return self._refusal(Refusal.NO_SPACE if self.working else Refusal.PATH_FAILED)
+        part = None
+        try:
+            # The path that would be done first: with equal shares the slowest would end every step alone.
+            for path in sorted(self.working, key=lambda path: path.busy_s(nbytes)):
+                extent = self._extent(path, nbytes)
+                if extent is not None:
+                    part = Part(start, nbytes, path, extent, slot)
+                    ticket.parts.append(part)  # from here on releasing the ticket frees slot and extent
+                    self.writes.add(part)
+                    self.copying.add(part)  # or closing would free the memory under the copy
+                    return part
+        finally:
+            if part is None:  # also where an exception ended the wait for a drive
+                slots.free(slot)
+        return self._refusal(Refusal.NO_SPACE)
 
     def _refusal(self, where_open: Refusal) -> Refusal:
         """Return the reason of a refusal, which after a wait may be another: the store was closed meanwhile."""
-        if self.is_open:
-            return where_open
-        return Refusal.PATH_FAILED if self._has_failed_to_open and not self.closed else Refusal.CLOSED
+        if self.closed:
+            return Refusal.CLOSED
+        return where_open if self.working else Refusal.PATH_FAILED
 
     def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
         """Take an extent, and have the file grow if need be; None where there is no room."""
         nbytes = path.extents.padded(nbytes)
         while self.is_open:  # asked after each wait, or a put would copy into staging that is gone
             extent = path.extents.allocate(nbytes)
-            if extent is not None or not path.may_grow(nbytes):
+            if extent is not None or path.full or path.failure is not None:
                 return extent
             self.lock.release()  # or lanes and backward would wait for a drive that hangs
             try:
@@ -210,15 +196,14 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         started = time.perf_counter()
         slots, copies = self.ring.slots, self.ring.copies
         slot = None
-        while slot is None and self.is_open:
+        while slot is None and self.is_open and self.working:
             # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
             # Without ``wait`` nobody waits for writes: what finds no room stays on the device.
             if copies.under_way or (wait and (self.writes or slots.has_spans_in_copies)):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
             elif not (wait and self._give_up_read_ahead()):
                 break
-            waited_for = self.writes or self.read_ahead.newest_first()
-            self._tell_if_slow("forward", (part.path for part in waited_for), started)
+            self._tell_if_slow("forward", self.writes or self.read_ahead.newest_first(), started)
             self.settle_copies()
             slot = slots.allocate(nbytes)
         self.stats.stall_s += time.perf_counter() - started
@@ -272,10 +257,11 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 continue  # handed over before something failed
             self.begin(ticket, [one for one in ticket.parts[index + 1 :] if one.state is _S.STORED])
             self._wait_until_over(ticket, part)
-            if part.arrival is None:
-                part.arrival = self.copy_in(part, ticket.destination.part(part.start, part.nbytes))
+            place = ticket.destination.part(part.start, part.nbytes)
             if part.host is not None:
-                part.arrival.wait()  # the memory beside staging that it is copied from may go now
+                self._copy_from_beside_staging(part, place)
+            elif part.arrival is None:
+                part.arrival = self.copy_in(part, place)
             self._hand_over(part)
         arrivals = [part.arrival for part in ticket.parts if part.arrival is not None]
         arrival = self.ring.copies.whole(ticket.destination, arrivals)
@@ -283,6 +269,16 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             part.arrival = None
         ticket.destination = None
         return Loaded(arrival, stored=all(part.state is not _S.RELEASED for part in ticket.parts))
+
+    def _copy_from_beside_staging(self, part: Part, place: Destination) -> None:
+        """Copy a part to the device, and wait until the memory that it is copied from may go."""
+        self.lock.release()  # or lanes would wait for a device that is behind; nobody else is at this part
+        try:
+            arrival = self.copy_in(part, place)
+            arrival.wait()  # the memory beside staging may go now
+        finally:
+            self.lock.acquire()
+        part.arrival = arrival
 
     def _hand_over(self, part: Part) -> None:
         """Free what a part held that is handed over: cancel a write that has not begun, free the slot of a read."""
@@ -303,7 +299,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
         Called under the lock, which each wait releases.
         """
-        if part.error is None and part.state not in BEFORE_WRITTEN:
+        # A lane may have failed at the copy into staging of what is still to be written.
+        if part.error is None and (self.lane_error or part.state not in BEFORE_WRITTEN):
             started = time.perf_counter()
             if self.read_ahead.end(part) is Ahead.STAYED:  # from here on it is ours, and cannot be given up
                 self.stats.forwarded_bytes += part.nbytes
@@ -311,13 +308,18 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 self._begin_urgent_read(part)
             if part.state is _S.READ_QUEUED:
                 self.queue_read(ticket, part, URGENT)
-            while part.state not in OVER | GIVEN_UP and part.error is None and not self.closed:
+            while part.state not in OVER | GIVEN_UP and part.error is None and not (self.closed or self.lane_error):
                 self.changed.wait(LANE_CHECK_S)
-                self._tell_if_slow("backward", [part.path], started)
+                self._tell_if_slow("backward", [part], started)
             if part.state in GIVEN_UP:
                 raise StateError(ASKED_TOO_LATE)
             if part.state not in OVER and part.error is None:
-                raise StateError(CLOSED)
+                if self.closed:
+                    raise StateError(CLOSED)
+                raise ActivationLostError(
+                    f"{part.place}: the activation was lost: a lane failed ({self.lane_error!r}). Resume from the last "
+                    "checkpoint."
+                )
             self.stats.stall_s += time.perf_counter() - started
         if part.error is not None:
             # A new exception each time: one that is kept would keep the frames it passed through.
@@ -338,12 +340,12 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             part.host = self.ring.overflow(nbytes)
         part.move(_S.READ_QUEUED)
 
-    def _tell_if_slow(self, who: str, paths: Iterable[SwapPath], started_s: float) -> None:
+    def _tell_if_slow(self, who: str, parts: Iterable[Part], started_s: float) -> None:
         """Warn now and then of drives that a thread of the user's waits for: one that hangs looks like a slow model."""
         now_s = time.perf_counter()
         if now_s < max(started_s + SLOW_WAIT_S, self._quiet_until_s):
             return
-        directories = sorted({str(path.file.directory) for path in paths})
+        directories = sorted({str(part.path.file.directory) for part in parts})
         if not directories:
             return
         self._quiet_until_s = now_s + SLOW_AGAIN_S
@@ -409,38 +411,26 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             if self.is_open or self.closed:
                 return
             try:
-                for path in self.paths:
-                    path.open(self.ring.slots.capacity_bytes)
-                self._open_handles()
+                for path in self.paths:  # before any thread: a failure must leave none behind
+                    path.open(self._backend, self.ring.slots.capacity_bytes)
                 self.ring.open()
                 self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
                 for index, path in enumerate(self.paths):
                     path.writes.start(f"{THREAD_PREFIX}write-{index}", self.ring.accelerator)
                     path.reads.start(f"{THREAD_PREFIX}read-{index}", self.ring.accelerator)
             except BaseException:
-                if self._stop_lanes():
-                    self._free()
+                self._end()
                 raise
             with self.lock:
                 self.is_open = not self.closed
 
     def _open_or_warn(self) -> None:
         """Open it for a put, which refuses where that fails: whatever is missing, training goes on without it."""
-        if self._has_failed_to_open:
-            return
         try:
             self.open()
         except (OSError, RuntimeError, MemoryError, DsTbaError) as error:
-            self._has_failed_to_open = True
-            # As text: a log that keeps the error would keep its frames, and the tensors in them.
-            logger.warning("activations stay in memory, for want of %s", str(error))
-
-    def _open_handles(self) -> None:
-        # Every handle comes before any thread: a failure must leave no thread behind.
-        for path in self.paths:
-            for group, count in ((path.writes, self._lanes.write), (path.reads, self._lanes.read)):
-                while len(group.handles) < count:
-                    group.handles.append(self._backend.open_handle(path.file.fd))
+            for path in self.paths:
+                path.fail("it cannot be opened again", error)
 
     def give_back(self) -> bool:
         with self._opening:
@@ -451,23 +441,9 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 if self.closed or not self.is_idle:
                     return self.closed
                 self.is_open = False
-            if self._stop_lanes():
-                self._free()
-            else:
+            if not self._end():
                 self.closed = True  # what a lane that hangs uses stays
-        self._has_failed_to_open = False
         return True
-
-    def _free(self) -> None:
-        """Give staging and disk space back, which no lane uses any more."""
-        try:
-            with self.lock:
-                # Copies that are under way read and write the memory that closing the ring frees.
-                self.ring.copies.finish()
-                self.ring.close()
-        finally:  # without the lock: a drive may hang in giving the space back
-            for path in self.paths:
-                path.file.close()
 
     def close(self) -> None:
         with self.lock:
@@ -477,11 +453,10 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             while self.copying and time.monotonic() < deadline_s:  # else staging would go under a put
                 self.changed.wait(COPY_POLL_S)
         with self._opening:
-            if self._stop_lanes():
-                self._free()
+            self._end()
 
-    def _stop_lanes(self) -> bool:
-        """Let the lanes do what is queued and end; whether all of them did within the time for that."""
+    def _end(self) -> bool:
+        """Have the lanes do what is queued and end, then free staging and disk space; False where a lane hangs."""
         deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
         groups = [group for path in self.paths for group in (path.writes, path.reads)]
         for group in groups:  # all of them first: they end at the same time
@@ -491,4 +466,13 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             logger.error(
                 "an I/O request did not end within %.0f s; its memory is left to process exit", CLOSE_TIMEOUT_S
             )
-        return all(ended)
+            return False
+        try:
+            with self.lock:
+                # Copies that are under way read and write the memory that closing the ring frees.
+                self.ring.copies.finish()
+                self.ring.close()
+        finally:  # without the lock: a drive may hang in giving the space back
+            for path in self.paths:
+                path.file.close()
+        return True

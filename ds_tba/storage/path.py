@@ -2,6 +2,10 @@
 
 A lane is a thread with an I/O handle of its own. Writes and reads of a file have lanes and a queue each, so that reads
 never queue behind writes. Does not know what the bytes are, nor how they move.
+
+[Note: A lane that fails] A task tells of the drive's failures by itself. Whatever else fails in a lane, such as memory
+for Python itself, ends it: nobody can tell what is half done. Whoever waits for a lane looks at ``LaneGroup.error`` now
+and then. From then on the store takes nothing, and what is not loaded yet is lost by name.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,30 +29,41 @@ from ds_tba.storage.swap_file import SwapFile, repair_of
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 0.01  # until a lane tries again where there was no memory, which may come back
-LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, and may warn of a slow drive then
+LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, which may have failed, or have a slow drive
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
-Task: TypeAlias = Callable[[IoHandle], None]  # the work of a lane, with its handle; it raises nothing
+Task: TypeAlias = Callable[[IoHandle], None]  # the work of a lane, with its handle
 
 
 class LaneGroup:
     """The lanes of one kind, and their tasks in order of priority, then of arrival.
 
+    Args:
+        path: whose file they write or read; told where one fails.
+        count: of lanes.
+
     Attributes:
-        handles: one for each lane, opened by the store and used by its thread.
+        handles: one for each lane, used by its thread.
+        error: the reason why a lane has ended before its time; see [Note: A lane that fails].
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: SwapPath, count: int) -> None:
+        self._path = path
+        self._count = count
+        self.error: BaseException | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.handles: list[IoHandle] = []
         self._threads: list[threading.Thread] = []
         # Queues that are written in C: a signal handler's exception leaves no lock of theirs taken.
-        self._tasks: tuple[queue.SimpleQueue[Task], queue.SimpleQueue[Task]] = queue.SimpleQueue(), queue.SimpleQueue()
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more; and to end a lane
-        self._is_stopping = False
+        self._tasks: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]  # by priority
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more
+
+    def open(self, backend: IoBackend, fd: int) -> None:
+        """Open the handles that are missing."""
+        while len(self.handles) < self._count:
+            self.handles.append(backend.open_handle(fd))
 
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
@@ -55,14 +71,10 @@ class LaneGroup:
             thread = new_thread(accelerator, partial(self._run, handle), name)
             # First: a signal handler may raise while start() waits for the thread, which then runs, and has to end.
             self._threads.append(thread)
-            try:
-                thread.start()
-            except RuntimeError:  # the system has no thread to spare
-                self._threads.pop()
-                raise
+            thread.start()
 
-    def put(self, task: Task, priority: int = AHEAD) -> None:
-        """Queue a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else."""
+    def put(self, task: Task | None, priority: int = AHEAD) -> None:
+        """Queue a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else; None ends a lane."""
         try:
             self._tasks[priority].put(task)
         finally:  # a task that no lane is woken for would be waited for without end
@@ -70,9 +82,8 @@ class LaneGroup:
 
     def stop(self) -> None:
         """Let the lanes end once the tasks before are done."""
-        self._is_stopping = True
         for _ in self._threads:
-            self._wakes.put(None)
+            self.put(None)
 
     def end(self, deadline_s: float) -> bool:
         """Wait until the lanes have ended, close their handles, and forget them; False where one has not."""
@@ -87,33 +98,21 @@ class LaneGroup:
         return True
 
     def _run(self, handle: IoHandle) -> None:
-        is_over = False
-        while not is_over:
-            try:
-                is_over = not self._serve(handle)
-            except MemoryError:  # before a task was taken
-                self._wakes.put(None)
-
-    def _serve(self, handle: IoHandle) -> bool:
-        """Wait for a task and do it; False once there is none and the lane is to end."""
-        self._wakes.get()
-        task = self._next()
-        if task is None:  # woken to end, or for a task whose queuing was interrupted
-            return not self._is_stopping
-        while True:
-            try:
+        try:
+            while (task := self._next()) is not None:
                 task(handle)
-                return True
-            except MemoryError:  # for the call: the task has not begun, and whoever waits for it would wait for ever
-                time.sleep(AGAIN_S)
+        except BaseException as error:  # noqa: BLE001 - see [Note: A lane that fails]
+            self.error = error  # first: it takes no memory
+            error.__traceback__ = None  # its frames have tensors
+            self._path.fail("a lane failed", error)
 
     def _next(self) -> Task | None:
-        for tasks in self._tasks:
-            try:
-                return tasks.get_nowait()
-            except queue.Empty:
-                continue
-        return None
+        """Wait for the next task; None where the lane is to end."""
+        while True:
+            self._wakes.get()
+            for tasks in self._tasks:
+                with suppress(queue.Empty):  # in all of them after a task whose queuing was interrupted
+                    return tasks.get_nowait()
 
 
 class SwapPath:
@@ -124,35 +123,33 @@ class SwapPath:
     uses a path that is opened or given back.
 
     Args:
-        file: its swap file, grown to its first size; closed by the store.
+        file: its swap file; closed by the store.
     """
 
-    def __init__(self, file: SwapFile, backend: IoBackend, write_lanes: int, read_lanes: int) -> None:
+    def __init__(self, file: SwapFile, write_lanes: int, read_lanes: int) -> None:
         self.file = file
-        self.extents = SpanAllocator(file.size_bytes, backend.alignment_bytes)
-        self.writes = LaneGroup()
-        self.reads = LaneGroup()
+        self.extents = SpanAllocator(0)
+        self.writes = LaneGroup(self, write_lanes)
+        self.reads = LaneGroup(self, read_lanes)
         self.meter = PathMeter(write_lanes, read_lanes)
         self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
-        self.full = self._is_limit_said = False
+        self.full = False  # it grows no more
 
-    def open(self, least_bytes: int) -> None:
-        """Take the first disk space again, if it was given back. No extent is in use.
+    def open(self, backend: IoBackend, least_bytes: int) -> None:
+        """Take the file, its handles and the first disk space, unless they are taken. No extent is in use.
 
         Raises:
-            PathError: there is none.
+            PathError, BackendUnavailableError: one cannot be had.
         """
         if self.file.fd < 0:
-            self.extents, self.full = SpanAllocator(0, self.extents.alignment_bytes), False
+            self.extents, self.full = SpanAllocator(0), False
             self.file.open()
+        for group in (self.writes, self.reads):
+            group.open(backend, self.file.fd)
+        if not self.file.size_bytes:
             self.file.reserve_first(least_bytes)
             self.extents.grow(self.file.size_bytes)
-
-    @property
-    def written_bytes(self) -> int:
-        """Return the bytes that this process had the drive write, which count as wear."""
-        return self.meter.writes.drive_bytes + self.file.zeroed_bytes
 
     def busy_s(self, more_bytes: int) -> float:
         """Return the seconds to write and read back the bytes that the path holds, and ``more_bytes``.
@@ -188,46 +185,40 @@ class SwapPath:
         (write, concurrent_write), (read, concurrent_read) = (_rates_of(kind, guess) for kind in (writes, reads))
         return write, read, concurrent_write, concurrent_read
 
-    def may_grow(self, nbytes: int) -> bool:
-        """Return whether the file may grow by so many bytes; say once that its limit keeps it from that."""
-        if self.full or self.failure is not None:
-            return False
-        has_room = self.file.size_bytes + nbytes <= self.file.limit_bytes
-        if not has_room and not self._is_limit_said:
-            self._is_limit_said = True
+    def grow(self, nbytes: int) -> None:
+        """Have the file grow by so many bytes at least, or be full, and say so. Without the lock: a drive may hang."""
+        file = self.file
+        if file.size_bytes + nbytes > file.limit_bytes:
+            self.full = True
             logger.warning(
                 "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
                 "io.swap_file_bytes to what one step saves, or, where it is not set, free space there: then the limit "
                 "is 90 %% of what was free on the drive, shared by the ranks",
-                self.file.directory,
-                readable(self.file.limit_bytes),
+                file.directory,
+                readable(file.limit_bytes),
             )
-        return has_room
-
-    def grow(self, nbytes: int) -> None:
-        """Have the file grow by so many bytes at least, or be full. Without the lock: the drive may hang in it."""
+            return
         try:
-            self.file.grow(nbytes)
+            file.grow(nbytes)
         except OSError as error:
             self.full = True
             logger.warning(
                 "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. %s",
-                self.file.directory,
-                self.file.size_bytes,
+                file.directory,
+                file.size_bytes,
                 error.strerror,
                 repair_of(error),
             )
 
-    def fail(self, failure: BaseException) -> None:
-        """Take no more tensors for as long as the engine lives, because a write or a lane failed; say so once."""
+    def fail(self, what: str, failure: BaseException) -> None:
+        """Take no more tensors for as long as the engine lives; say once what has happened, and why."""
         if self.failure is not None:
             return
         self.failure = str(failure) or type(failure).__name__  # Python's own lack of memory has no words
-        full = isinstance(failure, TransferError) and failure.errno in _FULL
         logger.warning(
             "%s: %s (%s); from here on activations stay in memory instead",
             self.file.directory,
-            "the drive is full" if full else "a write failed",
+            "the drive is full" if isinstance(failure, TransferError) and failure.errno in _FULL else what,
             self.failure,
         )
 

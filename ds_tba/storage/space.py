@@ -7,31 +7,30 @@ all paths, and its copies, writes and reads overlap with each other. Does not kn
 [Note: Degrading] A failed write leaves the bytes in their slot of staging until backward has had them; its path takes
 no more tensors. DeepSpeed's op reports no failed write: the checksum finds it at the read. A failed read is tried once
 more and then raises: those bytes are gone, and the path goes on. Memory that runs out in a transfer fails it as the
-drive would. Whatever else fails in a lane loses the bytes of its part by name, or backward would wait for ever; its
-path takes no more tensors, and a slot that the lane used stays taken until the store is closed.
+drive would. Whatever else fails in a lane loses all that is not loaded yet by name, or backward would wait for ever
+(``path.py``, [Note: A lane that fails]).
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from functools import partial
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
 from ds_tba.device.accelerator import Event
 from ds_tba.device.copies import Arrival, Destination, PendingCopy
-from ds_tba.errors import ActivationLostError, StorageError
+from ds_tba.errors import StorageError
 from ds_tba.stats import Kind, StoreStats
 from ds_tba.storage.backends.base import IoHandle
 from ds_tba.storage.base import StateMachine, Store, Ticket
 from ds_tba.storage.integrity import Piece, PieceIo
-from ds_tba.storage.path import AGAIN_S, AHEAD, SwapPath
+from ds_tba.storage.path import AHEAD, SwapPath
 from ds_tba.storage.spans import Span
 from ds_tba.storage.staging import StagingRing
 
@@ -68,15 +67,13 @@ class Part(StateMachine):
         start: offset of its bytes in the storage.
         pieces: the places in the file of what is stored, once it is written.
         copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
-        handle: of the lane that uses its memory: several tasks may be queued to read one part.
         arrival: the copy into its place on the device, which may be under way.
         host: memory outside of staging, of a read for which there was no slot.
         error: the reason why its bytes are lost, whatever its state is.
     """
 
     __slots__ = (
-        "arrival", "copy", "error", "extent", "handle", "host", "nbytes", "path", "pieces", "slot", "start", "state",
-        "uses",
+        "arrival", "copy", "error", "extent", "host", "nbytes", "path", "pieces", "slot", "start", "state", "uses",
     )  # fmt: skip
 
     noun = "a part of a storage"
@@ -102,7 +99,6 @@ class Part(StateMachine):
         self.pieces: tuple[Piece, ...] = ()
         self.copy: PendingCopy | None = None
         self.uses: list[Event] = []
-        self.handle: IoHandle | None = None
         self.arrival: Arrival | None = None
         self.host: torch.Tensor | None = None
         self.error: StorageError | None = None
@@ -147,9 +143,6 @@ class SwapTicket(Ticket):
     def is_given_up(self) -> bool:
         """True if nobody may ask for its bytes any more."""
         return any(part.state in GIVEN_UP and part.arrival is None for part in self.parts)
-
-
-Work: TypeAlias = Callable[[SwapTicket, Part, IoHandle], None]
 
 
 class Ahead(Enum):
@@ -202,13 +195,6 @@ class ReadAhead:
         else:
             self.prefetched_bytes += nbytes
 
-    def end_write(self, part: Part) -> bool:
-        """Note the end of a write; return whether the bytes stay in memory, because prefetching came first."""
-        stays = self.end(part) is not None
-        if stays:
-            self.add(part, Ahead.STAYED)
-        return stays
-
     def end(self, part: Part) -> Ahead | None:
         """Count a part as ahead no more; return whence it was, or None if it was not."""
         whence = self._parts.pop(part, None)
@@ -251,8 +237,14 @@ class SwapSpace:
 
     @property
     def working(self) -> list[SwapPath]:
-        """The paths that have not failed."""
-        return [path for path in self.paths if path.failure is None]
+        """The paths that take tensors: those that have not failed, or none once a lane has."""
+        return [] if self.lane_error else [path for path in self.paths if path.failure is None]
+
+    @property
+    def lane_error(self) -> BaseException | None:
+        """The reason why a lane has ended before its time, if one has."""
+        errors = (group.error for path in self.paths for group in (path.writes, path.reads))
+        return next((error for error in errors if error is not None), None)
 
     @property
     def is_idle(self) -> bool:
@@ -363,38 +355,9 @@ class SwapSpace:
 
     # ---- tasks of lanes -----------------------------------------------------------------------------------------
 
-    def queue_write(self, ticket: SwapTicket, part: Part) -> None:
-        """Have a lane write a part that is in its slot, or about to be copied there."""
-        part.path.writes.put(partial(self._work, self._write, ticket, part))
-
     def queue_read(self, ticket: SwapTicket, part: Part, priority: int = AHEAD) -> None:
         """Have a lane read a part that waits for that; by which of several tasks is nothing to whoever waits."""
-        part.path.reads.put(partial(self._work, self._read, ticket, part), priority)
-
-    def _work(self, work: Work, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
-        """Work on a part in a lane; if anything but the drive fails, give up the part's bytes by name."""
-        try:
-            work(ticket, part, handle)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the part would wait for ever
-            while True:
-                try:
-                    return self._lose(part, handle, error)
-                except MemoryError:  # which may come back
-                    time.sleep(AGAIN_S)
-
-    def _lose(self, part: Part, handle: IoHandle, error: BaseException) -> None:
-        """Give up the bytes of a part at which a lane has failed, unless they are in the file or in memory."""
-        with self.changed:
-            # Another lane may be reading it: two tasks may be queued to read one part.
-            if part.state is not _S.STORED and part.state not in OVER and part.handle in (None, handle):
-                part.error = ActivationLostError(
-                    f"{part.place}: the activation was lost: a lane failed at it ({type(error).__name__}: {error}). "
-                    "Resume from the last checkpoint."
-                )
-            self.writes.discard(part)
-            self.read_ahead.end(part)
-            self.changed.notify_all()
-        part.path.fail(error)
+        part.path.reads.put(partial(self._read, ticket, part), priority)
 
     def _write(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> None:
         """Write a queued part, unless its write was cancelled; its bytes stay in staging if they cannot be written."""
@@ -405,12 +368,14 @@ class SwapSpace:
         with self.changed:
             if part.state is not _S.QUEUED:
                 return
-            part.handle = handle
             part.move(_S.WRITING)
             if path.failure is None:  # else it would fail anew, after the kernel's own tries
                 transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
         if transfer is not None:
-            failure = self._write_staged(ticket, part, handle)
+            try:
+                part.pieces = self.io.write(handle, self.ring.view(part.slot), part.extent.offset, ticket.item_bytes)
+            except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: see [Note: Degrading]
+                failure = error.with_traceback(None)  # whose frames would hold themselves
         with self.changed:
             if transfer is not None:
                 path.meter.stop(transfer, moved=failure is None, drive_bytes=part.stored_bytes)
@@ -422,16 +387,10 @@ class SwapSpace:
             self.settle_copies()
             self.changed.notify_all()
 
-    def _write_staged(self, ticket: SwapTicket, part: Part, handle: IoHandle) -> Exception | None:
-        """Write the staged bytes, and note where they are; return what kept them from the drive, if anything did."""
-        try:
-            part.pieces = self.io.write(handle, self.ring.view(part.slot), part.extent.offset, ticket.item_bytes)
-        except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: see [Note: Degrading]
-            return error
-        return None
-
     def _end_write(self, part: Part) -> None:
-        stays = self.read_ahead.end_write(part)  # or what backward wants next would be read from the drive
+        stays = self.read_ahead.end(part) is not None  # or what backward wants next would be read from the drive
+        if stays:
+            self.read_ahead.add(part, Ahead.STAYED)
         self._end_work(part, _S.LOADED if stays else _S.STORED)
         if not stays or part.arrival is not None:
             self.free_slot(part)
@@ -443,7 +402,7 @@ class SwapSpace:
         """Keep bytes in their slot that could not be written."""
         self.read_ahead.end(part)
         if failure is not None:
-            part.path.fail(failure)
+            part.path.fail("a write failed", failure)
         is_first = not any(one.state is _S.RESCUED for one in ticket.parts)
         is_wanted = self._end_work(part, _S.RESCUED)
         self.stats.rescued_storages += is_wanted and is_first
@@ -454,11 +413,10 @@ class SwapSpace:
         with self.changed:
             if part.state is not _S.READ_QUEUED:
                 return
-            part.handle = handle
             part.move(_S.READING)
             transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
         target = part.host if part.host is not None else self.ring.view(part.slot)
-        error = self.io.read_all(handle, part.pieces, target, part.place)
+        error = self.io.read_all(handle, part.pieces, target, part.place, is_staging=part.host is None)
         with self.changed:  # before the copy onto the device, which is not the drive's time
             part.path.meter.stop(transfer, moved=error is None, drive_bytes=part.stored_bytes)
             place = ticket.place_of(part) if part.state not in GIVEN_UP else None
@@ -482,7 +440,6 @@ class SwapSpace:
 
     def _end_work(self, part: Part, state: PartState) -> bool:
         """Note that no lane uses a part's memory any more; return False where the part was given up meanwhile."""
-        part.handle = None
         if part.state is _S.ABANDONED:
             self.drop_arrival(part)
             self.give_up(part)

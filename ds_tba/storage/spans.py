@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ds_tba.device.accelerator import AT_ONCE, Event
+from ds_tba.device.memory import PAGE_BYTES
 from ds_tba.errors import StateError
 
 
@@ -27,13 +28,10 @@ class SpanAllocator:
 
     Lowest address first means that the bytes just given back are the first to be used again: extents that were already
     written are overwritten at twice the rate of fresh ones on thin-provisioned drives, and the used part stays short.
-
-    Args:
-        alignment_bytes: every span starts at, and is as long as, a multiple of this.
+    Every span is of whole pages, which is all that direct I/O moves.
     """
 
-    def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
-        self.alignment_bytes = alignment_bytes
+    def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = 0
         self.used_bytes = 0
         self.peak_used_bytes = 0
@@ -44,7 +42,7 @@ class SpanAllocator:
 
     def grow(self, capacity_bytes: int) -> None:
         """Extend the region to ``capacity_bytes``, rounded down to the alignment."""
-        capacity_bytes -= capacity_bytes % self.alignment_bytes
+        capacity_bytes -= capacity_bytes % PAGE_BYTES
         if capacity_bytes > self.capacity_bytes:
             added = Span(self.capacity_bytes, capacity_bytes - self.capacity_bytes)
             self.capacity_bytes = capacity_bytes
@@ -52,7 +50,7 @@ class SpanAllocator:
 
     def padded(self, nbytes: int) -> int:
         """Return ``nbytes`` rounded up to the alignment."""
-        return -(-nbytes // self.alignment_bytes) * self.alignment_bytes
+        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def is_unused(self) -> bool:
@@ -102,8 +100,8 @@ class CopySafeAllocator(SpanAllocator):
     to free memory, and no copy reads or writes a span that was handed out again.
     """
 
-    def __init__(self, capacity_bytes: int, alignment_bytes: int) -> None:
-        super().__init__(capacity_bytes, alignment_bytes)
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
         self._in_copies: deque[tuple[list[Event], Span]] = deque()
 
     def free_after(self, events: Iterable[Event], span: Span) -> None:

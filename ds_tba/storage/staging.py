@@ -27,10 +27,10 @@ CPU_STAGING_BYTES = 128 << 20
 CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
 
 
-def lane_buffer_bytes(staging_bytes: int, lanes: int, alignment_bytes: int) -> int:
+def lane_buffer_bytes(staging_bytes: int, lanes: int) -> int:
     """Return the length of the buffer of each lane that compresses."""
     nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // max(lanes, 1))
-    return max(nbytes - nbytes % alignment_bytes, alignment_bytes)
+    return max(nbytes - nbytes % IO_ALIGNMENT_BYTES, IO_ALIGNMENT_BYTES)
 
 
 def slots_bytes_of(config: OffloadConfig) -> int:
@@ -38,7 +38,7 @@ def slots_bytes_of(config: OffloadConfig) -> int:
     if config.io.compression is None:
         return config.io.ring_bytes
     lanes = (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
-    return config.io.ring_bytes - lanes * lane_buffer_bytes(config.io.ring_bytes, lanes, IO_ALIGNMENT_BYTES)
+    return config.io.ring_bytes - lanes * lane_buffer_bytes(config.io.ring_bytes, lanes)
 
 
 def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> OffloadConfig:
@@ -87,19 +87,22 @@ class StagingRing:
         self._on_device = backend.stages_on_device
         self._is_pinned = not (accelerator.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
-        buffer_bytes = lane_buffer_bytes(staging_bytes, lanes, backend.alignment_bytes)
-        if staging_bytes - lanes * buffer_bytes < backend.alignment_bytes:  # else no tensor would ever leave
+        buffer_bytes = lane_buffer_bytes(staging_bytes, lanes)
+        if staging_bytes - lanes * buffer_bytes < IO_ALIGNMENT_BYTES:  # else no tensor would ever leave
             raise ConfigError(
                 f"io.staging_bytes {staging_bytes} is no more than io.compression takes for buffers of {lanes} lanes, "
                 f"{buffer_bytes} bytes each: raise it to {8 * lanes * buffer_bytes}, or lower io.write_lanes and "
                 "io.read_lanes."
             )
-        self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes, backend.alignment_bytes)
+        self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes)
         first = self.slots.capacity_bytes
         self.buffers = [Span(first + number * buffer_bytes, buffer_bytes) for number in range(lanes)]
         self._memory: torch.Tensor | None = None
-        if self._is_pinned:
-            _check_page(accelerator.pinned(PAGE_BYTES))  # now, not in the middle of the first forward
+        if self._is_pinned and accelerator.pinned(PAGE_BYTES).data_ptr() % PAGE_BYTES:
+            raise ConfigError(  # no drive takes such memory, and a fork would share it
+                "pinned memory begins in the middle of a page, as with pinned_use_cuda_host_register:True in "
+                "PYTORCH_CUDA_ALLOC_CONF: take that out."
+            )
 
     def view(self, slot: Span | None) -> torch.Tensor:
         """Return the bytes of a slot (uint8, 1-D, aligned).
@@ -138,15 +141,7 @@ class StagingRing:
     def _allocate(self) -> torch.Tensor:
         nbytes = self.slots.capacity_bytes + sum(buffer.nbytes for buffer in self.buffers)
         if self._is_pinned:
-            return _check_page(self.accelerator.pinned(nbytes).zero_())
+            return self.accelerator.pinned(nbytes).zero_()
         memory = self._backend.allocate_staging(nbytes)
         wait_for_stream(self.accelerator)  # zeroing on the device must not overwrite the first tensor
         return memory
-
-
-def _check_page(pinned: torch.Tensor) -> torch.Tensor:
-    """Refuse pinned memory that does not begin at a page: no drive takes it, and a fork would share it."""
-    if pinned.data_ptr() % PAGE_BYTES:
-        why = "as with pinned_use_cuda_host_register:True in PYTORCH_CUDA_ALLOC_CONF: take that out"
-        raise ConfigError(f"pinned memory begins in the middle of a page, {why}.")
-    return pinned

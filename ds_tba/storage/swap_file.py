@@ -2,23 +2,19 @@
 process alone, grown in steps, reclaimed by the kernel. And the checks of a directory, before training and with numbers.
 
 [Note: Reserving] Blocks are reserved before bytes go there, so that a full drive shows where it can be answered: an op
-that tells no errors would lose them. The call for that is fallocate(2) itself. glibc puts single bytes in its place
-where a file system has none (ext2, ext3, some network file systems), which O_DIRECT refuses for a reason that says
-nothing of room; there, and where a container forbids the call, whole zero blocks are written instead.
+that tells no errors would lose them. A file system without O_DIRECT or fallocate(2) is refused at the start: the page
+cache would take the memory that offloading is to free. (Where there is no fallocate(2), as on ext3, glibc writes single
+bytes in its place, which O_DIRECT refuses.)
 
 Cannot see what a drive does with the blocks: a file system may say that there is room and fail a write all the same.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import json
-import mmap
 import os
 import re
-import resource
 import secrets
 import struct
 import threading
@@ -28,17 +24,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ds_tba.device.memory import PAGE_BYTES
 from ds_tba.errors import PathError
 from ds_tba.stats import expanded, readable
 
 GROW_STEP_BYTES = 1 << 30
-WRITTEN_STEP_BYTES = 64 << 20  # where a step takes the time of writing it
-_ZEROS_BYTES = 4 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # linux/fs.h: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS (their size field says long, their argument is an int), FS_NOCOW_FL.
 _GET_FLAGS, _SET_FLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+_NO_CALL = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class SwapFile:
@@ -48,11 +42,6 @@ class SwapFile:
         directory: where it lives.
         limit_bytes: the size it never passes.
 
-    Attributes:
-        direct: whether the file system has O_DIRECT.
-        preallocates: whether it has fallocate(2), as far as is known; see [Note: Reserving].
-        zeroed_bytes: bytes written to reserve blocks where it has not.
-
     Raises:
         PathError: the file cannot be made there.
     """
@@ -61,8 +50,6 @@ class SwapFile:
         self.directory = directory
         self.limit_bytes = limit_bytes
         self.size_bytes = self.largest_bytes = 0  # now, and at most so far
-        self.direct = self.preallocates = True
-        self.zeroed_bytes = 0
         self._use = threading.Lock()  # held for each call, or closing would give the number to another file under it
         self.fd = -1
         self.open()
@@ -80,10 +67,7 @@ class SwapFile:
             _write_in_place(self.fd)
         except OSError as error:
             self._close()
-            raise PathError(
-                f"nvme_path {self.directory}: cannot make a swap file there ({error.strerror}). "
-                f"{repair_of(error)}, or name another directory."
-            ) from error
+            raise self._error("make a swap file", error) from error
 
     def reserve_first(self, least_bytes: int) -> None:
         """Reserve the first step before training, so that a full disk shows now.
@@ -94,10 +78,13 @@ class SwapFile:
         try:
             self.grow(min(least_bytes, self.limit_bytes))
         except OSError as error:
-            raise PathError(
-                f"nvme_path {self.directory}: cannot reserve {least_bytes} bytes there ({error.strerror}). "
-                f"{repair_of(error)}, or name another directory."
-            ) from error
+            raise self._error(f"reserve {least_bytes} bytes", error) from error
+
+    def _error(self, verb: str, error: OSError) -> PathError:
+        return PathError(
+            f"nvme_path {self.directory}: cannot {verb} there ({error.strerror}). {repair_of(error)}, or name another "
+            "directory."
+        )
 
     def grow(self, least_bytes: int) -> bool:
         """Reserve disk blocks for at least ``least_bytes`` more; False beyond the limit, or once it is closed.
@@ -110,11 +97,11 @@ class SwapFile:
                 return False
             step = min(max(least_bytes, GROW_STEP_BYTES), self.limit_bytes - self.size_bytes)
             try:
-                self._reserve(step, least_bytes)
+                self._reserve(step)
             except OSError:
                 if step == least_bytes:
                     raise
-                self._reserve(least_bytes, least_bytes)
+                self._reserve(least_bytes)
             return True
 
     def close(self) -> None:
@@ -132,54 +119,23 @@ class SwapFile:
             with suppress(OSError):  # of a drive that has failed; the descriptor is gone all the same
                 os.close(fd)
 
-    def _reserve(self, step_bytes: int, least_bytes: int) -> None:
+    def _reserve(self, nbytes: int) -> None:
         try:
-            if self.preallocates:
-                self.preallocates = fallocate(self.fd, self.size_bytes, step_bytes)
-            if not self.preallocates:
-                step_bytes = self._write_zeros(min(step_bytes, max(least_bytes, WRITTEN_STEP_BYTES)))
+            os.posix_fallocate(self.fd, self.size_bytes, nbytes)
         except OSError:
             os.ftruncate(self.fd, self.size_bytes)  # a failed fallocate leaves its partial allocation
             raise
-        self.size_bytes += step_bytes
+        self.size_bytes += nbytes
         self.largest_bytes = max(self.largest_bytes, self.size_bytes)
 
-    def _write_zeros(self, nbytes: int) -> int:
-        """Extend the file by as many whole blocks as are in ``nbytes``; returns their bytes."""
-        zeros = memoryview(mmap.mmap(-1, _ZEROS_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        nbytes -= nbytes % PAGE_BYTES
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if limit != resource.RLIM_INFINITY and self.size_bytes + nbytes > limit:  # cut there, a write is not aligned
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-        done = 0
-        while done < nbytes:
-            written = os.pwrite(self.fd, zeros[: nbytes - done], self.size_bytes + done)
-            done += written
-            self.zeroed_bytes += written
-            if written % PAGE_BYTES:  # the last free blocks: what follows would be refused as not aligned
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        if not self.direct:
-            os.fdatasync(self.fd)  # else blocks may be taken later, by a write that finds none
-            os.posix_fadvise(self.fd, self.size_bytes, nbytes, os.POSIX_FADV_DONTNEED)
-        return nbytes
-
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if self.direct else 0)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
         try:
-            try:
-                return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
-            except OSError as error:
-                if error.errno not in _UNSUPPORTED:
-                    raise
-            return self._open_and_unlink(flags)
+            return os.open(self.directory, flags | os.O_TMPFILE, 0o600)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self.direct:
+            if error.errno not in _NO_TMPFILE:
                 raise
-        self.direct = False  # the file system has no O_DIRECT
-        return self._open()
-
-    def _open_and_unlink(self, flags: int) -> int:
-        """Open a file with a name for a moment, without O_TMPFILE; only once, because a link may replace it."""
+        # With a name for a moment; opened by it only once, because a link may replace it.
         name = self.directory / f".ds_tba-{secrets.token_hex(16)}"
         try:
             return os.open(name, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -187,34 +143,16 @@ class SwapFile:
             name.unlink(missing_ok=True)  # there also where the kernel made it and then refused O_DIRECT
 
 
-def fallocate(fd: int, offset: int, nbytes: int) -> bool:
-    """Reserve blocks by fallocate(2); False where the file system has no such call, or a container forbids it.
-
-    Raises:
-        OSError: there is no room.
-    """
-    call = ctypes.CDLL(None, use_errno=True).fallocate
-    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    while call(fd, 0, offset, nbytes) != 0:
-        code = ctypes.get_errno()
-        if code in _NO_ROOM:
-            raise OSError(code, os.strerror(code))
-        if code != errno.EINTR:
-            return False  # whatever else is wrong, writing tells it
-    return True
-
-
 def repair_of(error: OSError) -> str:
     """Say what to do where a swap file could not be made or grow."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "Raise the limit of open files (ulimit -n)"
     if error.errno == errno.EFBIG:
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if limit != resource.RLIM_INFINITY:
-            return f"Raise the limit of file sizes, which is {limit} bytes (ulimit -f)"
-        return "Its file system has no files so large: lower io.swap_file_bytes"
+        return "Raise the limit of file sizes (ulimit -f), or lower io.swap_file_bytes"
     if error.errno in _NO_ROOM:
         return "Free space there (or inodes: df -i), or raise the quota"
+    if error.errno in _NO_CALL:
+        return "Its file system lacks O_DIRECT or fallocate(2): mount one that has them, such as ext4 or xfs"
     return "Check its permissions and mount options"
 
 
@@ -259,7 +197,7 @@ def check_directories(
     Raises:
         PathError: naming the directory, the rule, the numbers and the repair.
     """
-    directories = [_checked(path, needed_bytes, ranks_on_node, lower) for path in paths]
+    directories = [_checked(path, needed_bytes, ranks_on_node, lower) for path in map(expanded, paths)]
     seen: dict[Path, Path] = {}
     for directory in directories:
         other = seen.setdefault(directory.path.resolve(), directory.path)
@@ -268,28 +206,19 @@ def check_directories(
     return directories
 
 
-def _checked(name: str, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
-    path = expanded(name)
+def _checked(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
     try:
         return _check(path, needed_bytes, ranks_on_node, lower)
-    except PathError as error:
-        unset = re.findall(r"\$\{?(\w+)", str(path))
-        if unset and not path.exists():
-            raise PathError(
-                f"nvme_path {name}: the environment variable {unset[0]} is not set in this process: set it for every "
-                "rank, or write the directory out."
-            ) from error
-        raise
     except OSError as error:
         raise PathError(f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents.") from error
 
 
 def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
-    if not path.exists() and "," in str(path):
-        parts = json.dumps([part.strip() for part in str(path).split(",")])
-        raise PathError(f"nvme_path {path} does not exist: several directories are a list, {parts}.")
     if not path.exists():
-        raise PathError(f"nvme_path {path} does not exist: create it (mkdir -p {path}) or name another directory.")
+        raise PathError(
+            f"nvme_path {path} does not exist: create it (mkdir -p {path}) or name another directory. Several "
+            "directories are a list; a variable stays as it is where this rank's environment lacks it."
+        )
     if not path.is_dir():
         raise PathError(f"nvme_path {path} is a file: name a directory on an NVMe drive.")
     file_system = file_system_of(path)
@@ -299,13 +228,10 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> Swa
             "Name a directory on an NVMe drive."
         )
     usage = os.statvfs(path)
-    if usage.f_flag & os.ST_RDONLY:
-        raise PathError(
-            f"nvme_path {path} is on a read-only mount ({file_system}): mount it for writing (a drive that reported "
-            "errors is remounted read-only; see dmesg), or name another directory."
-        )
     if not os.access(path, os.W_OK | os.X_OK):
-        raise PathError(f"nvme_path {path} is not writable by user {os.geteuid()}: chown it or name another directory.")
+        is_read_only = usage.f_flag & os.ST_RDONLY  # a drive that reported errors is remounted so
+        repair = f"mount its {file_system} for writing, after a look into dmesg," if is_read_only else "chown it"
+        raise PathError(f"nvme_path {path} is not writable by user {os.geteuid()}: {repair} or name another directory.")
     free_bytes = usage.f_bavail * usage.f_frsize
     if free_bytes < needed_bytes * ranks_on_node:
         numbers = (free_bytes, needed_bytes, needed_bytes * ranks_on_node - free_bytes)

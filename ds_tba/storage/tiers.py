@@ -120,6 +120,7 @@ class Tiers:
         """Return the fields of the report about stores and drives."""
         # Takes no lock: the closer's thread calls this, too, after a lane has hung with its lock held.
         nvme, chosen = self.nvme, self.selection
+        compression = None if nvme is None else self._config.io.compression
         store = nvme.stats if nvme is not None else StoreStats()
         compressed = {
             "uncompressed_bytes": sum(path.tensor_bytes for path in self.paths),
@@ -132,8 +133,8 @@ class Tiers:
             "paths": [str(directory.path) for directory in self.directories],
             "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
             "written_bytes": store.written_bytes,
-            "compression": self._compression,
-            **(compressed if self._compression else {}),
+            "compression": compression,
+            **(compressed if compression else {}),
             "read_bytes": store.read_bytes,
             "forwarded_bytes": store.forwarded_bytes,
             "cancelled_bytes": store.cancelled_bytes,
@@ -147,16 +148,12 @@ class Tiers:
             "bandwidth": self.bandwidth(),
         }
 
-    @property
-    def _compression(self) -> str | None:
-        """Name of the codec that writes go through."""
-        codec = None if self.nvme is None else self.nvme.io.codec
-        return None if codec is None else codec.name
-
     def wear(self, elapsed_s: float) -> list[PathWear]:
         """Return the wear of each path at the rate of the ``elapsed_s`` since the start."""
         tbw, ranks = self._config.ssd.rated_endurance_tbw, self._ranks_on_node
-        return [path_wear(one.file.directory, one.written_bytes, elapsed_s, tbw, ranks) for one in self.paths]
+        return [
+            path_wear(one.file.directory, one.meter.writes.drive_bytes, elapsed_s, tbw, ranks) for one in self.paths
+        ]
 
     def left_tbw(self) -> float:
         """Return the terabytes that all drives together are rated for, as one rank's share."""
@@ -170,7 +167,6 @@ class Tiers:
 
     def describe(self) -> list[str]:
         """Return parts of the line that says at the start what will run; empty where nothing is offloaded."""
-        files = [path.file for path in self.paths]
         if self.selection is None:
             return [] if self.host is None else [f"activations go to {self.host_in_words}"]
         why = self.selection.reason.removeprefix(NAMED).removeprefix("; ")  # what the config says needs no reason
@@ -178,17 +174,13 @@ class Tiers:
         parts = [
             f"activations go to {first}{', '.join(self._places())}",
             f"backend {self.selection.backend.name}{why and f' ({why})'}, "
-            f"{readable(sum(file.limit_bytes for file in files))} at most",
+            f"{readable(sum(path.file.limit_bytes for path in self.paths))} at most",
         ]
         if self.shares_drive_with_zero and self._config.placement == "adaptive":
             parts.append(
                 "ZeRO's offload uses a drive of these, too: plans begin with a quarter of the bytes, and offload more "
                 "in the same time with either of them on a second drive"
             )
-        if not all(file.direct for file in files):
-            parts.append("no O_DIRECT on this file system: I/O goes through the page cache and is slower")
-        if not all(file.preallocates for file in files):
-            parts.append("no fallocate on this file system: the swap file is written once as it grows")
         return parts
 
     @property
@@ -226,7 +218,6 @@ class Tiers:
             zero_uses_nvme=bool(self._zero_paths),
             pinned=not accelerator.is_synchronous,
             device=accelerator.device().type,
-            directories=[directory.path for directory in self.directories],
         )
         with ExitStack() as undo:
             files = []
@@ -234,12 +225,10 @@ class Tiers:
                 share = int(directory.free_bytes * FREE_SPACE_FRACTION) // self._ranks_on_node
                 file = SwapFile(directory.path, limit_bytes or max(share, needed))
                 undo.callback(file.close)
-                _check_direct(file, self.selection)
-                file.reserve_first(min(needed, config.io.ring_bytes))
                 files.append(file)
             codec = _open_codec(config, self.selection)
             lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
-            buffers = 0 if codec is None else lanes.of(len(files))
+            buffers = 0 if codec is None else len(files) * (lanes.write + lanes.read)
             ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes, buffers)
             store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity, codec)
             undo.pop_all()
@@ -257,19 +246,6 @@ def _open_codec(config: OffloadConfig, selection: Selection) -> Codec | None:
             "leave io.compression out."
         )
     return Codec(config.io.compression)
-
-
-def _check_direct(file: SwapFile, selection: Selection) -> None:
-    """Refuse all but posix where the file system has no O_DIRECT.
-
-    DeepSpeed's ops ask for it at every request and report no error; kvikio would silently fill the page cache.
-    """
-    name = selection.backend.name
-    if not file.direct and name != "posix":
-        raise BackendUnavailableError(
-            f"backend {name}: the file system of {file.directory} has no O_DIRECT, which {name} "
-            f'({selection.reason}) needs: set "io": {{"backend": "posix"}}, or name another directory.'
-        )
 
 
 def _host_limits(budget_bytes: int | None, ranks_on_node: int) -> tuple[int, int]:

@@ -210,7 +210,7 @@ def test_little_lockable_memory_means_posix(disk: Disk, victims: Victims, user_s
     outcome = victims.run(Job(str(disk.path), None, lockable_bytes=MIB))
     assert outcome.error is None, outcome
     (reason,) = [part for part in outcome.start_line.split("; ") if part.startswith("backend posix")]
-    assert "16777216 bytes" in reason and "ulimit -l" in reason
+    assert "16781312 bytes" in reason and "ulimit -l" in reason
     user_sees(reason)
 
 
@@ -221,4 +221,4 @@ def test_little_lockable_memory_means_posix(disk: Disk, victims: Victims, user_s
 )
 def test_little_lockable_memory_rules_a_named_aio_out(disk: Disk, victims: Victims, user_sees: Sees) -> None:
     outcome = victims.run(Job(str(disk.path), "aio", lockable_bytes=MIB))
-    user_sees(refused(outcome, "BackendUnavailableError", "16777216 bytes", "ulimit -l", '"posix"'))
+    user_sees(refused(outcome, "BackendUnavailableError", "16781312 bytes", "ulimit -l", '"posix"'))

@@ -24,7 +24,7 @@ def test_a_good_directory_is_described(tmp_path: Path) -> None:
 
 def test_missing(tmp_path: Path) -> None:
     assert f"{tmp_path}/none does not exist: create it (mkdir -p" in refusal(tmp_path / "none")
-    assert f'several directories are a list, ["{tmp_path}", "/b"].' in refusal(f"{tmp_path}, /b")
+    assert "Several directories are a list" in refusal(f"{tmp_path}, /b")
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_read_only_mount(disk: Disk) -> None:
         message = refusal(disk.path)
     finally:
         run("mount", "-o", "remount,rw", str(disk.path))
-    assert "is on a read-only mount (ext4)" in message and "chown" not in message
+    assert "not writable" in message and "mount its ext4 for writing" in message and "chown" not in message
 
 
 def test_environment_variables_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +64,9 @@ def test_environment_variables_and_the_home_directory(tmp_path: Path, monkeypatc
     assert rank_path("$SCRATCH_OF_JOB/report.json", 1) == tmp_path / "report.json.rank1"
 
 
-def test_an_environment_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCRATCH_OF_JOB", raising=False)
-    message = refusal("$SCRATCH_OF_JOB/swap")
-    assert "nvme_path $SCRATCH_OF_JOB/swap: the environment variable SCRATCH_OF_JOB is not set" in message
+    assert "a variable stays as it is where this rank's environment lacks it" in refusal("$SCRATCH_OF_JOB/swap")
     (tmp_path / "$weird").mkdir()
     assert check_directories((f"{tmp_path}/$weird",), 1, 1)[0].path.name == "$weird"
 

@@ -80,7 +80,7 @@ def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, n
     assert torch.equal(store.get(ticket, CPU).data, data)
     (path,) = store.paths
     assert path.tensor_bytes == data.numel() and path.stored_bytes < 0.85 * data.numel()
-    counts = {store.stats.written_bytes, store.stats.read_bytes, path.written_bytes, path.stored_bytes}
+    counts = {store.stats.written_bytes, store.stats.read_bytes, path.meter.writes.drive_bytes, path.stored_bytes}
     assert counts == {sum(part.stored_bytes for part in ticket.parts)}
     assert path.meter.writes.moved_bytes == path.meter.reads.moved_bytes == data.numel()  # rates are of tensors
     assert all(piece.stored_bytes % 4096 == 0 for part in ticket.parts for piece in part.pieces)
@@ -233,7 +233,7 @@ def test_buffers_of_lanes_are_a_part_of_staging_and_plans_count_with_the_rest(
     ring, held = tiers.nvme.ring, sum(buffer.nbytes for buffer in tiers.nvme.ring.buffers)
     assert len(ring.buffers) == 5 and held + ring.slots.capacity_bytes == staging_bytes >= 4 * held
     assert slots_bytes_of(config) == ring.slots.capacity_bytes
-    assert lane_buffer_bytes(1 << 30, 4, 4096) == BUFFER_BYTES and lane_buffer_bytes(MIB, 128, 8192) == 8192
+    assert lane_buffer_bytes(1 << 30, 4) == BUFFER_BYTES and lane_buffer_bytes(MIB, 128) == 4096
     tiers.close()
 
 

@@ -16,7 +16,6 @@ from support.stores import CPU, MIB, noise, put, stored
 
 from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import PartState
-from ds_tba.storage.staging import StagingRing
 
 Script = Callable[[str, int], str | None]
 
@@ -80,13 +79,3 @@ def test_a_read_without_room_goes_around_staging_once_its_memory_is_idle(
     assert torch.equal(store.get(ticket, CPU).data, data) and waits == [1]
     gate.opened.set()
     until(lambda: all(part_of(one).state is PartState.STORED for one in filler), "the writes")
-
-
-def test_pinned_memory_suits_an_alignment_that_is_no_power_of_two() -> None:
-    """Three threads of aio share each request: parts must be whole pages, and memory begin at one."""
-    backend = DeviceBackend()
-    backend.stages_on_device, backend.alignment_bytes = False, 3 * 4096
-    ring = StagingRing(EventAccelerator(), backend, MIB)
-    ring.open()
-    slot = ring.slots.allocate(1)
-    assert slot is not None and slot.nbytes == 3 * 4096 and ring.view(slot).data_ptr() % 4096 == 0

@@ -19,9 +19,8 @@ from ds_tba.config import Compression
 from ds_tba.errors import ActivationLostError, DsTbaError, StateError, TransferError
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.codec import Codec
-from ds_tba.storage.integrity import PieceIo
 from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.space import SwapSpace
+from ds_tba.storage.space import PartState, SwapSpace
 
 KIB, MIB = 1 << 10, 1 << 20
 CPU = torch.device("cpu")
@@ -241,7 +240,7 @@ def test_a_store_that_another_thread_closes_hands_out_no_wrong_byte(make_store: 
 
 
 WORK = {
-    "write": ("_write", "_write_staged", "_end_write", "_end_work", "free_slot", "settle_copies"),
+    "write": ("_write", "_end_write", "_end_work", "free_slot", "settle_copies"),
     "read": ("_read", "copy_in", "_end_work", "free_slot", "settle_copies"),
 }
 
@@ -251,7 +250,7 @@ WORK = {
 def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, lane: str, name: str, late: bool
 ) -> None:
-    """Memory that runs out in its bookkeeping: one storage is lost at most, and nobody hangs."""
+    """Memory that runs out in its bookkeeping: nobody hangs, and the store takes no more."""
     device, struck, exact, lost = LateDevice(late_compute=True, longest_pause_s=0.0), list[str](), list[bool](), 0
     store, work = make_store(lanes=Lanes(1, 1), accelerator=device, staging_bytes=MIB), getattr(SwapSpace, name)
 
@@ -274,52 +273,49 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
         ticket = store.put(data, wait=True)
         if not isinstance(ticket, Refusal):
             saved.append((ticket, wanted))
-    wait_for_writes(store)
-    assert store.prefetch(saved[0][0])
+    until(lambda: not store.writes or store.lane_error is not None, "the writes")
+    store.prefetch(saved[0][0])
     for ticket, wanted in saved:
         try:
             found = store.get(ticket, CPU).data
             device.launch(lambda found, wanted=wanted: exact.append(torch.equal(found, wanted)), found)
         except ActivationLostError as error:
-            assert "a lane failed at it (MemoryError" in str(error)
+            assert "a lane failed (MemoryError" in str(error)
             lost += 1
         store.release(ticket)
     device.synchronize()
+    assert struck and all(exact) and len(exact) + lost == len(saved)
+    if name != "copy_in":  # which backward does where the lane has no memory for it
+        until(lambda: store.paths[0].failure is not None, "the log")
+        assert store.put(data, wait=True) is Refusal.PATH_FAILED
     store.close()
     device.end()
-    assert struck and all(exact) and len(exact) + lost == len(saved) and lost <= 1
     assert store.put(data, wait=True) is Refusal.CLOSED and store.ring._memory is None
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError, RuntimeError])
-def test_a_part_that_a_lane_fails_at_is_lost_by_name_and_the_lane_goes_on(
+def test_once_a_lane_has_failed_what_is_loaded_is_handed_over_and_the_rest_is_lost_by_name(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     store, data = make_store(lanes=Lanes(1, 1)), torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    kept = store.put(data, wait=True)
-    assert not isinstance(kept, Refusal)
+    tickets = [store.put(data.clone(), wait=True) for _ in range(2)]
     wait_for_writes(store)
+    assert store.prefetch(tickets[0])  # type: ignore[arg-type]
+    until(lambda: tickets[0].parts[0].state is PartState.LOADED, "the read")  # type: ignore[union-attr]
 
     def fails(*_: object) -> None:
         raise error("the test's")
 
-    lose, without_memory = SwapSpace._lose, [MemoryError()]
-
-    def lose_later(*arguments: Any) -> None:
-        if without_memory:  # when it is told for the first time
-            raise without_memory.pop()
-        lose(*arguments)
-
-    monkeypatch.setattr(SwapSpace, "_write_staged", fails)
-    monkeypatch.setattr(SwapSpace, "_lose", lose_later)
-    ticket = store.put(torch.zeros(1 << 20, dtype=torch.uint8), wait=True)
-    assert not isinstance(ticket, Refusal)
+    monkeypatch.setattr(SwapSpace, "_end_write", fails)
+    tickets.append(store.put(data, wait=True))
     until(lambda: store.paths[0].failure is not None, "the path failed")
-    with pytest.raises(ActivationLostError, match=rf"nvme.*a lane failed at it \({error.__name__}.*checkpoint"):
-        store.get(ticket, CPU)
+    assert torch.equal(store.get(tickets[0], CPU).data, data)  # type: ignore[arg-type]
+    for ticket in tickets[1:]:
+        with pytest.raises(ActivationLostError, match=rf"nvme.*a lane failed \({error.__name__}.*checkpoint"):
+            store.get(ticket, CPU)  # type: ignore[arg-type]
     assert store.put(torch.zeros(4096, dtype=torch.uint8), wait=True) is Refusal.PATH_FAILED
-    store.release(ticket)
-    assert torch.equal(store.get(kept, CPU).data, data)
+    for ticket in tickets:
+        store.release(ticket)  # type: ignore[arg-type]
     store.close()
     assert store.ring._memory is None
 
@@ -335,41 +331,4 @@ def test_a_lane_whose_device_is_broken_works_and_ends(make_store: StoreFactory) 
     assert not isinstance(ticket, Refusal)
     wait_for_writes(store)
     assert torch.equal(store.get(ticket, CPU).data, data)
-    assert store._stop_lanes()
-
-
-def test_a_second_task_that_fails_loses_nothing_that_another_lane_reads(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part that is read ahead has two tasks as soon as backward wants it."""
-    gate, data = threading.Event(), torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    store, read, tasks = make_store(lanes=Lanes(1, 2)), SwapSpace._read, list[int]()
-
-    def read_once(*arguments: Any) -> None:
-        tasks.append(1)
-        if len(tasks) > 1:
-            raise MemoryError
-        read(*arguments)
-
-    read_all = PieceIo.read_all
-
-    def read_late(*arguments: Any) -> Any:
-        assert gate.wait(60)
-        return read_all(*arguments)
-
-    monkeypatch.setattr(SwapSpace, "_read", read_once)
-    monkeypatch.setattr(PieceIo, "read_all", read_late)
-    ticket = store.put(data, wait=True)
-    assert not isinstance(ticket, Refusal)
-    wait_for_writes(store)
-    part = ticket.parts[0]
-    with store.lock:
-        store._begin_urgent_read(part)
-        store.queue_read(ticket, part)
-    until(lambda: part.handle is not None, "a lane reads it")
-    with store.lock:
-        store.queue_read(ticket, part)
-    until(lambda: store.paths[0].failure is not None, "the second task failed")
-    gate.set()
-    assert torch.equal(store.get(ticket, CPU).data, data) and len(tasks) == 2
-    store.close()
+    assert store._end()

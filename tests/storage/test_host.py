@@ -140,16 +140,17 @@ def test_what_the_machine_has_to_keep_free_stays_free(monkeypatch: pytest.Monkey
     machine = Machine(monkeypatch, 100 * MIB)
     first, second = machine.store(50 * MIB, 50 * MIB), machine.store(50 * MIB, 50 * MIB)
     tickets = fill(first, most=24)
-    fill(second)
+    of_second = fill(second)
     assert first.taken_bytes >= 24 * MIB and first.taken_bytes + second.taken_bytes == 50 * MIB
     machine.free_bytes = 20 * MIB  # another process grows: what is taken stays in use
     for ticket in tickets:
         first.release(ticket)
     assert len(fill(first)) == first.taken_bytes // MIB
     machine.free_bytes = 200 * MIB
-    assert fill(second) == []  # it is asked again in the next step
-    second.end_step()
-    assert fill(second) != [] and second.taken_bytes <= 50 * MIB
+    assert fill(second) == []  # once the machine had no memory it is asked no more, but after a pause
+    for ticket in of_second:
+        second.release(ticket)
+    assert second.give_back() and fill(second) != [] and second.taken_bytes <= 50 * MIB
     for store in (first, second):
         store.close()
 
@@ -161,11 +162,11 @@ def test_where_nobody_can_tell_or_give_memory_nothing_is_taken(monkeypatch: pyte
         patch.setattr("ds_tba.storage.host.available_bytes", raising(OSError(24, "Too many open files")))
         assert fill(store) == []
     for error in (OSError(12, "Cannot allocate memory"), RuntimeError("CUDA error: out of memory"), MemoryError()):
-        store.end_step()
+        assert store.give_back()
         with monkeypatch.context() as patch:
             patch.setattr("ds_tba.storage.host.host_memory", raising(error))
             assert fill(store) == []
-    store.end_step()
+    assert store.give_back()
     with monkeypatch.context() as patch:
         patch.setattr("ds_tba.storage.host.host_memory", raising(RuntimeError("something else")))
         with pytest.raises(RuntimeError, match="something else"):
@@ -179,3 +180,17 @@ def raising(error: Exception) -> Callable[..., torch.Tensor]:
         raise error
 
     return fail
+
+
+def test_an_interrupt_behind_the_copy_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, data = HostStore(CpuAccelerator(), MIB), torch.zeros(MIB, dtype=torch.uint8)
+
+    class Interrupted:
+        def __iadd__(self, _: int) -> int:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store.stats, "offloaded_bytes", Interrupted())
+        store.put(data, wait=False)
+    store.release(put(store, data))
+    store.close()

@@ -31,6 +31,7 @@ from support.stores import CPU, slots_in_use, store_is_empty
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
+from ds_tba.device.copies import Arrival
 from ds_tba.errors import IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.base import Refusal, Ticket
@@ -257,7 +258,7 @@ def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceF
 
 
 def test_memory_beside_staging_is_there_until_it_was_copied(
-    make_device: DeviceFactory, make_store: StoreFactory
+    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, gate = make_device(late_compute=True, longest_pause_s=0.05), Gate()
     gate.opened.set()
@@ -271,8 +272,17 @@ def test_memory_beside_staging_is_there_until_it_was_copied(
         store.put(device.allocate(MIB, CPU), wait=False)
     device.synchronize()
     assert slots_in_use(store) == 4 * MIB
+    took, wait = list[bool](), Arrival.wait
+
+    def waits(arrival: Arrival) -> None:
+        """As long as it likes: the lanes need the lock."""
+        took.append(store.lock.acquire(timeout=5))
+        store.lock.release()
+        wait(arrival)
+
+    monkeypatch.setattr(Arrival, "wait", waits)
     loaded = store.get(ticket, CPU)  # type: ignore[arg-type]
-    assert device.copies_under_way == []
+    assert device.copies_under_way == [] and took == [True]
     device.synchronize()
     assert torch.equal(loaded.data, data)
     gate.opened.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,15 +32,3 @@ class TestPosix(BackendContract):
     ) -> None:
         with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
             backend.open_handle(file.fd).read(staging[:8192], 64 * MIB - 4096)
-
-    def test_without_o_direct_nothing_stays_in_the_page_cache(
-        self, backend: IoBackend, staging: torch.Tensor, tmp_path: Path
-    ) -> None:
-        fd = os.open(tmp_path / "buffered", os.O_RDWR | os.O_CREAT)
-        handle = backend.open_handle(fd)
-        staging[:MIB].fill_(3)
-        handle.write(staging[:MIB], 0)
-        staging[:MIB].zero_()
-        handle.read(staging[:MIB], 0)
-        assert bool((staging[:MIB] == 3).all())
-        os.close(fd)

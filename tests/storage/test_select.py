@@ -7,12 +7,10 @@ import os
 import re
 import resource
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from contracts.backend import MIB
-from filelock import FileLock
 from support.cuda_doubles import FakeKvikio
 from support.machines import KILLED, run_python
 from torch.utils import cpp_extension
@@ -23,21 +21,19 @@ from ds_tba.storage.backends import aio
 from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.backends.select import Selection, select_backend
-from ds_tba.storage.swap_file import SwapFile
 
 
-def build_lock(monkeypatch: pytest.MonkeyPatch, root: Path, *, unchanged_s: float) -> Path:
-    """The lock of a just-in-time build of the op, as old as what is beside it."""
-    directory = root / aio.OP
-    directory.mkdir()
-    for file in (directory / "lock", directory / "build.ninja"):
-        file.touch()
-        written = time.time() - unchanged_s
-        os.utime(file, (written, written))
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(root))
+@pytest.fixture
+def lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The lock of a just-in-time build of the op, which is there."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(aio, "_is_installed", lambda op: False)
     monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)  # as before PyTorch 2.14
-    return directory / "lock"
+    monkeypatch.setattr(aio, "LOADING_S", 0.5)
+    lock = tmp_path / aio.OP / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    return lock
 
 
 CALLS, CODES = ("io_setup", "io_submit", "io_pgetevents"), (1, 11, 38, KILLED)
@@ -50,7 +46,6 @@ def forbidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     refused = [(call, code) for call in CALLS for code in CODES]
     program = f"""
 import logging, os, sys
-from pathlib import Path
 import deepspeed
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
@@ -70,9 +65,7 @@ def select(call, code):
     for backend, zero in ((None, False), ("aio", False), (None, True)):
         config = OffloadConfig(nvme_path={directory!r}, io={{"staging_bytes": 1 << 20, "backend": backend}})
         try:
-            chosen = select_backend(
-                config, AioConfig(), zero_uses_nvme=zero, pinned=True, directories=[Path({directory!r})]
-            )
+            chosen = select_backend(config, AioConfig(), zero_uses_nvme=zero, pinned=True)
             print("NULL", chosen.backend.name, chosen.reason)
         except BackendUnavailableError as error:
             print("NAMED", error)
@@ -99,8 +92,8 @@ class Loaded(PosixBackend):
 
     name = "loaded"
 
-    def __init__(self, config: AioConfig, handles: int) -> None:
-        self.handles = handles
+    def __init__(self, config: AioConfig, lanes: int) -> None:
+        self.lanes = lanes
 
 
 @pytest.fixture(autouse=True)
@@ -132,58 +125,38 @@ class TestSelection:
         monkeypatch.setattr(aio, "is_built", lambda: True)
         assert "is built" in select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False).reason
 
-    def test_the_lock_of_a_build_that_was_killed_rules_aio_out(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    def test_a_lock_that_stays_rules_aio_out_unless_it_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, lock: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """torch waits for it for ever, and says nothing."""
-        lock = build_lock(monkeypatch, tmp_path, unchanged_s=3600)
+        """torch waits for that of a killed build for ever, and says nothing."""
+        monkeypatch.setattr(aio, "is_built", lambda: True)
         chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
-        assert chosen.backend.name == "posix" and str(lock) in chosen.reason and "60 minutes" in chosen.reason
-        with pytest.raises(BackendUnavailableError, match=rf"{lock} is there.* Delete it if no other process"):
-            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
+        assert chosen.backend.name == "posix" and f"would wait for {lock}: delete that file if no" in chosen.reason
         assert not caplog.messages
-        select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=True)
+        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.load", lambda self, verbose: "the op")
+        assert aio._load_op() == "the op"
         (said,) = caplog.messages
-        assert said.startswith("ZeRO's NVMe offload needs") and str(lock) in said
+        assert said.startswith(f"{lock} is there: another process builds") and "delete that file" in said
 
-    def test_a_build_that_still_writes_files_is_waited_for_and_said(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        lock = build_lock(monkeypatch, tmp_path, unchanged_s=3600)
-        (lock.parent / "deepspeed_aio_common.o").touch()
-        assert aio.abandoned_build() is None
-        aio._warn_of_build()
-        (said,) = caplog.messages
-        assert said.startswith(f"{lock} has been there for 3600 s") and "delete that file" in said
-
-    def test_another_rank_that_only_loads_is_not_worth_a_word(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        lock = build_lock(monkeypatch, tmp_path, unchanged_s=0)
-        loaded = threading.Timer(0.3, lock.unlink)
+    def test_another_rank_that_only_loads_is_waited_for(self, lock: Path) -> None:
+        loaded = threading.Timer(0.2, lock.unlink)
         loaded.start()
-        aio._warn_of_build()
-        assert not caplog.messages and not lock.exists()
+        assert aio.lock_that_stays() is None and not lock.exists()
         loaded.join()
 
     def test_an_op_that_came_with_the_installation_has_no_locks(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, monkeypatch: pytest.MonkeyPatch, lock: Path
     ) -> None:
-        build_lock(monkeypatch, tmp_path, unchanged_s=3600)
+        assert aio.build_locks() == [lock]
         monkeypatch.setattr(aio, "_is_installed", lambda op: True)
-        assert aio.abandoned_build() is None and aio.build_locks() == []
-
-    def test_the_file_of_a_lock_that_nobody_has_is_no_lock(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """Since PyTorch 2.14 the file stays after each build, and the kernel frees the lock with its process."""
-        lock = build_lock(monkeypatch, tmp_path, unchanged_s=3600)
-        monkeypatch.delattr(cpp_extension, "FileBaton")
-        assert aio.build_locks() == [] and aio.abandoned_build() is None
-        with FileLock(lock):
-            os.utime(lock, (1, 1))
-            assert aio.build_locks() == [lock] and "Delete it if no other process" in str(aio.abandoned_build())
         assert aio.build_locks() == []
+
+    def test_since_pytorch_2_14_the_kernel_frees_the_lock_of_a_killed_build(
+        self, monkeypatch: pytest.MonkeyPatch, lock: Path
+    ) -> None:
+        """The file stays after each build, too."""
+        monkeypatch.delattr(cpp_extension, "FileBaton")
+        assert aio.build_locks() == [] and lock.exists()
 
     def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All of staging where nothing pins it, and the page of the first write."""
@@ -195,7 +168,7 @@ class TestSelection:
         def chosen(*, pinned: bool) -> Selection:
             return select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=pinned)
 
-        assert chosen(pinned=False).backend.name == "posix" and "1048576 bytes" in chosen(pinned=False).reason
+        assert chosen(pinned=False).backend.name == "posix" and "1052672 bytes" in chosen(pinned=False).reason
         assert chosen(pinned=True).backend.name == "loaded"
         with pytest.raises(BackendUnavailableError, match="ulimit -l unlimited"):
             select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)
@@ -214,7 +187,7 @@ class TestSelection:
         assert chosen.reason.startswith(f"named in io.backend; {mode}")
 
     @pytest.mark.parametrize(
-        ("backend", "lanes", "needed"), [("posix", 64, 34), ("kvikio", 1, 42), ("kvikio", 64, 546)]
+        ("backend", "lanes", "needed"), [("posix", 64, 546), ("kvikio", 1, 42), ("kvikio", 64, 546)]
     )
     def test_descriptors_are_counted_beforehand(
         self, monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int
@@ -232,7 +205,7 @@ class TestSelection:
         with pytest.raises(
             ConfigError,
             match=rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
-            rf"backend {backend}, .*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)",
+            rf".*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)",
         ):
             select()
         limits[0] += 1
@@ -267,24 +240,6 @@ class TestSelection:
         assert (chosen.backend.name, chosen.reason) == ("posix", "backend aio: the kernel gave 8 of 10 contexts")
         with pytest.raises(BackendUnavailableError, match="gave 8 of 10"):
             select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
-
-    def test_one_directory_of_two_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        class Buffered(SwapFile):
-            def __init__(self, directory: Path, limit_bytes: int) -> None:
-                super().__init__(directory, limit_bytes)
-                self.direct = directory.name != "buffered"
-
-        directories = [tmp_path / "good", tmp_path / "buffered"]
-        for directory in directories:
-            directory.mkdir()
-        monkeypatch.setattr(aio, "SwapFile", Buffered)
-        monkeypatch.setattr(aio, "is_built", lambda: True)
-        monkeypatch.setattr(aio, "AioBackend", Loaded)
-        for found, name in ((directories[:1], "loaded"), (directories, "posix")):
-            chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True, directories=found)
-            assert chosen.backend.name == name
-        assert "buffered has no O_DIRECT" in chosen.reason
-        assert [list(directory.iterdir()) for directory in directories] == [[], []]
 
     def test_an_op_that_another_user_has_built_means_posix(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Loading takes a lock in the cache: containers have one that root has made."""

@@ -17,14 +17,14 @@ from ds_tba.storage.spans import CopySafeAllocator, Span, SpanAllocator
 
 
 def test_sizes_are_exact_up_to_the_alignment() -> None:
-    spans = SpanAllocator(1 << 20, 4096)
+    spans = SpanAllocator(1 << 20)
     assert spans.allocate(5000) == Span(0, 8192)
     assert spans.allocate(1) == Span(8192, 4096)
     assert spans.used_bytes == 12288
 
 
 def test_lowest_address_first_so_that_written_extents_are_written_again() -> None:
-    spans = SpanAllocator(1 << 20, 4096)
+    spans = SpanAllocator(1 << 20)
     first, second = spans.allocate(4096), spans.allocate(4096)
     assert first is not None and second is not None
     spans.free(first)
@@ -34,7 +34,7 @@ def test_lowest_address_first_so_that_written_extents_are_written_again() -> Non
 
 @pytest.mark.parametrize("span", [Span(0, 4096), Span(4096, 8192), Span(1 << 20, 4096)])
 def test_giving_back_what_is_free_raises(span: Span) -> None:
-    spans = SpanAllocator(1 << 20, 4096)
+    spans = SpanAllocator(1 << 20)
     taken = spans.allocate(8192)
     assert taken is not None
     spans.free(taken)
@@ -43,7 +43,7 @@ def test_giving_back_what_is_free_raises(span: Span) -> None:
 
 
 def test_growing_joins_the_free_end() -> None:
-    spans = SpanAllocator(8192, 4096)
+    spans = SpanAllocator(8192)
     spans.grow(16384)
     assert spans.allocate(16384) == Span(0, 16384)
 
@@ -51,7 +51,7 @@ def test_growing_joins_the_free_end() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40000)), max_size=200))
 def test_spans_never_overlap_and_nothing_is_lost(steps: list[tuple[bool, int]]) -> None:
-    spans = SpanAllocator(1 << 18, 4096)
+    spans = SpanAllocator(1 << 18)
     held: list[Span] = []
     for take, number in steps:
         if take:
@@ -94,7 +94,7 @@ def interrupted(work: Callable[[], object], line: int) -> bool:
 @pytest.mark.parametrize("frees", [False, True])
 def test_an_interrupt_may_lose_a_span_but_hands_none_out_twice(frees: bool, given_back: int) -> None:
     for line in itertools.count():
-        spans = SpanAllocator(1 << 16, 4096)
+        spans = SpanAllocator(1 << 16)
         held = [spans.allocate(4096 * (1 + number % 3)) for number in range(6)]
         taken = [span for span in held if span is not None]
         for _ in range(given_back):
@@ -111,7 +111,7 @@ def test_an_interrupt_may_lose_a_span_but_hands_none_out_twice(frees: bool, give
 
 
 def test_unused_is_what_the_ranges_say_and_not_the_counter() -> None:
-    spans = SpanAllocator(64 << 10, 4096)
+    spans = SpanAllocator(64 << 10)
     assert spans.is_unused
     one, other = spans.allocate(4096), spans.allocate(8192)
     assert one is not None and other is not None
@@ -133,7 +133,7 @@ def test_an_event_that_cannot_be_asked_loses_no_span() -> None:
                 raise RuntimeError("operation not permitted when stream is capturing")
             return answer
 
-    spans = CopySafeAllocator(1 << 16, 4096)
+    spans = CopySafeAllocator(1 << 16)
     for _ in range(3):
         spans.free_after([Event()], spans.allocate(4096))
     with pytest.raises(RuntimeError, match="not permitted"):

@@ -113,12 +113,17 @@ ssize_t preadv64v2(int fd, const iovec* parts, int count, off_t offset, int flag
     return flagged(READ, "preadv64v2", fd, parts, count, offset, flags);
 }
 
-int fallocate(int fd, int mode, off_t offset, off_t length)
+// Which of these Python calls depends on its build, too. Their result is the error number.
+int posix_fallocate(int fd, off_t offset, off_t length)
 {
-    static const auto real = reinterpret_cast<int (*)(int, int, off_t, off_t)>(dlsym(RTLD_NEXT, "fallocate"));
-    if (strike(ALLOCATE) != FAIL) { return real(fd, mode, offset, length); }
-    errno = rules[ALLOCATE].code.load();
-    return -1;
+    static const auto real = reinterpret_cast<int (*)(int, off_t, off_t)>(dlsym(RTLD_NEXT, "posix_fallocate"));
+    return strike(ALLOCATE) == FAIL ? rules[ALLOCATE].code.load() : real(fd, offset, length);
+}
+
+int posix_fallocate64(int fd, off64_t offset, off64_t length)
+{
+    static const auto real = reinterpret_cast<int (*)(int, off64_t, off64_t)>(dlsym(RTLD_NEXT, "posix_fallocate64"));
+    return strike(ALLOCATE) == FAIL ? rules[ALLOCATE].code.load() : real(fd, offset, length);
 }
 
 // libaio's: a dropped block goes to /dev/null instead, so that the kernel completes it as if all were well.

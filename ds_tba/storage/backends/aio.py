@@ -7,26 +7,21 @@ error of the drive: the op tells none (``integrity.py``).
 
 [Note: Asking the kernel] The op ignores a failed ``io_setup``, and asserts that ``io_submit`` and ``io_pgetevents``
 succeed: where a container forbids one, or nobody may reserve more requests, the process aborts, or waits for ever if
-the op was compiled without assertions. So the calls are made here first, by themselves, with a file of each directory;
-a child makes them before, because a filter may also end the process that calls. All contexts are made at the start, and
-counted, because other processes of the machine may take the last requests in between.
+the op was compiled without assertions. So a child makes the calls first: a filter may also end the process that calls.
+All contexts are made at the start, and counted, because other processes of the machine may take the last requests in
+between.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import fcntl
 import logging
-import mmap
 import os
 import platform
-import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,19 +29,15 @@ import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig
 from ds_tba.device.memory import advise_huge_pages, keep_from_children, show_to_children
-from ds_tba.errors import BackendUnavailableError, PathError
+from ds_tba.errors import BackendUnavailableError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
 from ds_tba.storage.backends.posix import PosixHandle
-from ds_tba.storage.swap_file import SwapFile
 
 logger = logging.getLogger(__name__)
 
 OP = "async_io"
 NEEDED_OPS = (OP, "pin_memory")
-# A build that has not written a file for so long was killed: no file of these ops takes that long to compile.
-ABANDONED_AFTER_S = 900.0
-# A rank that only loads what is built holds the lock for less.
-LOADING_S = 3.0
+LOADING_S = 3.0  # a rank that only loads what is built holds the lock for less
 _COMPLETED = 1  # what the op returns for one request; -1 where it did not begin, never an error of the drive
 
 
@@ -55,67 +46,44 @@ class AioBackend(IoBackend):
 
     Args:
         config: DeepSpeed's ``"aio"`` block.
-        handles: made at once, and handed out first; one of them owns staging.
+        lanes: whose handles are made at once.
 
     Raises:
         BackendUnavailableError: the op cannot be built or loaded here, or the kernel has too few requests.
     """
 
     name = "aio"
-    descriptors_per_handle = 1  # the op opens the file anew for every transfer
 
-    def __init__(self, config: AioConfig, handles: int = 0) -> None:
+    def __init__(self, config: AioConfig, lanes: int = 0) -> None:
         self._config = config
         self._op = _load_op()
-        self._staging: torch.Tensor | None = None
-        self._spare: list[Any] = []
         before = _contexts()
-        self._spare += [self._new_handle() for _ in range(handles)]
-        made, wanted = _contexts() - before, handles * (1 + config.intra_op_parallelism)
-        if before >= 0 and made < wanted:
+        self._owner = self._new_handle()  # of locked memory
+        self._spare = [self._new_handle() for _ in range(lanes)]
+        made, wanted = _contexts() - before, (1 + lanes) * 2  # of a handle itself, and of its thread
+        if made < wanted:
             raise BackendUnavailableError(
                 f"backend aio: the kernel gave {made} of {wanted} contexts for requests, because other "
                 "processes have taken the rest of fs.aio-max-nr: raise it (sysctl fs.aio-max-nr=1048576), or set "
                 '"io": {"backend": "posix"}.'
             )
         self.block_bytes = config.block_size
-        # Each of the op's threads takes an equal part, and each part must be aligned by itself.
-        self.alignment_bytes = IO_ALIGNMENT_BYTES * config.intra_op_parallelism
-        self._owner: Any = None
         self._wrote = False
 
     def open_handle(self, fd: int) -> IoHandle:
         if not self._wrote:
             self._write_once(fd)
-        return _AioHandle(self._take_handle(), fd, self)
-
-    def is_direct(self, data: torch.Tensor) -> bool:
-        """Return whether the op moves ``data`` itself: else it locks a copy, and aborts where that cannot be had."""
-        staging = self._staging
-        if staging is None:
-            return data.is_pinned()
-        return staging.data_ptr() <= data.data_ptr() < staging.data_ptr() + staging.numel()
+        return _AioHandle(self._spare.pop() if self._spare else self._new_handle(), fd)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
-        self._owner = self._take_handle()
-        staging: torch.Tensor = self._owner.new_cpu_locked_tensor(
-            nbytes, torch.empty(0, dtype=torch.uint8, device="cpu")
-        )
+        staging = self._locked(nbytes)
         advise_huge_pages(staging, collapse=True)
         keep_from_children(staging)
-        self._staging = staging
         return staging.zero_()
 
     def free_staging(self, staging: torch.Tensor) -> None:
-        if self._owner is not None:
-            show_to_children(staging)
-            self._owner.free_cpu_locked_tensor(staging)
-            self._owner = self._staging = None
-
-    def blocks(self, nbytes: int) -> list[tuple[int, int]]:
-        part = nbytes // self._config.intra_op_parallelism
-        starts = range(0, nbytes, part)
-        return [(start + a, start + b) for start in starts for a, b in super(AioBackend, self).blocks(part)]
+        show_to_children(staging)
+        self._owner.free_cpu_locked_tensor(staging)
 
     def _write_once(self, fd: int) -> None:
         """Make the op's first write of this process here, before any lane.
@@ -124,12 +92,11 @@ class AioBackend(IoBackend):
         ``warn_consumer_ssd_writes``); logging lets the GIL go, and a second thread that writes then waits for the once
         flag with the GIL in its hands, for ever.
         """
-        handle = self._spare[-1] if self._spare else self._new_handle()
-        data = handle.new_cpu_locked_tensor(self.alignment_bytes, torch.empty(0, dtype=torch.uint8, device="cpu"))
+        data = self._locked(IO_ALIGNMENT_BYTES)
         try:
-            completed = handle.sync_pwrite(data.zero_(), f"/proc/self/fd/{fd}", 0)
+            completed = self._owner.sync_pwrite(data.zero_(), f"/proc/self/fd/{fd}", 0)
         finally:
-            handle.free_cpu_locked_tensor(data)
+            self._owner.free_cpu_locked_tensor(data)
         if completed != _COMPLETED:
             raise BackendUnavailableError(
                 "backend aio: DeepSpeed's op cannot open the swap file (standard error has its reason). If that is "
@@ -137,8 +104,11 @@ class AioBackend(IoBackend):
             )
         self._wrote = True
 
-    def _take_handle(self) -> Any:
-        return self._spare.pop() if self._spare else self._new_handle()
+    def _locked(self, nbytes: int) -> torch.Tensor:
+        locked: torch.Tensor = self._owner.new_cpu_locked_tensor(
+            nbytes, torch.empty(0, dtype=torch.uint8, device="cpu")
+        )
+        return locked
 
     def _new_handle(self) -> Any:
         config = self._config
@@ -147,18 +117,17 @@ class AioBackend(IoBackend):
             config.queue_depth,
             config.single_submit,
             config.overlap_events,
-            config.intra_op_parallelism,
+            1,  # its threads would share a transfer: the lanes are threads enough
         )
 
 
 class _AioHandle(IoHandle):
     """The op opens the file by name for each request, which takes a descriptor; where it cannot, for second tries, and
-    for memory of which it would lock a copy, plain calls on our own descriptor move the bytes or tell the kernel's
-    reason."""
+    for memory that is not staging, of which it would lock a copy, or abort where it may not, plain calls on our own
+    descriptor move the bytes or tell the kernel's reason."""
 
-    def __init__(self, handle: Any, fd: int, backend: AioBackend) -> None:
+    def __init__(self, handle: Any, fd: int) -> None:
         self._handle = handle
-        self._backend = backend
         self._name = f"/proc/self/fd/{fd}"
         self._plain = PosixHandle(fd)
 
@@ -167,10 +136,10 @@ class _AioHandle(IoHandle):
             self._plain.write(data, offset)
 
     def read(self, data: torch.Tensor, offset: int) -> None:
-        if not self._backend.is_direct(data) or self._handle.sync_pread(data, self._name, offset) != _COMPLETED:
+        if self._handle.sync_pread(data, self._name, offset) != _COMPLETED:
             self._plain.read(data, offset)
 
-    def read_again(self, data: torch.Tensor, offset: int) -> None:
+    def read_plainly(self, data: torch.Tensor, offset: int) -> None:
         self._plain.read(data, offset)
 
     def close(self) -> None:
@@ -201,61 +170,23 @@ def build_locks(ops: Sequence[str] = NEEDED_OPS) -> list[Path]:
     Args:
         ops: names of ops, as patterns: ``"*"`` is all that torch compiles at run time.
     """
-    just_in_time = [op for op in ops if not _is_installed(op)]
-    locks = [one / "lock" for op in just_in_time for one in _build_directories(op)]
-    return [one for one in locks if _is_taken(one)]
-
-
-def _is_taken(lock: Path) -> bool:
-    """Return whether loading waits for a lock: while it is there, or from PyTorch 2.14 on while a process has it."""
     from torch.utils import cpp_extension
 
-    if hasattr(cpp_extension, "FileBaton"):
-        return lock.exists()
-    try:
-        with lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:  # another process has it; or the file system knows no such locks, and the file is the lock again
-        return True
-    return False
+    if not hasattr(cpp_extension, "FileBaton"):  # from PyTorch 2.14 on the kernel frees the lock of a killed build
+        return []
+    just_in_time = [op for op in ops if not _is_installed(op)]
+    locks = [one / "lock" for op in just_in_time for one in _build_directories(op)]
+    return [one for one in locks if one.exists()]
 
 
-def abandoned_build() -> str | None:
-    """Name the lock of a killed build, for which the op's loading would wait, and the repair; None without one."""
-    for lock in build_locks():
-        quiet_s = _unchanged_s(lock.parent)
-        if quiet_s > ABANDONED_AFTER_S:
-            return (
-                f"a build of DeepSpeed's aio op seems to have been killed, and loading would wait for its lock for "
-                f"ever: {lock} is there, and nothing in its directory has changed for {quiet_s / 60:.0f} minutes. "
-                "Delete it if no other process is building"
-            )
-    return None
-
-
-def _warn_of_build() -> None:
-    """Say what loading is about to wait for, unless that is another rank's loading."""
-    while (locks := build_locks()) and max(map(_unchanged_s, locks)) < LOADING_S:
+def lock_that_stays() -> Path | None:
+    """Return the lock for which loading the op would wait, unless it goes within the time of another rank's loading."""
+    deadline_s = time.monotonic() + LOADING_S
+    while locks := build_locks():
+        if time.monotonic() > deadline_s:
+            return locks[0]
         time.sleep(0.1)
-    for lock in locks:
-        logger.warning(
-            "%s has been there for %.0f s: another process builds DeepSpeed's aio op, and this one waits. If none "
-            "is building, a build was killed: delete that file",
-            lock,
-            _unchanged_s(lock),
-        )
-
-
-def _unchanged_s(path: Path) -> float:
-    """Return the seconds since a file, or the newest one in a directory, was written."""
-    written = []
-    for file in path.iterdir() if path.is_dir() else [path]:
-        with suppress(FileNotFoundError):  # a build makes and removes files
-            written.append(file.stat().st_mtime)
-    now = time.time()
-    return now - max(written, default=now)
+    return None
 
 
 def _is_installed(op: str) -> bool:
@@ -283,97 +214,53 @@ def _build_directories(op: str) -> list[Path]:
 
 # ---- asking the kernel ----
 
-# linux/aio_abi.h, asm/unistd.h: of io_setup, io_destroy, io_submit and io_pgetevents, which are all that the op calls.
+# asm/unistd.h: of io_setup, io_destroy, io_submit and io_pgetevents, which are all that the op calls.
 _CALLS = {"x86_64": (206, 207, 209, 333), "aarch64": (0, 1, 2, 292)}
-_PREAD, _PWRITE = 0, 1
-_LONGEST_WAIT_S = 10
-# Arguments that are never right: each call fails, unless the process is ended for it.
-_CHILD = "import ctypes, sys\nfor n in sys.argv[1:]: ctypes.CDLL(None).syscall(int(n), -1, 0, -1, 0, 0, 0)"
+_ANSWERS_IN_S = 60.0
+# Writes a page by each of the calls, and ends at one that is refused, with its name; the request: linux/aio_abi.h.
+_CHILD = """
+import ctypes, mmap, os, struct, sys
+setup, destroy, submit, wait, depth = map(int, sys.argv[1:])
+libc, context, event = ctypes.CDLL(None, use_errno=True), ctypes.c_ulong(0), ctypes.create_string_buffer(32)
+def call(name, number, *arguments):
+    if libc.syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)) < 0:
+        sys.exit(f"{name} ({os.strerror(ctypes.get_errno())})")
+page = ctypes.c_char.from_buffer(mmap.mmap(-1, 4096))
+file, place = os.memfd_create("ds_tba"), ctypes.addressof(page)
+held = ctypes.create_string_buffer(struct.pack("QIIHhIQQqQII", 0, 0, 0, 1, 0, file, place, 4096, 0, 0, 0, 0))
+pointer = ctypes.c_void_p(ctypes.addressof(held))
+call("io_setup", setup, depth, ctypes.addressof(context))
+call("io_submit", submit, context.value, 1, ctypes.addressof(pointer))
+call("io_pgetevents", wait, context.value, 1, 1, ctypes.addressof(event), 0, 0)
+call("io_destroy", destroy, context.value)
+"""
 
 
-def kernel_obstacle(config: AioConfig, directories: Sequence[Path] = ()) -> str | None:
-    """Return what the op would run into in the kernel, with the repair; None if there is nothing.
-
-    Args:
-        directories: where swap files will be; an empty file is made in each for a moment.
-    """
+def kernel_obstacle(config: AioConfig) -> str | None:
+    """Return what the op would run into in the kernel, with the repair; None if there is nothing."""
     if platform.machine() not in _CALLS:
         return None  # their numbers are not known here
     repair = "let the container's seccomp profile allow io_setup, io_submit, io_pgetevents and io_destroy"
-    if _ends_the_process():
+    arguments = map(str, (*_CALLS[platform.machine()], config.queue_depth))
+    command = [sys.executable, "-I", "-S", "-c", _CHILD, *arguments]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWERS_IN_S)
+    except (OSError, subprocess.TimeoutExpired):  # no process can be started, or not in time: then it is risked
+        return None
+    if asked.returncode < 0:
         return f"a filter of system calls ends processes that use the kernel's aio: {repair}"
-    with suppress(OSError):  # no descriptor, or no such call: the files are asked
-        if refusal := _refused(os.memfd_create("ds_tba"), config.queue_depth):
-            return (
-                f"the kernel refuses {refusal}, without which DeepSpeed's aio op ends the process: {repair}, or raise "
-                "fs.aio-max-nr where that is used up (sysctl fs.aio-max-nr=1048576)"
-            )
-    for directory in directories:
-        with suppress(PathError), closing(SwapFile(directory, IO_ALIGNMENT_BYTES)) as file:  # a run says that better
-            if not file.direct:
-                return f"the file system of {directory} has no O_DIRECT, which aio needs: name another directory"
-            file.reserve_first(IO_ALIGNMENT_BYTES)
-            if refusal := _refused(os.dup(file.fd), config.queue_depth):
-                return f"aio does not work in {directory}: the kernel refuses {refusal}: name another directory"
+    if asked.returncode:
+        refusal = asked.stderr.strip().rpartition("\n")[2]
+        return (
+            f"the kernel refuses {refusal}, without which DeepSpeed's aio op ends the process: {repair}, or raise "
+            "fs.aio-max-nr where that is used up (sysctl fs.aio-max-nr=1048576)"
+        )
     return None
 
 
-def _ends_the_process() -> bool:
-    command = [sys.executable, "-I", "-S", "-c", _CHILD, *map(str, _CALLS[platform.machine()])]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=60).returncode < 0
-    except (OSError, subprocess.TimeoutExpired):  # no process can be started, or not in time: then it is risked
-        return False
-
-
-def _refused(fd: int, queue_depth: int) -> str:
-    """Write a page of a file and read it again; returns what the kernel refused, with its reason. Closes ``fd``."""
-    memory = mmap.mmap(-1, IO_ALIGNMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    page = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    try:
-        for name, code in _answers(fd, page, queue_depth):
-            if code:
-                return f"{name} ({os.strerror(code)})"
-    finally:
-        os.close(fd)
-    return ""
-
-
-def _answers(fd: int, page: int, queue_depth: int) -> Iterator[tuple[str, int]]:
-    """Make each call; yield its name, and its error number or 0."""
-    setup, destroy, submit, wait = _CALLS[platform.machine()]
-    context, event = ctypes.c_ulong(0), ctypes.create_string_buffer(32)
-    timeout = ctypes.create_string_buffer(struct.pack("qq", _LONGEST_WAIT_S, 0))
-    yield "io_setup", _call(setup, queue_depth, ctypes.addressof(context))[1]
-    try:
-        for verb, kind in (("write", _PWRITE), ("read", _PREAD)):
-            request = struct.pack("QIIHhIQQqQII", 0, 0, 0, kind, 0, fd, page, IO_ALIGNMENT_BYTES, 0, 0, 0, 0)
-            held = ctypes.create_string_buffer(request)
-            pointer = ctypes.c_void_p(ctypes.addressof(held))
-            yield f"io_submit of a {verb}", _call(submit, context.value, 1, ctypes.addressof(pointer))[1]
-            found, code = _call(wait, context.value, 1, 1, ctypes.addressof(event), ctypes.addressof(timeout), 0)
-            yield "io_pgetevents", code if found else errno.ETIMEDOUT
-            moved = struct.unpack("QQqq", event.raw)[2]
-            yield f"a {verb}", 0 if moved == IO_ALIGNMENT_BYTES else max(-moved, errno.EIO)
-    finally:
-        if context.value:
-            _call(destroy, context.value)
-
-
-def _call(number: int, *arguments: int) -> tuple[int, int]:
-    """Make a system call; return its result, and its error number or 0."""
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    syscall.restype = ctypes.c_long
-    result = int(syscall(ctypes.c_long(number), *map(ctypes.c_long, arguments)))
-    return result, ctypes.get_errno() if result < 0 else 0
-
-
 def _contexts() -> int:
-    """Count the aio contexts of this process; -1 where the kernel does not tell."""
-    try:
-        return Path("/proc/self/maps").read_bytes().count(b"[aio]")
-    except OSError:
-        return -1
+    """Count the aio contexts of this process."""
+    return Path("/proc/self/maps").read_bytes().count(b"[aio]")
 
 
 def _load_op() -> Any:
@@ -385,7 +272,12 @@ def _load_op() -> Any:
     with redirect_stderr(sys.__stderr__ or sys.stderr):
         if not (is_built() or builder.is_compatible(verbose=False)):  # its compiler check takes a second
             raise BackendUnavailableError(f"backend aio: DeepSpeed's {OP} op cannot be built here. {repair}")
-        _warn_of_build()
+        if lock := lock_that_stays():
+            logger.warning(
+                "%s is there: another process builds DeepSpeed's aio op, and this one waits. If none is building, a "
+                "build was killed: delete that file",
+                lock,
+            )
         try:
             return builder.load(verbose=False)
         except (RuntimeError, ImportError, OSError) as error:

@@ -29,8 +29,8 @@ class IoHandle(ABC):
             TransferError: the request failed or was short, as far as the backend can see.
         """
 
-    def read_again(self, data: torch.Tensor, offset: int) -> None:
-        """:meth:`read` for bytes that failed to come or came wrong, in the way that tells most about the reason.
+    def read_plainly(self, data: torch.Tensor, offset: int) -> None:
+        """:meth:`read` into any memory of staging's kind, in the way that tells most about the reason of a failure.
 
         Raises:
             TransferError: as for :meth:`read`.
@@ -45,18 +45,14 @@ class IoBackend(ABC):
     """A family of handles, and the staging memory that suits them.
 
     Attributes:
+        block_bytes: a transfer reaches the drive in blocks as long, of which each may fail alone.
         stages_on_device: staging is the accelerator's memory, from which this backend reaches the file without host
             memory in between.
-        descriptors_per_handle: file descriptors that a handle holds or opens for a transfer, without the swap file's.
-        remark: what the start-up line must say about how it runs here; empty where there is nothing to say.
     """
 
     name: str
-    alignment_bytes: int
     block_bytes: int
     stages_on_device: bool = False
-    descriptors_per_handle: int = 0
-    remark: str = ""
 
     @abstractmethod
     def open_handle(self, fd: int) -> IoHandle:
@@ -74,7 +70,3 @@ class IoBackend(ABC):
 
     def free_staging(self, staging: torch.Tensor) -> None:  # noqa: B027 - most memory is freed with its tensor
         """Give back what :meth:`allocate_staging` returned."""
-
-    def blocks(self, nbytes: int) -> list[tuple[int, int]]:
-        """Return the (start, end) ranges in which a transfer of ``nbytes`` reaches the drive; each may fail alone."""
-        return [(start, min(start + self.block_bytes, nbytes)) for start in range(0, nbytes, self.block_bytes)]

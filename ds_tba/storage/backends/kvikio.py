@@ -12,35 +12,28 @@ the first transfer, and the cu13 build of cuFile never returns from opening its 
 
 [Note: Names] cuFile opens by its path what it was given as a descriptor. Measured with cuFile 1.15: a file made with
 ``O_TMPFILE`` is refused (error 5019), and so is one that was reopened through ``/proc`` or unlinked (5031, "failed to
-obtain new file descriptor"); once it is registered, the name may go.
-
-[Note: Killed runs] Whoever gives a name holds a lock on the file, which ends with the process. A named file without
-a lock is what a killed run left, and goes when the next one in that directory gives a name.
+obtain new file descriptor"); once it is registered, the name may go. A run that is killed in that moment leaves
+an empty file: no disk space is taken before its handles are open.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import importlib
-import logging
 import os
 import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version
 
-from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.memory import aligned_memory, host_view, huge_page_memory
 from ds_tba.errors import BackendUnavailableError, TransferError
 from ds_tba.storage.backends.base import IoBackend, IoHandle
-
-logger = logging.getLogger(__name__)
 
 # The first whose future ends only when every task has left the buffer, also after an error (parallel_operation.hpp).
 MIN_VERSION = Version("26.10")
@@ -63,20 +56,21 @@ class KvikioBackend(IoBackend):
         device: the training device, such as ``"cuda"``.
         direct: ``"gds"``: refuse to go through host memory.
 
+    Attributes:
+        remark: how it runs here, for the start-up line.
+
     Raises:
         BackendUnavailableError: no driver, no kvikio, or one that is too old; or not ``direct``, with the reason.
     """
 
-    alignment_bytes = IO_ALIGNMENT_BYTES
     block_bytes = TASK_BYTES
-    descriptors_per_handle = 2  # it opens the file with and without O_DIRECT
 
     def __init__(self, lanes: int, device: str, *, direct: bool = False) -> None:
         self.name = "gds" if direct else "kvikio"
         problem = obstacle()
         if problem is not None:
             raise BackendUnavailableError(f"io.backend {self.name}: {problem}; or {_INSTEAD}.")
-        self._kvikio = imported("kvikio")
+        self._kvikio = import_module("kvikio")
         self._device = device
         self._sharers: dict[int, list[_KvikioHandle]] = {}  # of one file, by its descriptor
         why_not = _why_not_direct(self._kvikio.CompatMode, device, insist=direct)
@@ -92,7 +86,7 @@ class KvikioBackend(IoBackend):
             if why_not is None
             else f"compatibility mode, through host memory: {why_not}"
         )
-        modes, defaults = self._kvikio.CompatMode, imported("kvikio.defaults")
+        modes, defaults = self._kvikio.CompatMode, import_module("kvikio.defaults")
         defaults.set(
             {
                 # Never AUTO, which falls back for each file by itself and says nothing.
@@ -136,12 +130,9 @@ class KvikioBackend(IoBackend):
         return staging
 
     def free_staging(self, staging: torch.Tensor) -> None:
-        if not self.stages_on_device:
-            return
-        try:
-            self._kvikio.memory_deregister(staging)
-        except (RuntimeError, OSError) as error:  # at the end of a run: the process gives it back
-            logger.warning("cuFile did not give up staging: %s", error)
+        if self.stages_on_device:
+            with suppress(RuntimeError, OSError):  # at the end of a run: the process gives it back
+                self._kvikio.memory_deregister(staging)
 
 
 class _KvikioHandle(IoHandle):
@@ -197,11 +188,11 @@ def obstacle() -> str | None:
     if problem is not None:
         return f"{problem}: install the driver"
     try:
-        kvikio = imported("kvikio")
+        kvikio = import_module("kvikio")
+    except ModuleNotFoundError as error:
+        return f'kvikio is not installed ({error}): pip install "ds_tba[gds]"'
     except (ImportError, OSError, RuntimeError) as error:  # it loads libcufile and others by hand
         return f"kvikio is installed but does not load ({' '.join(str(error).split())}): install it anew"
-    if kvikio is None:
-        return 'kvikio is not installed: pip install "ds_tba[gds]"'
     if Version(kvikio.__version__) < MIN_VERSION:
         return f'kvikio {kvikio.__version__} is older than {MIN_VERSION}: pip install -U "ds_tba[gds]"'
     return None
@@ -217,7 +208,7 @@ def _why_not_direct(modes: Any, device: str, *, insist: bool) -> str | None:
         return f"the training device is {device}"
     if any(_EXPANDABLE.search(os.environ.get(name, "")) for name in _ALLOCATOR_SETTINGS):
         return "torch allocates in expandable segments, of which cuFile registers one piece only"
-    defaults = imported("kvikio.defaults")
+    defaults = import_module("kvikio.defaults")
     asked = defaults.get("compat_mode")
     if asked == modes.ON:
         return "kvikio's compat_mode was ON already (environment variable KVIKIO_COMPAT_MODE)"
@@ -227,23 +218,9 @@ def _why_not_direct(modes: Any, device: str, *, insist: bool) -> str | None:
     os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")
     if insist or asked == modes.OFF:
         return None
-    if not imported("kvikio.cufile_driver").get("is_gds_available"):
+    if not import_module("kvikio.cufile_driver").get("is_gds_available"):
         return "the kernel module nvidia-fs is not loaded (KVIKIO_COMPAT_MODE=OFF insists)"
     return None
-
-
-def imported(module: str) -> Any:
-    """Import a module; None where it is not installed.
-
-    Raises:
-        ImportError: it is installed and does not load.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module.partition(".")[0]:
-            raise
-        return None
 
 
 # ---- what cuFile wants around it ----
@@ -260,9 +237,6 @@ def named(fd: int, backend: str) -> Iterator[Path]:
         BackendUnavailableError: the file cannot be linked, as without ``O_TMPFILE``.
     """
     directory = Path(os.readlink(f"/proc/self/fd/{fd}")).parent
-    with suppress(OSError):  # no locks on this file system: then nobody can take it for left behind either
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _remove_left_behind(directory)
     path = directory / f"{PREFIX}{uuid.uuid4().hex}"
     descriptors = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -270,8 +244,8 @@ def named(fd: int, backend: str) -> Iterator[Path]:
     except OSError as error:
         raise BackendUnavailableError(
             f"io.backend {backend}: cuFile opens files by their name, and the swap file in {directory} cannot be given "
-            f"one ({error.strerror}), as on a file system without O_TMPFILE: name a directory on another one, or set "
-            '"io": {"backend": "aio"} or "posix", or leave it out.'
+            f"one ({error.strerror}), as on a file system without O_TMPFILE: name a directory on another one, or "
+            f"{_INSTEAD}."
         ) from error
     finally:
         os.close(descriptors)
@@ -279,15 +253,3 @@ def named(fd: int, backend: str) -> Iterator[Path]:
         yield path
     finally:
         path.unlink(missing_ok=True)
-
-
-def _remove_left_behind(directory: Path) -> None:
-    """Remove the files of [Note: Killed runs]."""
-    for path in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # alive, or another user's, or gone already
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(fd)

@@ -6,9 +6,7 @@ import errno
 import logging
 import os
 import resource
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig, OffloadConfig
 from ds_tba.device.memory import can_lock
@@ -19,6 +17,7 @@ from ds_tba.storage.backends.posix import PosixBackend
 
 logger = logging.getLogger(__name__)
 
+DESCRIPTORS_OF_LANE = 2  # kvikio opens the file with and without O_DIRECT; aio opens it once for each transfer
 SPARE_DESCRIPTORS = 32  # for what else opens files later: the report, the data loader, libraries
 
 NAMED = "named in io.backend"
@@ -33,13 +32,7 @@ class Selection:
 
 
 def select_backend(
-    config: OffloadConfig,
-    aio_config: AioConfig,
-    *,
-    zero_uses_nvme: bool,
-    pinned: bool,
-    device: str = "cpu",
-    directories: Sequence[Path] = (),
+    config: OffloadConfig, aio_config: AioConfig, *, zero_uses_nvme: bool, pinned: bool, device: str = "cpu"
 ) -> Selection:
     """Return the backend that the config names, or for ``null`` the one that suits the run.
 
@@ -47,52 +40,61 @@ def select_backend(
         zero_uses_nvme: ZeRO's own NVMe offload is on, so that DeepSpeed builds its aio op anyway.
         pinned: the accelerator pins staging, so that aio need not lock it.
         device: the training device, such as ``"cuda"``.
-        directories: where the swap files will be.
 
     Raises:
         BackendUnavailableError: the named backend cannot run on this machine; says what to install or to set.
         ConfigError: the process may not open as many files as the lanes need.
     """
-    obstacle = None
-    if zero_uses_nvme or config.io.backend == "aio" or (config.io.backend is None and aio.is_offered()):
-        obstacle = aio.abandoned_build()
-        if obstacle is None and (zero_uses_nvme or config.io.backend == "aio" or aio.is_built()):
-            _check_descriptors(config, aio.AioBackend.name, aio.AioBackend.descriptors_per_handle)
-            obstacle = aio.kernel_obstacle(aio_config, directories)
+    _check_descriptors(config)
+    name, lanes, obstacle = config.io.backend, _lanes(config), None
+    if zero_uses_nvme or name in ("aio", None):
+        if not (zero_uses_nvme or name):
+            obstacle = _why_not_unnamed()
+        obstacle = obstacle or aio.kernel_obstacle(aio_config)
         if obstacle is not None and zero_uses_nvme:
             logger.warning("ZeRO's NVMe offload needs DeepSpeed's aio op, which cannot run here: %s", obstacle)
-        obstacle = obstacle or _lock_obstacle(config, aio_config, pinned)
-    if config.io.backend is not None:
-        backend = _named(config, aio_config, obstacle, device)
-        selection = Selection(backend, "; ".join(filter(None, [NAMED, backend.remark])))
-    elif obstacle is not None:
-        selection = Selection(PosixBackend(), obstacle)
-    else:
-        selection = _unnamed(config, aio_config, zero_uses_nvme)
-    _check_descriptors(config, selection.backend.name, selection.backend.descriptors_per_handle)
-    return selection
+        obstacle = obstacle or _lock_obstacle(config, pinned)
+    match name:
+        case "kvikio" | "gds":
+            from ds_tba.storage.backends.kvikio import KvikioBackend
 
-
-def _unnamed(config: OffloadConfig, aio_config: AioConfig, zero_uses_nvme: bool) -> Selection:
-    if not (zero_uses_nvme or aio.is_offered()):
-        return Selection(PosixBackend(), "this program does not import DeepSpeed, whose op aio is")
-    if not (zero_uses_nvme or aio.is_built()):
-        return Selection(PosixBackend(), "DeepSpeed's aio op is not built, and building it takes minutes")
+            backend = KvikioBackend(lanes, device, direct=name == "gds")
+            return Selection(backend, f"{NAMED}; {backend.remark}")
+        case "posix":
+            return Selection(PosixBackend(), NAMED)
+        case "aio" if obstacle is not None:
+            raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
+        case "aio":
+            return Selection(aio.AioBackend(aio_config, lanes), NAMED)
+    if obstacle is not None:
+        return Selection(PosixBackend(), obstacle)
+    uses = "ZeRO's NVMe offload uses DeepSpeed's aio op too" if zero_uses_nvme else "DeepSpeed's aio op is built"
     try:
-        backend = aio.AioBackend(aio_config, _lanes(config) + 1)
+        return Selection(aio.AioBackend(aio_config, lanes), uses)
     except BackendUnavailableError as error:
         return Selection(PosixBackend(), str(error).rstrip("."))
-    uses = "ZeRO's NVMe offload uses DeepSpeed's aio op too" if zero_uses_nvme else "DeepSpeed's aio op is built"
-    return Selection(backend, uses)
+
+
+def _why_not_unnamed() -> str | None:
+    """Say why aio is not taken unless the config names it; None where nothing is against it."""
+    if not aio.is_offered():
+        return "this program does not import DeepSpeed, whose op aio is"
+    if not aio.is_built():
+        return "DeepSpeed's aio op is not built, and building it takes minutes"
+    lock = aio.lock_that_stays()
+    if lock is None:
+        return None
+    return f"loading DeepSpeed's aio op would wait for {lock}: delete that file if no process is building"
 
 
 def _lanes(config: OffloadConfig) -> int:
     return (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
 
 
-def _check_descriptors(config: OffloadConfig, name: str, per_handle: int) -> None:
+def _check_descriptors(config: OffloadConfig) -> None:
     """Refuse what would run into ``RLIMIT_NOFILE``, in mid-run and in whoever opens a file then."""
-    needed = len(config.nvme_paths) + _lanes(config) * per_handle + SPARE_DESCRIPTORS
+    paths, write, read = len(config.nvme_paths), config.io.write_lanes, config.io.read_lanes
+    needed = paths + _lanes(config) * DESCRIPTORS_OF_LANE + SPARE_DESCRIPTORS
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         present = len(os.listdir("/proc/self/fd"))
@@ -100,36 +102,20 @@ def _check_descriptors(config: OffloadConfig, name: str, per_handle: int) -> Non
         if error.errno != errno.EMFILE:
             raise
         present = limit  # not even the one to count them with is left
-    paths, write, read = len(config.nvme_paths), config.io.write_lanes, config.io.read_lanes
     if limit != resource.RLIM_INFINITY and present + needed > limit:
         raise ConfigError(
-            f"{paths} path(s) with {write} write and {read} read lanes need up to {needed} file descriptors (backend "
-            f"{name}, {SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: "
-            f"raise the limit (ulimit -n {present + needed}) or lower io.write_lanes and io.read_lanes."
+            f"{paths} path(s) with {write} write and {read} read lanes need up to {needed} file descriptors "
+            f"({SPARE_DESCRIPTORS} to spare), {present} are open, and this process may have {limit}: raise the limit "
+            f"(ulimit -n {present + needed}) or lower io.write_lanes and io.read_lanes."
         )
 
 
-def _lock_obstacle(config: OffloadConfig, aio_config: AioConfig, pinned: bool) -> str | None:
+def _lock_obstacle(config: OffloadConfig, pinned: bool) -> str | None:
     """Name the limit of locked memory that aio would run into, with the repair; None if it does not."""
-    pages_bytes = IO_ALIGNMENT_BYTES * aio_config.intra_op_parallelism  # of its first write
-    if pinned and not can_lock(pages_bytes):
-        return f"aio locks {pages_bytes} bytes in memory, above this process's limit: raise it (ulimit -l unlimited)"
-    if not (pinned or can_lock(config.io.ring_bytes + pages_bytes)):
-        return (
-            f"aio locks all {config.io.ring_bytes} bytes of staging in memory, and {pages_bytes} more, above this "
-            "process's limit: raise it (ulimit -l unlimited) or set io.staging_bytes to less"
-        )
-    return None
-
-
-def _named(config: OffloadConfig, aio_config: AioConfig, obstacle: str | None, device: str) -> IoBackend:
-    match config.io.backend:
-        case "kvikio" | "gds":
-            from ds_tba.storage.backends.kvikio import KvikioBackend
-
-            return KvikioBackend(_lanes(config), device, direct=config.io.backend == "gds")
-        case "aio" if obstacle is not None:
-            raise BackendUnavailableError(f'io.backend: {obstacle}, or set "backend": "posix".')
-        case "aio":
-            return aio.AioBackend(aio_config, _lanes(config) + 1)
-    return PosixBackend()
+    nbytes = IO_ALIGNMENT_BYTES + (0 if pinned else config.io.ring_bytes)  # a page is of its first write
+    if can_lock(nbytes):
+        return None
+    return (
+        f"aio locks {nbytes} bytes in memory, {'' if pinned else 'most of them staging, '}above this process's limit: "
+        f"raise it (ulimit -l unlimited){'' if pinned else ' or set io.staging_bytes to less'}"
+    )
