@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import math
 import sys
 import threading
@@ -25,12 +24,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-logger = logging.getLogger(__name__)
-
 THREAD_PREFIX = "ds_tba-"  # of the names of our threads
 ANSWERS_BYTES = 4096  # pinned at a time for answers of the device: a page, which is the least that can be
-CUDA_DRIVER = "libcuda.so.1"
-RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # For each version of control groups: where they are mounted, who rules memory, and the files of a group.
 _VERSIONS = (
@@ -106,8 +101,6 @@ class DeviceModule(Protocol):
     def Event(self, **options: bool) -> TimedEvent: ...  # noqa: N802
     def mem_get_info(self, device: int) -> tuple[int, int]: ...
     def memory_stats(self, device: int) -> dict[str, int] | None: ...
-    def memory_allocated(self, device: int) -> int: ...
-    def max_memory_allocated(self, device: int) -> int: ...
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -206,21 +199,13 @@ class DeviceMemoryUse:
         return max(0.0, free_bytes - TEMPORARY_FRACTION * total_bytes)
 
     def levels(self) -> MemoryLevels:
-        module, index = self._module, self._index
-        counts: dict[str, int] = module.memory_stats(index) or {}
+        counts: dict[str, int] = self._module.memory_stats(self._index) or {}
 
-        def in_use(when: str, ask: Callable[[int], int]) -> int:
-            # "active" also has what record_stream() holds; not every allocator counts it.
-            allocated = counts.get(f"allocated_bytes.all.{when}")
-            # Asked only where the counts lack it: PyTorch takes all of them anew to answer that, in each hook.
-            return max(counts.get(f"active_bytes.all.{when}", 0), ask(index) if allocated is None else allocated)
+        def most(when: str) -> int:  # "active" also has what record_stream() holds; not every allocator counts it
+            return max(counts.get(f"{kind}_bytes.all.{when}", 0) for kind in ("active", "allocated"))
 
-        return MemoryLevels(
-            in_use("current", module.memory_allocated),
-            in_use("peak", module.max_memory_allocated),
-            counts.get("reserved_bytes.all.current", 0),
-            counts.get("num_alloc_retries", 0),
-        )
+        reserved_bytes = counts.get("reserved_bytes.all.current", 0)
+        return MemoryLevels(most("current"), most("peak"), reserved_bytes, counts.get("num_alloc_retries", 0))
 
 
 MemoryUse = HostMemoryUse | DeviceMemoryUse
@@ -239,7 +224,6 @@ class MemoryMeter:
         self._now_resident_bytes = resident_bytes
         self._resident_before_bytes = 0
         self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
-        self._retries: float | None = None  # at the first sample; infinite once there was a warning
         self._most_bytes = 0
 
     def sample(self) -> None:
@@ -255,19 +239,6 @@ class MemoryMeter:
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
         self._most_bytes = max(self._most_bytes, others_bytes)
         self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
-        if self._retries is None:
-            self._retries = levels.allocation_retries
-        elif levels.allocation_retries > self._retries:
-            logger.warning(
-                "the device was full %d times, and its allocator gave back all that it kept in reserve (%d bytes in "
-                "use, %d reserved): such steps are slow, and an allocation may fail yet. A smaller "
-                "activation_budget_bytes, smaller micro-batches or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-                "would help",
-                levels.allocation_retries - self._retries,
-                levels.in_use_bytes,
-                levels.reserved_bytes,
-            )
-            self._retries = math.inf
 
     def room_bytes(self) -> float:
         """Return the bytes that saved tensors may hold; see [Note: Room]."""
@@ -453,21 +424,6 @@ class CudaAccelerator(DeviceAccelerator):
     def __init__(self) -> None:
         super().__init__("cuda")
 
-    def enter_thread(self) -> None:
-        """Make it the current device of the calling thread, whose questions to events then spoil no other's capture.
-
-        While any thread captures a graph in the global mode, which is torch's, ``cudaEventQuery`` and others fail in
-        all threads of that mode, and the capture with them (CUDA driver API, cuThreadExchangeStreamCaptureMode).
-        """
-        super().enter_thread()
-        if torch.version.cuda is not None:
-            try:
-                exchange = ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode
-            except (OSError, AttributeError):  # a thread without it works, but for captures elsewhere
-                logger.debug("%s has no cuThreadExchangeStreamCaptureMode", CUDA_DRIVER)
-            else:
-                exchange(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
-
     def is_capturing(self) -> bool:
         return self._module.is_current_stream_capturing()
 
@@ -480,11 +436,7 @@ class CudaAccelerator(DeviceAccelerator):
         return False
 
     def give_pinned_back(self) -> None:
-        empty_cache = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
-        if empty_cache is not None:
-            empty_cache()
-            return
-        with suppress(AttributeError):  # without this name, too, it stays pinned to the end of the process
+        with suppress(AttributeError):  # a PyTorch without it keeps the memory pinned to the end of the process
             torch._C._host_emptyCache()
 
     def new_event(self) -> Event:

@@ -26,7 +26,6 @@ from ds_tba.device.accelerator import (
     CudaAccelerator,
     DeviceAccelerator,
     PinnedAnswers,
-    new_thread,
 )
 from ds_tba.device.copies import Copies
 from ds_tba.errors import ConfigError
@@ -83,32 +82,6 @@ def test_torch_has_every_name_that_is_asked() -> None:
     assert "memory_stats" in asked and not {name for name in asked if not hasattr(torch.cuda, name)}
 
 
-def test_threads_of_ours_spoil_no_capture_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: dict[str, int] = {}
-
-    def exchange(mode: Any) -> None:
-        modes[threading.current_thread().name] = mode._obj.value
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
-    threads = [new_thread(adapted(Api()), lambda: None, f"ours-{number}") for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert modes == {"ours-0": 2, "ours-1": 2}  # and not that of the script
-
-
-def test_a_driver_without_such_modes_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module, "CUDA_DRIVER", "libnothing.so.1")
-    ran: list[int] = []
-    thread = new_thread(adapted(Api()), lambda: ran.append(1), "ours")
-    thread.start()
-    thread.join()
-    assert ran == [1]
-
-
 def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     empty = torch.empty
@@ -123,17 +96,14 @@ def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
 
 
-def test_pinned_memory_goes_back_where_the_name_for_that_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.11, say: without it the memory of a closed engine stays pinned to the end of the process."""
+def test_pinned_memory_goes_back_where_pytorch_can_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that of a closed engine stays pinned to the end of the process."""
     gone: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: gone.append("public"), raising=False)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: gone.append("private"), raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: gone.append("back"), raising=False)
     adapted(Api()).give_pinned_back()
-    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
-    adapted(Api()).give_pinned_back()
-    assert gone == ["public", "private"]
     monkeypatch.delattr(torch._C, "_host_emptyCache")
-    adapted(Api()).give_pinned_back()  # an older one keeps it
+    adapted(Api()).give_pinned_back()
+    assert gone == ["back"]
 
 
 def test_answers_of_the_device_are_cut_from_one_pinned_block() -> None:

@@ -74,12 +74,6 @@ class Devices:
     def memory_stats(self, index: int) -> dict[str, int]:
         return {}
 
-    def memory_allocated(self, index: int) -> int:
-        return 0
-
-    def max_memory_allocated(self, index: int) -> int:
-        return 0
-
     def current_device(self) -> int:
         return getattr(self._local, "device", 0)
 
