@@ -21,7 +21,7 @@ from torch import nn
 from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks
+from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks, innermost_hooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import allocator_advice, is_out_of_memory
@@ -377,16 +377,18 @@ class ActivationOffloader:
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
         is_wanted = self.config.until_backward and torch.is_grad_enabled() and not self.is_closed
-        if not is_wanted or self.cache.is_forked or not OPEN_HOOKS.may_open():
+        if not is_wanted or self.cache.is_forked or innermost_hooks() is not None:  # those of others stay in place
             return
         hooks = self._rooms.saver.after_forward()
         if hooks is not None:
             self._kept[threading.get_ident()] = hooks
-            OPEN_HOOKS.open(hooks, self)
+            OPEN_HOOKS.open(hooks)
 
     def stop_saving(self) -> None:
         """End that: backward begins."""
-        OPEN_HOOKS.close(self)
+        hooks = self._kept.get(threading.get_ident())
+        if hooks is not None:
+            hooks.end()
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Return the context of a whole step in which forwards and backwards of several micro-batches alternate.
