@@ -122,7 +122,7 @@ class Rooms:
             store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
             paths = [path.meter for path in self._tiers.paths]
             self.samples = StepSamples(core.cache.stats, store, paths, self.running, file, core.writer.steps + 1)
-            core.cache.observe(self.samples)
+            core.cache.observe(self.samples.around)
             self._reporter.add(self.samples)
         return self.samples
 
@@ -156,7 +156,7 @@ class Rooms:
         problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
         if problems:
             raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
-        self._core.cache.gate.exclude(self._chosen)
+        self._core.cache.gate.excluded_by = self._chosen.reason
 
     def _open_sites(self) -> Sites:
         from ds_tba.remat.sites import open_sites

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 
 class Placed(Protocol):
@@ -36,9 +36,6 @@ class Placed(Protocol):
     node: int
 
 
-Record = TypeVar("Record", bound=Placed)
-
-
 class Phase(Enum):
     """How far a micro-step has come."""
 
@@ -47,7 +44,7 @@ class Phase(Enum):
     BACKWARD = "something was unpacked"
 
 
-class MicroStep(Generic[Record]):
+class MicroStep:
     """The moved records of one micro-step, in the order in which they were placed.
 
     Attributes:
@@ -61,7 +58,7 @@ class MicroStep(Generic[Record]):
         self.prefetch_distance: Sequence[int] = ()
         self.alive = 0
         self.phase = Phase.FORWARD
-        self._records: list[Record | None] = []
+        self._records: list[Placed | None] = []
         self._forwards: list[int] = []  # index of the first record of each
         self._order: list[int] = []
         self._position: dict[int, int] = {}
@@ -78,7 +75,7 @@ class MicroStep(Generic[Record]):
         self.prefetch_distance = prefetch_distance
         self._forwards.append(len(self._records))
 
-    def add(self, record: Record) -> int:
+    def add(self, record: Placed) -> int:
         """Append a record; return its index."""
         self._records.append(record)
         return len(self._records) - 1
@@ -87,7 +84,7 @@ class MicroStep(Generic[Record]):
         """Forget a record."""
         self._records[index] = None  # else its bytes would live as long as the micro-step
 
-    def read_ahead(self, ask: Callable[[Record], bool], after: int | None = None) -> None:
+    def read_ahead(self, ask: Callable[[Any], bool], after: int | None = None) -> None:
         """Ask for the records that backward will want next; see [Note: Reading ahead].
 
         Args:

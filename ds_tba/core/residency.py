@@ -35,7 +35,7 @@ from ds_tba.core.eligibility import out_of_modes
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import unmodified, whole_storage
-from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
+from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event
 from ds_tba.device.copies import PendingCopy, Release
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
@@ -222,11 +222,6 @@ class Residency(Keeper, Poisoned):
         return found
 
     # ---- records that come and go -------------------------------------------------------------------------------
-
-    def add_kept(self, record: SavedStorage) -> None:
-        """Keep the bytes of a record in device memory until the budget wants the room."""
-        if self.is_limited:
-            self._movable[record] = moment(self._accelerator)
 
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
