@@ -27,11 +27,7 @@ from typing import Any, Protocol
 
 
 class Placed(Protocol):
-    """A record of a micro-step.
-
-    Attributes:
-        node: the sequence number of the node for which backward wants it first.
-    """
+    """A record of a micro-step, with the sequence number of the node for which backward wants it first."""
 
     node: int
 

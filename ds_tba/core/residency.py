@@ -49,7 +49,7 @@ class Residency(Keeper, Poisoned):
 
     It changes only under the lock: ``limit``, ``wait_for``, ``give_way``, ``scratch``, ``end_early`` and ``load`` with
     what that calls take it, and all other methods that change anything are called under it. ``may_wait``,
-    ``is_exceeded_by``, ``loading_bytes`` and ``memory_of`` only read, and are called without it, too.
+    ``is_exceeded_by`` and ``memory_of`` only read, and are called without it, too.
 
     Args:
         stores: where bytes may go that were kept, in order of preference.
@@ -142,12 +142,11 @@ class Residency(Keeper, Poisoned):
     def scratch(self, nbytes: int) -> Iterator[None]:
         """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
         self.wait_for(nbytes)
-        counted_bytes = 0  # until it is counted: an interrupt must take off nothing
+        with self.lock:
+            self.make_room(nbytes)
+            counted_bytes = nbytes if self.is_limited else 0
+            self._gauge.add(counted_bytes)
         try:
-            with self.lock:
-                self.make_room(nbytes)
-                counted_bytes = nbytes if self.is_limited else 0
-                self._gauge.add(counted_bytes)
             yield
         finally:
             with self.lock:
@@ -337,7 +336,8 @@ class Residency(Keeper, Poisoned):
     def _loaded(self, record: SavedStorage) -> Loaded:
         """Load a record, if it is not there; see [Note: Loads]."""
         while True:
-            self.wait_for(self.loading_bytes(record))
+            is_counted = record.loaded is not None or (record in self._ahead and not self._accelerator.is_synchronous)
+            self.wait_for(0 if is_counted else record.nbytes)
             with self.lock:
                 if record.loaded is not None:
                     return record.loaded
@@ -366,13 +366,6 @@ class Residency(Keeper, Poisoned):
         view.record.pending -= view.state.is_pending
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
         self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
-
-    def loading_bytes(self, record: SavedStorage) -> int:
-        """Return the bytes that a load adds to what is counted."""
-        if record.ticket is None or record.loaded is not None:
-            return 0
-        is_counted = record in self._ahead and not self._accelerator.is_synchronous
-        return 0 if is_counted else record.nbytes
 
     def begin_load(self, record: SavedStorage) -> Loading:
         """Have the calling thread load a record, once there is room for its bytes."""

@@ -37,7 +37,6 @@ from ds_tba.core.tensors import (
     base_of,
     counter_of,
     kept,
-    modified,
     next_sequence_number,
     stamp_of,
     unmodified,
@@ -418,8 +417,7 @@ class SavedView:
         if held is not None:
             self.state.is_unpacked = True
             return unmodified(held, self.record.key.version)
-        if not self.is_unmodified:
-            raise modified(self._spec.form, self.record.key.version, self._counter._version)
+        unmodified(self._counter, self.record.key.version, self._spec)
         return self.cache.load(self)
 
     def signature(self) -> ViewSpec:

@@ -45,11 +45,6 @@ class ViewSpec(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> ViewSpec:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    @property
-    def form(self) -> str:
-        """Return the text of :func:`form_of`."""
-        return _form(str(list(self.shape)), self.dtype)
-
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
         """Return the view of ``data`` (uint8, 1-D, as long as the original storage).
 
@@ -187,14 +182,11 @@ def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return sorted(plain, key=lambda one: one.untyped_storage().nbytes(), reverse=True)
 
 
-def form_of(tensor: torch.Tensor) -> str:
+def form_of(one: torch.Tensor | ViewSpec) -> str:
     """Return shape and dtype for people; nested tensors may have no shape, and subclasses are not asked."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _form("nested" if is_ragged(tensor) else str(list(tensor.shape)), tensor.dtype)
-
-
-def _form(shape: str, dtype: torch.dtype) -> str:
-    return f"{shape} {str(dtype).removeprefix('torch.')}"
+        shape = "nested" if isinstance(one, torch.Tensor) and is_ragged(one) else str(list(one.shape))
+        return f"{shape} {str(one.dtype).removeprefix('torch.')}"
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -288,24 +280,22 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
+def unmodified(tensor: torch.Tensor, version: int, spec: ViewSpec | None = None) -> torch.Tensor:
     """Return the tensor, if it is at this version.
 
+    Args:
+        spec: of the tensor whose version counter this is.
+
     Raises:
-        ActivationModifiedError: it is not.
+        ActivationModifiedError: it is not, in autograd's words.
     """
     if tensor._version != version:
-        raise modified(form_of(tensor), version, tensor._version)
+        raise ActivationModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of {form_of(spec or tensor)} is at version {tensor._version}; expected version {version} "
+            "instead. Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
+        )
     return tensor
-
-
-def modified(form: str, saved: int, now: int) -> ActivationModifiedError:
-    """Return the error of a tensor that is not at the version at which it was saved, in autograd's words."""
-    return ActivationModifiedError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of {form} is at version {now}; expected version {saved} instead. "
-        "Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
-    )
 
 
 def with_counter_of(tensor: torch.Tensor, spec: ViewSpec, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ds_tba.errors import IncompatibleError
+
 THREAD_PREFIX = "ds_tba-"  # of the names of our threads
 ANSWERS_BYTES = 4096  # pinned at a time for answers of the device: a page, which is the least that can be
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -373,56 +375,25 @@ class CpuAccelerator(Accelerator):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
 
-class DeviceAccelerator(Accelerator):
-    """An asynchronous device behind torch's module for its kind: the one that is current now.
+class CudaAccelerator(Accelerator):
+    """The CUDA device (or ROCm's, which torch gives the same name) that is current now.
 
     A new thread's current device is the first, whatever the rank, so that streams are asked for by its index.
-
-    Args:
-        kind: name of its kind, such as ``"xpu"``.
     """
 
     is_synchronous = False
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._module: DeviceModule = torch.get_device_module(kind)
+    def __init__(self) -> None:
+        self._module: DeviceModule = torch.get_device_module("cuda")
         self._index = self._module.current_device()
         self.clock = StreamClock(self._module, self._index)
         self.memory = DeviceMemoryUse(self._module, self._index)
 
     def device(self) -> torch.device:
-        return torch.device(self._kind, self._index)
+        return torch.device("cuda", self._index)
 
     def enter_thread(self) -> None:
         self._module.set_device(self._index)
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it. And by
-        # torch: of what DeepSpeed pins under DS_PIN_MEMORY_BACKEND=native CUDA does not know, so that copies block.
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def new_stream(self) -> Stream:
-        return self._module.Stream(device=self._index)
-
-    def current_stream(self) -> Stream:
-        return self._module.current_stream(self._index)
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return self._module.stream(stream)
-
-    def new_event(self) -> Event:
-        return self._module.Event()
-
-    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
-        tensor.record_stream(stream)  # type: ignore[arg-type]  # it is one of torch's here
-
-
-class CudaAccelerator(DeviceAccelerator):
-    """A CUDA device (or one of ROCm, which torch gives the same name)."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
 
     def is_capturing(self) -> bool:
         return self._module.is_current_stream_capturing()
@@ -435,20 +406,43 @@ class CudaAccelerator(DeviceAccelerator):
             return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
         return False
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it. And by
+        # torch: of what DeepSpeed pins under DS_PIN_MEMORY_BACKEND=native CUDA does not know, so that copies block.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
     def give_pinned_back(self) -> None:
         with suppress(AttributeError):  # a PyTorch without it keeps the memory pinned to the end of the process
             torch._C._host_emptyCache()
+
+    def new_stream(self) -> Stream:
+        return self._module.Stream(device=self._index)
+
+    def current_stream(self) -> Stream:
+        return self._module.current_stream(self._index)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return self._module.stream(stream)
 
     def new_event(self) -> Event:
         """Return an event whose waiters sleep, and leave the core to others."""
         return self._module.Event(blocking=True)
 
+    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)  # type: ignore[arg-type]  # it is one of torch's here
+
 
 def accelerator_of(kind: str) -> Accelerator:
-    """Return the accelerator of the current device of a kind, by torch's name for it."""
+    """Return the accelerator of the current device of a kind, by torch's name for it.
+
+    Raises:
+        IncompatibleError: there is none for it.
+    """
     if kind == "cpu":
         return CpuAccelerator()
-    return CudaAccelerator() if kind == "cuda" else DeviceAccelerator(kind)
+    if kind != "cuda":
+        raise IncompatibleError(f"the device is {kind}: ds_tba serves the CPU and CUDA. Train there without it.")
+    return CudaAccelerator()
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:
@@ -490,8 +484,8 @@ class PinnedAnswers:
             self._left.extend(block[at : at + self._elements] for at in range(0, last + 1, self._elements))
 
 
-def moment(accelerator: Accelerator) -> Event:
-    """Record an event on the calling thread's current stream."""
+def moment(accelerator: Accelerator, stream: Stream | None = None) -> Event:
+    """Record an event on a stream, if not another one the calling thread's current one."""
     event = accelerator.new_event()
-    event.record(accelerator.current_stream())
+    event.record(accelerator.current_stream() if stream is None else stream)
     return event

@@ -31,9 +31,7 @@ def follow(accelerator: Accelerator, stream: Stream) -> None:
     """Have the current stream wait for another one, or a copy out may begin before that has filled the memory."""
     present = accelerator.current_stream()
     if stream != present:
-        event = accelerator.new_event()
-        event.record(stream)
-        present.wait_event(event)
+        present.wait_event(moment(accelerator, stream))
 
 
 class PendingCopy:
@@ -104,11 +102,7 @@ class Releases:
         if accelerator.is_synchronous or accelerator.is_capturing():
             self._resident.add(-nbytes)
             return
-        events = []
-        for stream in streams:
-            events.append(accelerator.new_event())
-            events[-1].record(stream)
-        self._pending.append(Release(nbytes, events))
+        self._pending.append(Release(nbytes, [moment(accelerator, stream) for stream in streams]))
         self.nbytes += nbytes
 
     def settle(self) -> None:
@@ -142,11 +136,6 @@ class Arrival:
         self.consumers: list[Stream] = []
         # The host has queued the copy by now. Memory of the user's inference mode, for a measurement, has no version.
         self.version = -1 if data.is_inference() else data._version
-
-    @classmethod
-    def done(cls, data: torch.Tensor) -> Arrival:
-        """Return memory of a synchronous device, which holds its bytes already."""
-        return cls(Accelerator(), data, AT_ONCE, AT_ONCE)
 
     @property
     def is_done(self) -> bool:

@@ -23,12 +23,10 @@ from ds_tba.device import accelerator as module
 from ds_tba.device.accelerator import (
     ANSWERS_BYTES,
     Accelerator,
-    CudaAccelerator,
-    DeviceAccelerator,
     PinnedAnswers,
 )
 from ds_tba.device.copies import Copies
-from ds_tba.errors import ConfigError
+from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.host import HostStore
@@ -38,14 +36,10 @@ MIB = 1 << 20
 
 
 class Api:
-    """DeepSpeed's accelerator, and torch's module for its devices."""
+    """Torch's module for CUDA devices."""
 
-    def __init__(self, name: str = "cuda") -> None:
-        self._name = name
+    def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-
-    def device_name(self) -> str:
-        return self._name
 
     def current_device(self) -> int:
         return 1
@@ -70,11 +64,12 @@ class Api:
 def adapted(api: Api) -> Accelerator:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda kind: api)
-        return module.accelerator_of(api.device_name())
+        return module.accelerator_of("cuda")
 
 
-def test_other_devices_are_as_torch_has_them() -> None:
-    assert type(adapted(Api("xpu"))) is DeviceAccelerator and type(adapted(Api())) is CudaAccelerator
+def test_other_devices_are_refused_by_name() -> None:
+    with pytest.raises(IncompatibleError, match="the device is xpu: ds_tba serves the CPU and CUDA"):
+        module.accelerator_of("xpu")
 
 
 def test_torch_has_every_name_that_is_asked() -> None:
