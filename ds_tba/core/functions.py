@@ -45,11 +45,11 @@ _SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
 _READ = "_ds_tba_read"
 
 
-class _OfThread(threading.local):
-    """The last save of this thread by a Function of the user's.
+class FunctionSaves(threading.local):
+    """The last save of each thread by a Function of the user's, told apart from those of operations.
 
     Attributes:
-        storages: stamps of the storages that it saves.
+        storages: stamps of the storages that it saves; see [Note: Functions of the user].
         number: the sequence number at which autograd packs them.
         is_packed: one of them was packed at that number, so that another number is another operation's.
     """
@@ -58,32 +58,23 @@ class _OfThread(threading.local):
     number = -1
     is_packed = False
 
-
-class FunctionSaves:
-    """The saves by [Note: Functions of the user], told apart from those of operations."""
-
-    def __init__(self) -> None:
-        self._of_thread = _OfThread()
-
     def begin(self, tensors: Iterable[object]) -> None:
         """Note that a Function of the user's saves these tensors."""
-        state = self._of_thread
         with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
             plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
-            state.storages = frozenset(stamp_of(one.untyped_storage()) for one in plain)
-        state.number, state.is_packed = next_sequence_number(), False
+            self.storages = frozenset(stamp_of(one.untyped_storage()) for one in plain)
+        self.number, self.is_packed = next_sequence_number(), False
 
     def saver_of(self, tensor: torch.Tensor) -> int:
         """Return a number of the Function that saves a tensor now, above 0; 0 if an operation does."""
-        state = self._of_thread
-        if not state.storages or not has_plain_storage(tensor):
+        if not self.storages or not has_plain_storage(tensor):
             return 0
         number = next_sequence_number()
-        if state.is_packed and number != state.number:
-            state.storages = frozenset()
+        if self.is_packed and number != self.number:
+            self.storages = frozenset()
             return 0
-        is_of_function = stamp_of(tensor.untyped_storage()) in state.storages
-        state.is_packed |= is_of_function and number == state.number
+        is_of_function = stamp_of(tensor.untyped_storage()) in self.storages
+        self.is_packed |= is_of_function and number == self.number
         return number + 1 if is_of_function else 0
 
 

@@ -121,7 +121,8 @@ class ForwardHooks(saved_tensors_hooks):
     def end(self) -> None:
         """Have them pass everything through from now on, and take them off this thread's stack if they are on top."""
         self.is_over = True
-        take_off(self)
+        if innermost_hooks() == (self.pack_hook, self.unpack_hook):  # never others in their place
+            self.__exit__()
 
 
 # Since PyTorch 2.8, the oldest that is supported: without it nobody can tell whose hooks are the innermost.
@@ -140,12 +141,6 @@ def is_in_checkpoint() -> bool:
     """Return whether autograd hands what is saved at this point to a non-reentrant checkpoint."""
     hooks = innermost_hooks()
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOK)
-
-
-def take_off(hooks: saved_tensors_hooks) -> None:
-    """Take these hooks, if they are the innermost, off this thread's stack."""
-    if innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):  # never others in their place
-        hooks.__exit__()
 
 
 def is_being_compiled() -> bool:
@@ -196,17 +191,17 @@ def _replacement() -> SelectiveCheckpoints | None:
 
 
 @contextmanager
-def _on(hooks: saved_tensors_hooks) -> Iterator[None]:
+def _on(hooks: ForwardHooks) -> Iterator[None]:
     try:
         with hooks:
             yield
     except BaseException:
-        take_off(hooks)  # a signal handler may have raised in their own exit
+        hooks.end()  # a signal handler may have raised in their own exit
         raise
 
 
 @contextmanager
-def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
+def hooks_of_forward(hooks: ForwardHooks) -> Iterator[None]:
     """Open these hooks for a forward; they also get what selective checkpoints save."""
     if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
         with _on(hooks):

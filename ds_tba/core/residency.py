@@ -128,9 +128,8 @@ class Residency(Keeper, Poisoned):
         """Drop what was read ahead, and wait until the device is done with what was let go of."""
         with self.lock:
             self.ends.act()
-            for record in list(self._ahead):
+            for record in (*self._ahead, *self._early):
                 self.evict(record)
-            self._evict_early()
             release = self._releases.oldest
         while release is not None:
             release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
@@ -276,11 +275,8 @@ class Residency(Keeper, Poisoned):
     def end_early(self) -> None:
         """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
         with self.lock:
-            self._evict_early()
-
-    def _evict_early(self) -> None:
-        for record in list(self._early):
-            self.evict(record)
+            for record in list(self._early):
+                self.evict(record)
 
     def evict_if_unpacked(self, record: SavedStorage) -> None:
         """Release loaded bytes that no view waits for: a second backward loads them again."""

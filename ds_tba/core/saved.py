@@ -133,14 +133,14 @@ class Origin(Protocol):
 
     Attributes:
         sources: the storages that it is made of.
+        seconds: that making it took when that was measured; None unless it was found equal.
     """
 
     @property
     def sources(self) -> tuple[StorageKey, ...]: ...
 
     @property
-    def seconds(self) -> float | None:
-        """The seconds that making it took when that was measured; None unless it was found equal."""
+    def seconds(self) -> float | None: ...
 
 
 class SavedStorage(StateMachine):
