@@ -16,7 +16,6 @@ import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -27,7 +26,6 @@ import torch
 from ds_tba.errors import IncompatibleError
 
 THREAD_PREFIX = "ds_tba-"  # of the names of our threads
-ANSWERS_BYTES = 4096  # pinned at a time for answers of the device: a page, which is the least that can be
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # For each version of control groups: where they are mounted, who rules memory, and the files of a group.
 _VERSIONS = (
@@ -459,29 +457,6 @@ def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> 
     # Not a subclass: what Python itself keeps in a Thread differs from version to version.
     # A daemon: interpreter exit must reach our own atexit hook, which stops the lanes in order.
     return threading.Thread(target=on_device, name=name, daemon=True)
-
-
-class PinnedAnswers:
-    """Small pinned tensors into which a device writes what the host will read, cut from one block at a time.
-
-    Pinning waits for the device, and takes a page, however little is asked for. A block is nobody's any more once its
-    last tensor is gone; then the allocator gives it out again, after the copies into it.
-    """
-
-    def __init__(self, accelerator: Accelerator, elements: int, dtype: torch.dtype) -> None:
-        self._accelerator = accelerator
-        self._elements = elements
-        self._dtype = dtype
-        self._left: deque[torch.Tensor] = deque()
-
-    def take(self) -> torch.Tensor:
-        """Return a tensor that nobody else has."""
-        while True:
-            with suppress(IndexError):  # another thread may have taken the last one
-                return self._left.pop()
-            block = self._accelerator.pinned(ANSWERS_BYTES).view(self._dtype)
-            last = block.numel() - self._elements
-            self._left.extend(block[at : at + self._elements] for at in range(0, last + 1, self._elements))
 
 
 def moment(accelerator: Accelerator, stream: Stream | None = None) -> Event:

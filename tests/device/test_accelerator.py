@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +19,7 @@ from torch import Tensor
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator as module
-from ds_tba.device.accelerator import (
-    ANSWERS_BYTES,
-    Accelerator,
-    PinnedAnswers,
-)
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import Copies
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
@@ -99,30 +94,6 @@ def test_pinned_memory_goes_back_where_pytorch_can_do_that(monkeypatch: pytest.M
     monkeypatch.delattr(torch._C, "_host_emptyCache")
     adapted(Api()).give_pinned_back()
     assert gone == ["back"]
-
-
-def test_answers_of_the_device_are_cut_from_one_pinned_block() -> None:
-    device, asked = LateDevice(), list[int]()
-    pinned = device.pinned
-    device.pinned = lambda nbytes: (asked.append(nbytes), pinned(nbytes))[1]  # type: ignore[method-assign]
-    answers = PinnedAnswers(device, 2, torch.bool)
-    block = ANSWERS_BYTES // 2
-    held = [answers.take() for _ in range(block + 1)]
-    assert asked == [ANSWERS_BYTES, ANSWERS_BYTES]
-    assert {(one.numel(), one.dtype) for one in held} == {(2, torch.bool)}
-    assert len({one.data_ptr() for one in held}) == len(held)
-    storages = {one.untyped_storage().data_ptr() for one in held}
-    assert len(storages) == 2
-    device.end()
-
-
-def test_threads_take_no_answer_twice() -> None:
-    device = LateDevice()
-    answers = PinnedAnswers(device, 2, torch.bool)
-    with ThreadPoolExecutor(4) as threads:
-        held = list(threads.map(lambda _: answers.take(), range(5000)))
-    assert len({one.data_ptr() for one in held}) == len(held)
-    device.end()
 
 
 def test_whoever_waits_for_an_event_sleeps() -> None:
