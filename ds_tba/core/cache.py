@@ -64,7 +64,6 @@ from ds_tba.core.saved import (
 from ds_tba.core.tensor_store import TensorStore
 from ds_tba.core.tensors import has_graph, held_memory, nbytes_of, next_sequence_number, own
 from ds_tba.device.accelerator import Accelerator, moment
-from ds_tba.device.copies import follow
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import STAYS, Always, AnyStore, Choice, Policy, Ticket
 
@@ -405,7 +404,9 @@ class TensorCache(Residency):
         elif choice.stores and not record.may_leave:
             record.refusal = Eligibility.NO_GRAPH.value
         elif choice.stores and (held := next((view.held for view in record.holders), None)) is not None:
-            follow(self._accelerator, record.stream)
+            present = self._accelerator.current_stream()
+            if record.stream != present:  # or a copy out may begin before that stream has filled the memory
+                present.wait_event(moment(self._accelerator, record.stream))
             self.offload(record, held, choice)
         elif choice.stores:
             record.refusal = "its storage was exchanged"

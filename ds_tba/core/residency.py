@@ -228,8 +228,7 @@ class Residency(Keeper, Poisoned):
             self._copied.append(record.memory)  # a copy out may still hold it: uncounted, it would pass for free
         else:
             self.uncount(record.memory)
-        if record in self._ahead:
-            self.end_prefetch(record)
+        self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)
 
@@ -292,8 +291,7 @@ class Residency(Keeper, Poisoned):
         if tensor is not None:
             with self.lock:
                 self._use(record, tensor)
-                self.note_unpacked(view)
-                self._read_ahead(view)
+                self._note_unpacked(view)
             return tensor
         try:
             return self._load_once(view)
@@ -303,12 +301,6 @@ class Residency(Keeper, Poisoned):
         # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
         self.give_way()
         return self._load_once(view)
-
-    def _read_ahead(self, view: SavedView) -> None:
-        """Ask for what backward wants after a view; not after a recipe's: a comparison in forward wants it, too."""
-        record = view.record
-        if not view.is_lent:
-            record.micro_step.read_ahead(self.prefetch, after=record.index)
 
     def _use(self, record: SavedStorage, tensor: torch.Tensor) -> None:
         """Note that the current stream uses the storage that was saved, which another one may have saved."""
@@ -325,8 +317,7 @@ class Residency(Keeper, Poisoned):
             unmodified(data, arrival.version)  # an earlier consumer may have written into it
             if view.is_lent:  # or each recipe that wants it would read it again
                 self.add_early(record)
-            self.note_unpacked(view)
-            self._read_ahead(view)
+            self._note_unpacked(view)
         return view.rebuild(data)
 
     def _loaded(self, record: SavedStorage) -> Loaded:
@@ -357,11 +348,14 @@ class Residency(Keeper, Poisoned):
             self.end_load(record, loading, loaded)
         return loaded
 
-    def note_unpacked(self, view: SavedView) -> None:
+    def _note_unpacked(self, view: SavedView) -> None:
         """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
-        view.record.pending -= view.state.is_pending
+        record = view.record
+        record.pending -= view.state.is_pending
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
-        self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
+        self.evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
+        if not view.is_lent:  # else a comparison in forward may want it
+            record.micro_step.read_ahead(self.prefetch, after=record.index)
 
     def begin_load(self, record: SavedStorage) -> Loading:
         """Have the calling thread load a record, once there is room for its bytes."""

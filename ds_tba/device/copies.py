@@ -27,13 +27,6 @@ from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, Stream, momen
 from ds_tba.stats import Gauge
 
 
-def follow(accelerator: Accelerator, stream: Stream) -> None:
-    """Have the current stream wait for another one, or a copy out may begin before that has filled the memory."""
-    present = accelerator.current_stream()
-    if stream != present:
-        present.wait_event(moment(accelerator, stream))
-
-
 class PendingCopy:
     """A copy out of device memory. Holds that memory until the copy is done: see [Note: Ordering]."""
 
@@ -63,9 +56,6 @@ class Release(NamedTuple):
 
     nbytes: int
     events: list[Event]
-
-    def is_passed(self) -> bool:
-        return all(event.query() for event in self.events)
 
     def wait(self) -> None:
         """Block the calling host thread until the streams have come so far."""
@@ -107,7 +97,7 @@ class Releases:
 
     def settle(self) -> None:
         """Count no longer what is free by now. Never blocks."""
-        while self._pending and self._pending[0].is_passed():
+        while self._pending and all(event.query() for event in self._pending[0].events):
             nbytes = self._pending.popleft().nbytes
             self.nbytes -= nbytes
             self._resident.add(-nbytes)
