@@ -19,7 +19,7 @@ from torch import nn
 from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
 from ds_tba.core.hooks import skip_frames
 from ds_tba.core.tensors import mark_all_owned
-from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
+from ds_tba.device.accelerator import Accelerator, accelerator_of
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import agree, agreement, machine, on_all_ranks, own_rank
@@ -198,17 +198,12 @@ def _device_of(model: nn.Module | None, named: object) -> torch.device:
 
 
 def _accelerator_of(device: torch.device) -> Accelerator:
-    if device.type == "cpu":
-        return CpuAccelerator()
     if device.type != "cuda":
-        raise IncompatibleError(
-            f"the device is {device}: without DeepSpeed ds_tba.Offloader serves the CPU and CUDA. Train under "
-            'DeepSpeed, with the block "activation_nvme_offload" in its config.'
-        )
+        return accelerator_of(device.type)
     if (device.index or 0) >= torch.cuda.device_count():
         raise IncompatibleError(
             f"the device is {device}, and this process sees {torch.cuda.device_count()} CUDA devices: name one that "
             "is there, or look at CUDA_VISIBLE_DEVICES and torch.cuda.is_available()."
         )
     with torch.cuda.device(device):  # the accelerator is of the device that is current
-        return CudaAccelerator()
+        return accelerator_of("cuda")

@@ -21,7 +21,7 @@ from torch import nn
 from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks
+from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks, innermost_hooks
 from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import allocator_advice, is_out_of_memory
@@ -122,7 +122,7 @@ class Rooms:
             store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
             paths = [path.meter for path in self._tiers.paths]
             self.samples = StepSamples(core.cache.stats, store, paths, self.running, file, core.writer.steps + 1)
-            core.cache.observe(self.samples)
+            core.cache.observe(self.samples.around)
             self._reporter.add(self.samples)
         return self.samples
 
@@ -156,7 +156,7 @@ class Rooms:
         problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
         if problems:
             raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
-        self._core.cache.gate.exclude(self._chosen)
+        self._core.cache.gate.excluded_by = self._chosen.reason
 
     def _open_sites(self) -> Sites:
         from ds_tba.remat.sites import open_sites
@@ -377,16 +377,18 @@ class ActivationOffloader:
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
         is_wanted = self.config.until_backward and torch.is_grad_enabled() and not self.is_closed
-        if not is_wanted or self.cache.is_forked or not OPEN_HOOKS.may_open():
+        if not is_wanted or self.cache.is_forked or innermost_hooks() is not None:  # those of others stay in place
             return
         hooks = self._rooms.saver.after_forward()
         if hooks is not None:
             self._kept[threading.get_ident()] = hooks
-            OPEN_HOOKS.open(hooks, self)
+            OPEN_HOOKS.open(hooks)
 
     def stop_saving(self) -> None:
         """End that: backward begins."""
-        OPEN_HOOKS.close(self)
+        hooks = self._kept.get(threading.get_ident())
+        if hooks is not None:
+            hooks.end()
 
     def interleaving(self) -> AbstractContextManager[None]:
         """Return the context of a whole step in which forwards and backwards of several micro-batches alternate.

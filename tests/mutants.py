@@ -159,7 +159,7 @@ MUTANTS = [
     Mutant("a recipe does not hold its operands", REMAT,
            "            return recipe.bound()\n", "            return recipe\n", "tests/remat/test_sites.py"),
     Mutant("a second consumer does not wait for what was made again", REMAT,
-           "Arrival(accelerator, made, moment(accelerator), accelerator.current_stream())", "Arrival.done(made)",
+           "made, moment(accelerator), accelerator", "made, accelerator.new_event(), accelerator",
            "tests/remat/test_sites.py"),
     Mutant("two threads load one record", "ds_tba/core/residency.py",
            "record.loading or self.begin_load(record)", "self.begin_load(record)",

@@ -61,7 +61,7 @@ NAMES = [
     Name("._indices", "the memory of sparse tensors: it would count as 0 bytes", "torch.Tensor._indices"),
     Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),
     Name("torch._C._storage_Use_Count", ALL),
-    Name("torch._C._host_emptyCache", "pinned memory of closed engines, where PyTorch has no public name for it",
+    Name("torch._C._host_emptyCache", "pinned memory of closed engines: it stays pinned",
          "source of torch.cuda.graphs"),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", ALL),
     Name("torch._C._dispatch_keys", ALL),

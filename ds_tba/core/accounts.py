@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import uuid
 from abc import ABC, abstractmethod
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ class CountedMemory:
         savers: records and tensors for which autograd would hold the storage without us, also once the memory is free.
         saved_bytes: of the largest of them.
         consumers: streams that may still use the memory when the host lets go of it.
-        lent: how many of the users belong to recipes.
+        lent: how many of the users belong to recipes, which make another storage from these bytes.
         is_watched: the end of the storage is told, since a user does not hold it.
         is_of_function: a custom Function has saved the storage, so that nothing is rematerialized from it.
     """
@@ -44,11 +43,6 @@ class CountedMemory:
 
     def __init__(self) -> None:
         self.consumers: list[Stream] = []
-
-    @property
-    def is_operand(self) -> bool:
-        """True if a recipe makes another storage from these bytes, so that nobody else may write into them."""
-        return self.lent > 0
 
     def save(self, nbytes: int) -> int:
         """Add a saver; return the bytes that this adds."""
@@ -70,15 +64,13 @@ class CountedGone(Notice):
     """Tells the end of a tensor without a record that had this memory counted.
 
     Attributes:
-        micro_step: that has saved it; None where autograd has not.
-        is_lent: it belongs to a recipe.
+        micro_step: that has saved it; None where autograd has not, so that it belongs to a recipe.
     """
 
-    __slots__ = ("is_lent", "memory", "micro_step")
+    __slots__ = ("memory", "micro_step")
 
     memory: CountedMemory
-    micro_step: MicroStep[Any] | None
-    is_lent: bool
+    micro_step: MicroStep | None
 
 
 class MemoryGone(Notice):
@@ -108,7 +100,7 @@ class Accounts(ABC):
     def __init__(self, device: torch.device, accelerator: Accelerator) -> None:
         self.lock = threading.Lock()
         self.meter = CacheStats()
-        self.ends: Ends[Notice] = Ends(self.finalize)
+        self.ends = Ends(self.finalize)
         self.is_limited = False
         self._account = f"_ds_tba_account_{uuid.uuid4().hex}"  # attribute of storages; two engines may save one
         self._gauge = self.meter.resident
@@ -120,11 +112,6 @@ class Accounts(ABC):
     @abstractmethod
     def finalize(self, gone: Notice) -> None:
         """Act on the end of a view, a counted tensor, or a storage. Called under the lock."""
-
-    @property
-    @abstractmethod
-    def may_wait(self) -> bool:
-        """True if anything may have to be waited for, or moved, before more is counted."""
 
     @abstractmethod
     def wait_for(self, nbytes: int) -> bool:
@@ -145,7 +132,7 @@ class Accounts(ABC):
         Args:
             storage: that the user holds, or :meth:`count_until_free` is told of; None for memory without one.
         """
-        memory = self.memory_of(storage)
+        memory: CountedMemory | None = getattr(storage, self._account, None)
         if memory is None:
             memory = CountedMemory()
             if storage is not None:
@@ -164,7 +151,7 @@ class Accounts(ABC):
         storage: torch.UntypedStorage | None,
         nbytes: int,
         reason: str,
-        micro_step: MicroStep[Any] | None,
+        micro_step: MicroStep | None,
     ) -> CountedMemory:
         """Count a tensor that is kept, without a record, as ``nbytes`` of its storage.
 
@@ -173,20 +160,27 @@ class Accounts(ABC):
             reason: in the report's words.
             micro_step: that saves it; None for a tensor of ours, which autograd has not saved.
         """
-        if self.may_wait:
+        if self.is_limited or self._releases.nbytes:
             self.wait_for(nbytes)
         with self.lock:
             if self.ends.left:
                 self.ends.act()
             memory = self.count(storage, nbytes)
-            notice = self.ends.watch(user, CountedGone)
-            notice.memory, notice.micro_step, notice.is_lent = memory, micro_step, False
+            self.watch_user(user, memory, micro_step)
             if micro_step is not None:
-                micro_step.alive += 1
                 added_bytes = memory.save(nbytes)
                 self.meter.saved.add(added_bytes)
                 self.meter.kept_bytes[reason] += added_bytes
         return memory
+
+    def watch_user(self, user: object, memory: CountedMemory, micro_step: MicroStep | None) -> None:
+        """Have the end of a user without a record end its count; see :meth:`count_kept`."""
+        notice = self.ends.watch(user, CountedGone)
+        notice.memory, notice.micro_step = memory, micro_step
+        if micro_step is None:
+            memory.lent += 1
+        else:
+            micro_step.alive += 1
 
     def count_until_free(self, storage: torch.UntypedStorage) -> None:
         """Count the memory of a storage no longer than until it is free: a user does not hold it."""

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,9 +48,9 @@ from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
     NO_INDEX,
+    Around,
     Held,
     Hooks,
-    HooksObserver,
     Origin,
     PassedThrough,
     RecordState,
@@ -63,8 +63,7 @@ from ds_tba.core.saved import (
 )
 from ds_tba.core.tensor_store import TensorStore
 from ds_tba.core.tensors import has_graph, held_memory, nbytes_of, next_sequence_number, own
-from ds_tba.device.accelerator import Accelerator
-from ds_tba.device.copies import follow
+from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import STAYS, Always, AnyStore, Choice, Policy, Ticket
 
@@ -84,7 +83,7 @@ class Forward:
         by_key: records of the storages saved in it; those of earlier forwards are found no more, but live on.
     """
 
-    micro_step: MicroStep[SavedStorage]
+    micro_step: MicroStep
     policy: Policy
     is_recorded: bool = False
     by_key: dict[StorageKey, SavedStorage] = field(default_factory=dict)
@@ -132,7 +131,7 @@ class TensorCache(Residency):
         self.forward = Forward(MicroStep(), self._default_policy)
         self._live_records = 0
         self.rematerialization: TensorStore[Any] | None = None
-        self._observers: list[HooksObserver] = []
+        self._observers: list[Around] = []
         self._function_saves = keep_originals()
         self._of_thread = _OfThread()
 
@@ -164,7 +163,7 @@ class TensorCache(Residency):
     def saving(
         self,
         policy: Policy | None = None,
-        around: Callable[[Hooks], Hooks] | None = None,
+        around: Around | None = None,
         prefetch_distance: Sequence[int] = (),
         *,
         continues: bool = False,
@@ -192,7 +191,7 @@ class TensorCache(Residency):
     @poisons
     def _begin_forward(
         self, policy: Policy, prefetch_distance: Sequence[int], *, continues: bool, is_recorded: bool
-    ) -> MicroStep[SavedStorage]:
+    ) -> MicroStep:
         if self.rematerialization is not None:
             self.rematerialization.begin_forward()
         with self.lock:
@@ -208,7 +207,7 @@ class TensorCache(Residency):
         return step
 
     @poisons
-    def after_forward(self, around: Callable[[Hooks], Hooks] | None = None) -> ForwardHooks | None:
+    def after_forward(self, around: Around | None = None) -> ForwardHooks | None:
         """Return hooks for what is saved between the last forward and its backward; None where that is not known.
 
         Nothing is shared with the forward: who comes after it may have changed bytes that no version tells of.
@@ -222,12 +221,11 @@ class TensorCache(Residency):
             self.rematerialization.begin_forward()
         return self._hooks(step, around)
 
-    def _hooks(self, step: MicroStep[SavedStorage], around: Callable[[Hooks], Hooks] | None) -> ForwardHooks:
+    def _hooks(self, step: MicroStep, around: Around | None) -> ForwardHooks:
         hooks: Hooks = (self.pack, partial(self.unpack, step))
-        for observer in self._observers:
-            hooks = observer.around(hooks)
-        pack, unpack = hooks if around is None else around(hooks)
-        return ForwardHooks(pack, unpack)
+        for one in self._observers if around is None else (*self._observers, around):
+            hooks = one(hooks)
+        return ForwardHooks(*hooks)
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
@@ -281,13 +279,14 @@ class TensorCache(Residency):
             if why is Eligibility.PARAMETER:
                 self.meter.passed_through_tensors += 1
                 return PassedThrough(tensor)
-            if why is Eligibility.ELIGIBLE:
-                return self._save(tensor)
             if why in _FOREIGN:
                 self.meter.kept_bytes[why.value] += nbytes_of(tensor)
                 return PassedThrough(tensor)
+            function = self._function_saves.saver_of(tensor)
+            if why is Eligibility.ELIGIBLE:
+                return self._save(tensor, function)
             reason = self.gate.excluded_by() if why is Eligibility.EXCLUDED else why.value
-            return self._keep(tensor, why, reason, self._function_saves.saver_of(tensor))
+            return self._keep(tensor, why, reason, function)
         except BaseException as error:
             self.note_exception(error)
             raise
@@ -313,40 +312,28 @@ class TensorCache(Residency):
             self.rematerialization.note(tensor, counted)
         return counted
 
-    def _save(self, tensor: torch.Tensor) -> SavedView | SavedCounted:
-        key = StorageKey.of(tensor, self._function_saves.saver_of(tensor))
+    def _save(self, tensor: torch.Tensor, function: int) -> SavedView | SavedCounted:
         forward, first = self.forward, self.rematerialization
-        view: SavedView | None = None
+        if not (self.issuers or forward.is_recorded):  # nothing can leave, and nobody need know the storage again
+            return self._keep(tensor, Eligibility.ELIGIBLE, STAYS.reason, function)
+        key, choice = StorageKey.of(tensor, function), STAYS
+        origin: Origin | None = None
+        ticket: Ticket | None = None
         with self.lock:
             if self.ends.left:
                 self.ends.act()
-            record = forward.by_key.get(key)
-            choice = STAYS if record is not None else forward.policy.choose(key, key.nbytes)
+            is_new = key not in forward.by_key
+            if is_new:
+                choice = forward.policy.choose(key, key.nbytes)
+        if is_new:
             may_move = choice.stores or self.is_limited or forward.is_recorded
-            stays = record is None and not may_move and (first is None or not choice.rematerialize)
-            if not stays and (record is not None or (first is None and not self.may_wait)):
-                view = self._add_view(record or self._add(forward, tensor, key, choice), tensor)
-        if stays:
-            return self._keep(tensor, Eligibility.ELIGIBLE, choice.reason, key.function)
-        if view is None:  # something may have to be proven or waited for first
-            view = self._save_slowly(forward, tensor, key, choice)
-        if not self._accelerator.is_synchronous:
-            # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
-            self._accelerator.share(tensor, self._accelerator.current_stream())
-        if first is not None:
-            first.note(tensor, view)
-        return view
-
-    def _save_slowly(self, forward: Forward, tensor: torch.Tensor, key: StorageKey, choice: Choice) -> SavedView:
-        """Save a storage that may be rematerialized, or for which there may be no room."""
-        origin: Origin | None = None
-        ticket: Ticket | None = None
-        first = self.rematerialization
-        if first is not None:
-            first.settle()
-            if not key.function and (choice.rematerialize or forward.is_recorded):
-                origin, ticket = first.take(tensor, is_wanted=choice.rematerialize)
-        self.wait_for(key.nbytes)
+            if not may_move and (first is None or not choice.rematerialize):
+                return self._keep(tensor, Eligibility.ELIGIBLE, choice.reason, function)
+            if first is not None:
+                first.settle()
+                if not function and (choice.rematerialize or forward.is_recorded):
+                    origin, ticket = first.take(tensor, is_wanted=choice.rematerialize)
+            self.wait_for(key.nbytes)
         with self.lock:
             record = forward.by_key.get(key)
             if record is None:
@@ -354,7 +341,13 @@ class TensorCache(Residency):
                 record.origin = origin
             elif ticket is not None:  # another thread has saved it meanwhile
                 ticket.store.release(ticket)
-            return self._add_view(record, tensor)
+            view = self._add_view(record, tensor)
+        if not self._accelerator.is_synchronous:
+            # Autograd would have held it for longer than this stream uses it, which need not be the one that made it.
+            self._accelerator.share(tensor, self._accelerator.current_stream())
+        if first is not None:
+            first.note(tensor, view)
+        return view
 
     def _add_view(self, record: SavedStorage, tensor: torch.Tensor) -> SavedView:
         """Enter one more view of a storage."""
@@ -411,19 +404,22 @@ class TensorCache(Residency):
         elif choice.stores and not record.may_leave:
             record.refusal = Eligibility.NO_GRAPH.value
         elif choice.stores and (held := next((view.held for view in record.holders), None)) is not None:
-            follow(self._accelerator, record.stream)
+            present = self._accelerator.current_stream()
+            if record.stream != present:  # or a copy out may begin before that stream has filled the memory
+                present.wait_event(moment(self._accelerator, record.stream))
             self.offload(record, held, choice)
         elif choice.stores:
             record.refusal = "its storage was exchanged"
         if record.is_kept:
             self.meter.kept_bytes[record.refusal or choice.reason] += record.nbytes
-            self.add_kept(record)
+            if self.is_limited:  # until the budget wants the room
+                self._movable[record] = moment(self._accelerator)
         else:
             record.index = record.micro_step.add(record)
 
     # ---- unpack -------------------------------------------------------------------------------------------------
 
-    def unpack(self, micro_step: MicroStep[SavedStorage], held: Held) -> torch.Tensor:
+    def unpack(self, micro_step: MicroStep, held: Held) -> torch.Tensor:
         """Return the tensor for which ``held`` stands: autograd's unpack hook.
 
         Raises:
@@ -445,7 +441,7 @@ class TensorCache(Residency):
                     self.ends.act()  # what is gone makes room for what comes
             # First of all: backward waits for this read, and for no read ahead.
             tensor = held.restore()
-            if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.is_operand:
+            if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.lent:
                 tensor = own(tensor)  # or what the Function writes would be the bytes of a recipe's operand
             if micro_step.phase is Phase.WAITING:
                 with self.lock:
@@ -464,7 +460,7 @@ class TensorCache(Residency):
 
     # ---- for the offloader and the controller -------------------------------------------------------------------
 
-    def observe(self, observer: HooksObserver) -> None:
+    def observe(self, observer: Around) -> None:
         """Have an observer make the hooks of each forward from now on from those that there are."""
         self._observers.append(observer)
 
@@ -480,19 +476,21 @@ class TensorCache(Residency):
     # ---- the ends of records ------------------------------------------------------------------------------------
 
     def finalize(self, gone: Notice) -> None:
-        if isinstance(gone, MemoryGone):
-            self.free(gone.memory)
-        elif isinstance(gone, CountedGone):
-            gone.memory.lent -= gone.is_lent
-            if gone.micro_step is not None:
+        if isinstance(gone, CountedGone):
+            if gone.micro_step is None:
+                gone.memory.lent -= 1
+            else:
                 gone.micro_step.alive -= 1
                 self.meter.saved.add(-gone.memory.unsave())
             self.uncount(gone.memory)
+        elif isinstance(gone, MemoryGone):
+            self.free(gone.memory)
         elif isinstance(gone, ViewGone):
-            gone.record.pending -= gone.is_pending
-            self._end_view(gone.record, is_lent=gone.is_lent)
+            self._end_view(gone)
 
-    def _end_view(self, record: SavedStorage, *, is_lent: bool) -> None:
+    def _end_view(self, gone: ViewGone) -> None:
+        record, is_lent = gone.record, gone.is_lent
+        record.pending -= gone.is_pending
         record.views -= 1
         record.lent -= is_lent
         record.memory.lent -= is_lent

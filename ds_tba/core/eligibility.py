@@ -5,9 +5,9 @@ Knows tensors, the device and the user's modes; does not know the cache, nor whe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import Protocol
 
 import torch
 from torch.autograd.graph import Node
@@ -41,14 +41,6 @@ class Eligibility(Enum):
     __hash__ = object.__hash__  # Enum's is a Python function, which each saved tensor would call
 
 
-class Exclusion(Protocol):
-    """Says which saved tensors may not leave device memory, by more than a tensor shows."""
-
-    def reason(self) -> str:
-        """Return why the tensor that this thread saves now may not leave; empty if it may."""
-        ...
-
-
 class Gate:
     """Says which saved tensors of a cache may leave device memory.
 
@@ -56,23 +48,19 @@ class Gate:
         device: the training device, with its index; a tensor elsewhere costs none of its memory.
         min_tensor_bytes: storages smaller than this are kept.
         accelerator: of that device.
+
+    Attributes:
+        excluded_by: tells why the tensor that this thread saves now may not leave, by more than a tensor shows; empty
+            if it may. Who sets it has such tensors kept as they are, neither offloaded nor rematerialized.
     """
 
     def __init__(self, device: torch.device, min_tensor_bytes: int, accelerator: Accelerator) -> None:
         self._device = device
         self._min_tensor_bytes = min_tensor_bytes
         self._accelerator = accelerator
-        self._exclusion: Exclusion | None = None
+        self.excluded_by: Callable[[], str] = lambda: ""
         with torch.inference_mode(False), out_of_modes():
             self._plain_keys = torch._C._dispatch_keys(torch.empty(0, device=device))
-
-    def exclude(self, exclusion: Exclusion) -> None:
-        """Keep what is excluded as it is from now on: it is neither offloaded nor rematerialized."""
-        self._exclusion = exclusion
-
-    def excluded_by(self) -> str:
-        """Return why the tensor that this thread saves now may not leave, whatever it is; empty if it may."""
-        return "" if self._exclusion is None else self._exclusion.reason()
 
     def judge(self, tensor: torch.Tensor, *, acts: bool, casts_stay: bool) -> Eligibility:
         """Return whether a tensor that is saved now may leave device memory.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 
 class Notice(weakref.ref[Any]):
@@ -28,11 +28,10 @@ class Notice(weakref.ref[Any]):
     __slots__ = ()
 
 
-AnyNotice = TypeVar("AnyNotice", bound=Notice)
 OneNotice = TypeVar("OneNotice", bound=Notice)
 
 
-class Ends(Generic[AnyNotice]):
+class Ends:
     """The ends of watched objects that nobody has acted on yet.
 
     Args:
@@ -42,9 +41,9 @@ class Ends(Generic[AnyNotice]):
         left: the notices of objects that are gone; empty if there is nothing to act on.
     """
 
-    def __init__(self, act_on: Callable[[AnyNotice], None]) -> None:
+    def __init__(self, act_on: Callable[[Any], None]) -> None:
         self._act_on = act_on
-        self.left: deque[AnyNotice] = deque()
+        self.left: deque[Notice] = deque()
         self._tell: Callable[[Any], None] = self.left.append
         self._watched: set[Notice] = set()  # a weak reference that is gone itself tells nobody
 

@@ -23,7 +23,6 @@ was saved. Nobody else refers to that object either, so a backward that returns 
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
@@ -46,11 +45,11 @@ _SAVED_TENSORS, _OLD_NAME = "saved_tensors", "saved_variables"
 _READ = "_ds_tba_read"
 
 
-class _OfThread(threading.local):
-    """The last save of this thread by a Function of the user's.
+class FunctionSaves(threading.local):
+    """The last save of each thread by a Function of the user's, told apart from those of operations.
 
     Attributes:
-        storages: stamps of the storages that it saves.
+        storages: stamps of the storages that it saves; see [Note: Functions of the user].
         number: the sequence number at which autograd packs them.
         is_packed: one of them was packed at that number, so that another number is another operation's.
     """
@@ -59,32 +58,23 @@ class _OfThread(threading.local):
     number = -1
     is_packed = False
 
-
-class FunctionSaves:
-    """The saves by [Note: Functions of the user], told apart from those of operations."""
-
-    def __init__(self) -> None:
-        self._of_thread = _OfThread()
-
     def begin(self, tensors: Iterable[object]) -> None:
         """Note that a Function of the user's saves these tensors."""
-        state = self._of_thread
         with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
             plain = [one for one in tensors if isinstance(one, torch.Tensor) and has_plain_storage(one)]
-            state.storages = frozenset(stamp_of(one.untyped_storage()) for one in plain)
-        state.number, state.is_packed = next_sequence_number(), False
+            self.storages = frozenset(stamp_of(one.untyped_storage()) for one in plain)
+        self.number, self.is_packed = next_sequence_number(), False
 
     def saver_of(self, tensor: torch.Tensor) -> int:
         """Return a number of the Function that saves a tensor now, above 0; 0 if an operation does."""
-        state = self._of_thread
-        if not state.storages or not has_plain_storage(tensor):
+        if not self.storages or not has_plain_storage(tensor):
             return 0
         number = next_sequence_number()
-        if state.is_packed and number != state.number:
-            state.storages = frozenset()
+        if self.is_packed and number != self.number:
+            self.storages = frozenset()
             return 0
-        is_of_function = stamp_of(tensor.untyped_storage()) in state.storages
-        state.is_packed |= is_of_function and number == state.number
+        is_of_function = stamp_of(tensor.untyped_storage()) in self.storages
+        self.is_packed |= is_of_function and number == self.number
         return number + 1 if is_of_function else 0
 
 
@@ -112,8 +102,8 @@ class SavedTensors:
             return found
         with torch._C.DisableTorchFunction():  # a subclass may raise for what it does not know
             originals = with_originals(found, held)
-            made = [weakref.ref(one) for one, data in zip(originals, held, strict=True) if _is_made(one, data)]
-        vars(ctx).setdefault(_READ, []).extend(made)
+            read = [weakref.ref(one) for one in originals if isinstance(one, torch.Tensor)]
+        vars(ctx).setdefault(_READ, []).extend(read)
         return originals
 
 
@@ -122,8 +112,8 @@ def keep_originals() -> FunctionSaves:
     present = BackwardCFunction.__dict__.get(_SAVED_TENSORS)
     if not isinstance(present, SavedTensors):  # once for all engines, or ours would be wrapped in ours
         present = SavedTensors(getattr(BackwardCFunction, _SAVED_TENSORS))
-        setattr(BackwardCFunction, _SAVED_TENSORS, present)
-        setattr(BackwardCFunction, _OLD_NAME, property(_by_old_name))  # or reads by it would go around ours
+        for name in (_SAVED_TENSORS, _OLD_NAME):  # or reads by the other would go around ours
+            setattr(BackwardCFunction, name, present)
         for name in ("apply", "apply_boxed"):
             if hasattr(BackwardCFunction, name):
                 setattr(BackwardCFunction, name, _returning_own_memory(getattr(BackwardCFunction, name)))
@@ -135,8 +125,8 @@ def keep_originals() -> FunctionSaves:
 def _returning_own_memory(builtin: Callable[..., Any]) -> Callable[..., Any]:
     """Return a Function's backward that returns none of the tensors that :class:`SavedTensors` gave to it.
 
-    Autograd would take their memory for ``.grad``, because nobody else refers to them; but the tensor that was saved,
-    or another read of it, may have it, and they may have the version counter by which in-place changes are noticed.
+    Autograd would take their memory for ``.grad``, if nobody else refers to them; but the tensor that was saved, or
+    another read of it, may have it, and they may have the version counter by which in-place changes are noticed.
     """
 
     @wraps(builtin)
@@ -154,19 +144,8 @@ def _returning_own_memory(builtin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _own_memory(gradient: Any, read: Sequence[weakref.ref[torch.Tensor]]) -> Any:
-    if not any(one() is gradient for one in read) or not isinstance(gradient, torch.Tensor):
-        return gradient
-    if has_plain_storage(gradient):
-        storage = gradient.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) <= 2:  # the gradient's and this one: it was loaded for it alone
-            return gradient.data
-    return own(gradient)
-
-
-def _by_old_name(ctx: Any) -> object:
-    """Return ``ctx.saved_tensors`` for ``ctx.saved_variables``, which PyTorch still has; with the warning of that."""
-    warnings.warn("'saved_variables' is deprecated; use 'saved_tensors'", DeprecationWarning, stacklevel=2)
-    return ctx.saved_tensors
+    is_read = isinstance(gradient, torch.Tensor) and any(one() is gradient for one in read)
+    return own(gradient) if is_read else gradient
 
 
 def _note_saves(saves: FunctionSaves) -> None:
@@ -216,9 +195,3 @@ def _original(one: Any, data: object) -> Any:
     if held.attributes:
         vars(one).update({**held.attributes, **vars(one)})  # a wrapper has parts of its own
     return one
-
-
-def _is_made(one: Any, data: object) -> bool:
-    """Return whether a saved tensor is an object that was made for the read, and not the one that was saved."""
-    held = held_of(data)
-    return held is not None and isinstance(one, torch.Tensor) and one is not held.held

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -66,8 +65,8 @@ def skip_frames(functions: Iterable[Any]) -> None:
     """
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if skip_code is not None:
-        ours = (uncompiled, is_being_compiled, Seam.pack, Seam.unpack, SelectiveCheckpoints.__call__)
-        for function in (*ours, *functions):
+        ours = (uncompiled, is_being_compiled, SelectiveCheckpoints.__call__)
+        for function in (*ours, ForwardHooks.pack_hook, ForwardHooks.unpack_hook, *functions):
             skip_code(function.__code__)
 
 
@@ -82,13 +81,11 @@ def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
 
 def uncompiled_hooks(pack: Pack, unpack: Unpack) -> saved_tensors_hooks:
     """Saved-tensor hooks that ``torch.compile`` leaves alone."""
-    if "torch._dynamo" not in sys.modules:
-        return saved_tensors_hooks(pack, unpack)
     return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
 
 
-class Seam:
-    """The two functions that autograd calls; see [Note: Passing through].
+class ForwardHooks(saved_tensors_hooks):
+    """The hooks of a forward, or of what comes between it and its backward; see [Note: Passing through].
 
     No tensor subclass and no mode of the user's sees what they do with tensors: without hooks these see nothing of what
     autograd saves, and they may raise for what they do not know.
@@ -98,38 +95,34 @@ class Seam:
     """
 
     def __init__(self, pack: Pack, unpack: Unpack) -> None:
-        hooks = uncompiled_hooks(pack, unpack)
-        self._pack, self._unpack = hooks.pack_hook, hooks.unpack_hook
+        self._pack, self._unpack = pack, unpack
         self._forks = FORKS.count
         self.is_over = False
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    # Methods, where PyTorch's class has attributes: one that is bound to this object would hold it in a circle.
+    def pack_hook(self, tensor: torch.Tensor) -> Any:
         with _DisableTorchFunction():
-            is_foreign = self.is_over or FORKS.count != self._forks
-            return uncompiled(PassedThrough, tensor) if is_foreign else self._pack(tensor)
+            before = set_eval_frame(None)  # first of all: the compiler would compile whatever is called
+            try:
+                is_foreign = self.is_over or FORKS.count != self._forks
+                return PassedThrough(tensor) if is_foreign else self._pack(tensor)
+            finally:
+                set_eval_frame(before)
 
-    def unpack(self, held: Any) -> torch.Tensor:
+    def unpack_hook(self, held: Any) -> torch.Tensor:
         with _DisableTorchFunction():
-            is_foreign = type(held) is PassedThrough and (self.is_over or FORKS.count != self._forks)
-            return uncompiled(held.restore) if is_foreign else self._unpack(held)
-
-
-class ForwardHooks(saved_tensors_hooks):
-    """The hooks of a forward, or of what comes between it and its backward."""
-
-    def __init__(self, pack: Pack, unpack: Unpack) -> None:
-        self._seam = Seam(pack, unpack)  # which does not know this object: a graph that holds it would be in a circle
-        super().__init__(self._seam.pack, self._seam.unpack)
-
-    @property
-    def is_over(self) -> bool:
-        """True once they pass everything through."""
-        return self._seam.is_over
+            before = set_eval_frame(None)
+            try:
+                is_foreign = type(held) is PassedThrough and (self.is_over or FORKS.count != self._forks)
+                return held.restore() if is_foreign else self._unpack(held)
+            finally:
+                set_eval_frame(before)
 
     def end(self) -> None:
         """Have them pass everything through from now on, and take them off this thread's stack if they are on top."""
-        self._seam.is_over = True
-        take_off(self)
+        self.is_over = True
+        if innermost_hooks() == (self.pack_hook, self.unpack_hook):  # never others in their place
+            self.__exit__()
 
 
 # Since PyTorch 2.8, the oldest that is supported: without it nobody can tell whose hooks are the innermost.
@@ -148,12 +141,6 @@ def is_in_checkpoint() -> bool:
     """Return whether autograd hands what is saved at this point to a non-reentrant checkpoint."""
     hooks = innermost_hooks()
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOK)
-
-
-def take_off(hooks: saved_tensors_hooks) -> None:
-    """Take these hooks, if they are the innermost, off this thread's stack."""
-    if innermost_hooks() == (hooks.pack_hook, hooks.unpack_hook):  # never others in their place
-        hooks.__exit__()
 
 
 def is_being_compiled() -> bool:
@@ -194,7 +181,7 @@ class SelectiveCheckpoints:
         if self.ours.pack is None or context_fn in (None, checkpointing.noop_context_fn):
             return False
         hooks = getattr(checkpointing, _IN_SCOPE)()
-        return hooks is not None and hooks[0] is self.ours.pack  # else they are the user's, inside of ours
+        return hooks is not None and hooks[0] == self.ours.pack  # else they are the user's, inside of ours
 
 
 def _replacement() -> SelectiveCheckpoints | None:
@@ -204,17 +191,17 @@ def _replacement() -> SelectiveCheckpoints | None:
 
 
 @contextmanager
-def _on(hooks: saved_tensors_hooks) -> Iterator[None]:
+def _on(hooks: ForwardHooks) -> Iterator[None]:
     try:
         with hooks:
             yield
     except BaseException:
-        take_off(hooks)  # a signal handler may have raised in their own exit
+        hooks.end()  # a signal handler may have raised in their own exit
         raise
 
 
 @contextmanager
-def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
+def hooks_of_forward(hooks: ForwardHooks) -> Iterator[None]:
     """Open these hooks for a forward; they also get what selective checkpoints save."""
     if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
         with _on(hooks):
@@ -243,33 +230,21 @@ def hooks_of_forward(hooks: saved_tensors_hooks) -> Iterator[None]:
 class OpenHooks(threading.local):
     """The hooks that a thread has kept open last.
 
-    They are remembered once they are off: autograd restores a stack that was changed inside of a backward.
+    Attributes:
+        last: remembered once they are off, too: autograd restores a stack that was changed inside of a backward.
     """
 
-    def __init__(self) -> None:
-        self._hooks: ForwardHooks | None = None
-        self._owner: weakref.ref[object] | None = None
+    last: ForwardHooks | None = None
 
-    @staticmethod
-    def may_open() -> bool:
-        """Return whether nobody else's hooks are on this thread's stack."""
-        return innermost_hooks() is None
-
-    def open(self, hooks: ForwardHooks, owner: object) -> None:
+    def open(self, hooks: ForwardHooks) -> None:
         """Put hooks on the stack, to stay there."""
-        # Remembered before they are there: a signal handler may raise in between.
-        self._owner, self._hooks = weakref.ref(owner), hooks
+        self.last = hooks  # before they are there: a signal handler may raise in between
         hooks.__enter__()
 
-    def close(self, owner: object = None) -> None:
-        """End the hooks, or leave them if they are of another owner than this one, who has not ended them.
-
-        Where hooks of others are inside of them, a later call takes them off.
-        """
-        if self._hooks is None or self._owner is None:
-            return
-        if owner is None or self._owner() in (None, owner) or self._hooks.is_over:
-            self._hooks.end()
+    def close(self) -> None:
+        """End the last hooks. Where hooks of others are inside of them, a later call takes them off."""
+        if self.last is not None:
+            self.last.end()
 
 
 OPEN_HOOKS = OpenHooks()

@@ -23,20 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 
 class Placed(Protocol):
-    """A record of a micro-step.
-
-    Attributes:
-        node: the sequence number of the node for which backward wants it first.
-    """
+    """A record of a micro-step, with the sequence number of the node for which backward wants it first."""
 
     node: int
-
-
-Record = TypeVar("Record", bound=Placed)
 
 
 class Phase(Enum):
@@ -47,7 +40,7 @@ class Phase(Enum):
     BACKWARD = "something was unpacked"
 
 
-class MicroStep(Generic[Record]):
+class MicroStep:
     """The moved records of one micro-step, in the order in which they were placed.
 
     Attributes:
@@ -61,7 +54,7 @@ class MicroStep(Generic[Record]):
         self.prefetch_distance: Sequence[int] = ()
         self.alive = 0
         self.phase = Phase.FORWARD
-        self._records: list[Record | None] = []
+        self._records: list[Placed | None] = []
         self._forwards: list[int] = []  # index of the first record of each
         self._order: list[int] = []
         self._position: dict[int, int] = {}
@@ -78,7 +71,7 @@ class MicroStep(Generic[Record]):
         self.prefetch_distance = prefetch_distance
         self._forwards.append(len(self._records))
 
-    def add(self, record: Record) -> int:
+    def add(self, record: Placed) -> int:
         """Append a record; return its index."""
         self._records.append(record)
         return len(self._records) - 1
@@ -87,7 +80,7 @@ class MicroStep(Generic[Record]):
         """Forget a record."""
         self._records[index] = None  # else its bytes would live as long as the micro-step
 
-    def read_ahead(self, ask: Callable[[Record], bool], after: int | None = None) -> None:
+    def read_ahead(self, ask: Callable[[Any], bool], after: int | None = None) -> None:
         """Ask for the records that backward will want next; see [Note: Reading ahead].
 
         Args:

@@ -35,7 +35,7 @@ from ds_tba.core.eligibility import out_of_modes
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import unmodified, whole_storage
-from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, moment
+from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event
 from ds_tba.device.copies import PendingCopy, Release
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
@@ -49,7 +49,7 @@ class Residency(Keeper, Poisoned):
 
     It changes only under the lock: ``limit``, ``wait_for``, ``give_way``, ``scratch``, ``end_early`` and ``load`` with
     what that calls take it, and all other methods that change anything are called under it. ``may_wait``,
-    ``is_exceeded_by``, ``loading_bytes`` and ``memory_of`` only read, and are called without it, too.
+    ``is_exceeded_by`` and ``memory_of`` only read, and are called without it, too.
 
     Args:
         stores: where bytes may go that were kept, in order of preference.
@@ -128,9 +128,8 @@ class Residency(Keeper, Poisoned):
         """Drop what was read ahead, and wait until the device is done with what was let go of."""
         with self.lock:
             self.ends.act()
-            for record in list(self._ahead):
+            for record in (*self._ahead, *self._early):
                 self.evict(record)
-            self._evict_early()
             release = self._releases.oldest
         while release is not None:
             release.wait()  # without the lock, or every other thread's hooks would wait for this device, too
@@ -142,12 +141,11 @@ class Residency(Keeper, Poisoned):
     def scratch(self, nbytes: int) -> Iterator[None]:
         """Have room for what is made and nobody saves; it counts where there is a budget, which holds for it, too."""
         self.wait_for(nbytes)
-        counted_bytes = 0  # until it is counted: an interrupt must take off nothing
+        with self.lock:
+            self.make_room(nbytes)
+            counted_bytes = nbytes if self.is_limited else 0
+            self._gauge.add(counted_bytes)
         try:
-            with self.lock:
-                self.make_room(nbytes)
-                counted_bytes = nbytes if self.is_limited else 0
-                self._gauge.add(counted_bytes)
             yield
         finally:
             with self.lock:
@@ -223,11 +221,6 @@ class Residency(Keeper, Poisoned):
 
     # ---- records that come and go -------------------------------------------------------------------------------
 
-    def add_kept(self, record: SavedStorage) -> None:
-        """Keep the bytes of a record in device memory until the budget wants the room."""
-        if self.is_limited:
-            self._movable[record] = moment(self._accelerator)
-
     def remove(self, record: SavedStorage) -> None:
         """Nobody wants a storage any more; call it before the record is dropped."""
         if record.ticket is not None and not self._accelerator.is_synchronous and record.source() is not None:
@@ -235,8 +228,7 @@ class Residency(Keeper, Poisoned):
             self._copied.append(record.memory)  # a copy out may still hold it: uncounted, it would pass for free
         else:
             self.uncount(record.memory)
-        if record in self._ahead:
-            self.end_prefetch(record)
+        self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)
 
@@ -282,11 +274,8 @@ class Residency(Keeper, Poisoned):
     def end_early(self) -> None:
         """Hold none of what was loaded to make others from it: forward goes on, and backward is far."""
         with self.lock:
-            self._evict_early()
-
-    def _evict_early(self) -> None:
-        for record in list(self._early):
-            self.evict(record)
+            for record in list(self._early):
+                self.evict(record)
 
     def evict_if_unpacked(self, record: SavedStorage) -> None:
         """Release loaded bytes that no view waits for: a second backward loads them again."""
@@ -302,8 +291,7 @@ class Residency(Keeper, Poisoned):
         if tensor is not None:
             with self.lock:
                 self._use(record, tensor)
-                self.note_unpacked(view)
-                self._read_ahead(view)
+                self._note_unpacked(view)
             return tensor
         try:
             return self._load_once(view)
@@ -313,12 +301,6 @@ class Residency(Keeper, Poisoned):
         # The allocator has memory again once streams are done with what the host has let go of (pytorch #189504).
         self.give_way()
         return self._load_once(view)
-
-    def _read_ahead(self, view: SavedView) -> None:
-        """Ask for what backward wants after a view; not after a recipe's: a comparison in forward wants it, too."""
-        record = view.record
-        if not view.is_lent:
-            record.micro_step.read_ahead(self.prefetch, after=record.index)
 
     def _use(self, record: SavedStorage, tensor: torch.Tensor) -> None:
         """Note that the current stream uses the storage that was saved, which another one may have saved."""
@@ -335,14 +317,14 @@ class Residency(Keeper, Poisoned):
             unmodified(data, arrival.version)  # an earlier consumer may have written into it
             if view.is_lent:  # or each recipe that wants it would read it again
                 self.add_early(record)
-            self.note_unpacked(view)
-            self._read_ahead(view)
+            self._note_unpacked(view)
         return view.rebuild(data)
 
     def _loaded(self, record: SavedStorage) -> Loaded:
         """Load a record, if it is not there; see [Note: Loads]."""
         while True:
-            self.wait_for(self.loading_bytes(record))
+            is_counted = record.loaded is not None or (record in self._ahead and not self._accelerator.is_synchronous)
+            self.wait_for(0 if is_counted else record.nbytes)
             with self.lock:
                 if record.loaded is not None:
                     return record.loaded
@@ -366,18 +348,14 @@ class Residency(Keeper, Poisoned):
             self.end_load(record, loading, loaded)
         return loaded
 
-    def note_unpacked(self, view: SavedView) -> None:
+    def _note_unpacked(self, view: SavedView) -> None:
         """Note that backward has had the bytes of a view; release what was loaded, if no other waits for it."""
-        view.record.pending -= view.state.is_pending
+        record = view.record
+        record.pending -= view.state.is_pending
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
-        self.evict_if_unpacked(view.record)  # the record lets go of the memory, and the consumer holds it
-
-    def loading_bytes(self, record: SavedStorage) -> int:
-        """Return the bytes that a load adds to what is counted."""
-        if record.ticket is None or record.loaded is not None:
-            return 0
-        is_counted = record in self._ahead and not self._accelerator.is_synchronous
-        return 0 if is_counted else record.nbytes
+        self.evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
+        if not view.is_lent:  # else a comparison in forward may want it
+            record.micro_step.read_ahead(self.prefetch, after=record.index)
 
     def begin_load(self, record: SavedStorage) -> Loading:
         """Have the calling thread load a record, once there is room for its bytes."""

@@ -27,17 +27,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.core.accounts import Accounts, CountedGone, CountedMemory
+from ds_tba.core.accounts import Accounts, CountedMemory
 from ds_tba.core.ends import Notice
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
     Stamp,
-    VersionWitness,
     ViewSpec,
     attributes_of,
     base_of,
+    counter_of,
     kept,
-    modified,
     next_sequence_number,
     stamp_of,
     unmodified,
@@ -48,14 +47,8 @@ from ds_tba.storage.base import STAYS, Loaded, StateMachine, Ticket
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
-
-
-class HooksObserver(Protocol):
-    """Looks at what the hooks of a forward do."""
-
-    def around(self, hooks: Hooks) -> Hooks:
-        """Return hooks that call these."""
-
+Around = Callable[[Hooks], Hooks]
+"""Makes hooks that call others."""
 
 NO_INDEX = -1  # of a record that was not moved when it was saved
 
@@ -139,19 +132,15 @@ class Origin(Protocol):
     """How a storage could be rematerialized. Holds nothing that it is made of.
 
     Attributes:
-        op: the one that makes it.
         sources: the storages that it is made of.
+        seconds: that making it took when that was measured; None unless it was found equal.
     """
-
-    @property
-    def op(self) -> str: ...
 
     @property
     def sources(self) -> tuple[StorageKey, ...]: ...
 
     @property
-    def seconds(self) -> float | None:
-        """The seconds that making it took when that was measured; None unless it was found equal."""
+    def seconds(self) -> float | None: ...
 
 
 class SavedStorage(StateMachine):
@@ -188,7 +177,7 @@ class SavedStorage(StateMachine):
     def __init__(
         self,
         key: StorageKey,
-        micro_step: MicroStep[SavedStorage],
+        micro_step: MicroStep,
         storage: torch.UntypedStorage,
         memory: CountedMemory,
         stream: Stream,
@@ -260,12 +249,6 @@ class SavedStorage(StateMachine):
         storage = self.source()
         return storage if storage is not None and storage.nbytes() == self.key.nbytes else None  # else it was resized
 
-    def count_lent(self) -> None:
-        """Count one more view, which belongs to a recipe."""
-        self.views += 1
-        self.lent += 1
-        self.memory.lent += 1
-
     @property
     def holders(self) -> list[SavedView]:
         """The views that hold the bytes; not those whose tensor has another storage now, or a resized one."""
@@ -287,22 +270,19 @@ class _Kept:
 
     __slots__ = ("_version", "attributes", "held")
 
-    def __init__(self, tensor: torch.Tensor, *, is_of_function: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         # Most have none, and a call for each kept tensor would be one more of a few dozen.
-        self.attributes = attributes_of(tensor, is_of_function=is_of_function) if vars(tensor) else None
-        try:
-            self._version = tensor._version
-        except RuntimeError:  # one of inference mode has none
-            self._version = -1
+        self.attributes = attributes_of(tensor) if vars(tensor) else None
+        self._version = tensor._version
         self.held = kept(tensor)
 
     def restore(self) -> torch.Tensor:
         """Return the saved tensor, if it was not modified since."""
-        return self.held if self._version < 0 else unmodified(self.held, self._version)
+        return unmodified(self.held, self._version)
 
     @property
     def is_unmodified(self) -> bool:
-        return self._version < 0 or self.held._version == self._version
+        return self.held._version == self._version
 
 
 class PassedThrough(_Kept):
@@ -338,11 +318,11 @@ class SavedCounted(_Kept):
         storage: torch.UntypedStorage | None,
         nbytes: int,
         reason: str,
-        micro_step: MicroStep[SavedStorage] | None,
+        micro_step: MicroStep | None,
         *,
         is_of_function: bool = False,
     ) -> None:
-        super().__init__(tensor, is_of_function=is_of_function)
+        super().__init__(tensor)
         self.is_of_function = is_of_function
         self.cache = cache
         self.eps: tuple[float | None] | None = None
@@ -357,9 +337,7 @@ class SavedCounted(_Kept):
         """Return one more that holds the same tensor, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
         self.memory.users += 1
-        self.memory.lent += 1
-        notice = self.cache.ends.watch(other, CountedGone)
-        notice.memory, notice.micro_step, notice.is_lent = self.memory, None, True
+        self.cache.watch_user(other, self.memory, None)
         return other
 
 
@@ -380,17 +358,17 @@ class SavedView:
         state: what its end tells.
     """
 
-    __slots__ = ("__weakref__", "_spec", "_witness", "attributes", "cache", "eps", "held", "record", "state")
+    __slots__ = ("__weakref__", "_counter", "_spec", "attributes", "cache", "eps", "held", "record", "state")
 
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[float | None] | None = None
-        self.attributes = attributes_of(tensor, is_of_function=record.key.function > 0) if vars(tensor) else None
+        self.attributes = attributes_of(tensor) if vars(tensor) else None
         self.cache = cache
         self.record = record
         self.state = cache.ends.watch(self, ViewGone).of(record, is_away=offloaded, is_lent=False)
         if offloaded:
-            self._spec, self._witness = ViewSpec.of(tensor), VersionWitness(tensor)  # autograd compares no version
+            self._spec, self._counter = ViewSpec.of(tensor), counter_of(tensor)  # autograd compares no version
         else:
             self.held = kept(tensor)
             record.kept_views.append(self.state)  # or it would hold the bytes when they leave
@@ -413,12 +391,12 @@ class SavedView:
     def in_source(self) -> torch.Tensor | None:
         """Return the tensor in the storage that was saved, with its version counter; None if that is gone."""
         storage = self.record.living_source()
-        return None if storage is None else with_counter_of(self._witness.alias, self._spec, storage)
+        return None if storage is None else with_counter_of(self._counter, self._spec, storage)
 
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
         """Return the tensor over other bytes of its storage (uint8, 1-D)."""
         if self.is_of_function:  # whose changes in place are to count for all who have saved the tensor
-            return with_counter_of(self._witness.alias, self._spec, data.untyped_storage())
+            return with_counter_of(self._counter, self._spec, data.untyped_storage())
         return self._spec.rebuild(data)
 
     def holds(self, key: StorageKey) -> bool:
@@ -439,8 +417,7 @@ class SavedView:
         if held is not None:
             self.state.is_unpacked = True
             return unmodified(held, self.record.key.version)
-        if not self.is_unmodified:
-            raise modified(self._spec.form, self.record.key.version, self._witness.version)
+        unmodified(self._counter, self.record.key.version, self._spec)
         return self.cache.load(self)
 
     def signature(self) -> ViewSpec:
@@ -451,7 +428,7 @@ class SavedView:
     @property
     def is_unmodified(self) -> bool:
         held = self.held
-        return (self._witness.version if held is None else held._version) == self.record.key.version
+        return (self._counter if held is None else held)._version == self.record.key.version
 
     @property
     def memory(self) -> CountedMemory:
@@ -461,20 +438,22 @@ class SavedView:
     def twin(self) -> SavedView:
         """Return one more view of the same bytes, for a recipe. Call it under the cache's lock."""
         other = copy.copy(self)
-        self.record.count_lent()
-        self.record.node = next_sequence_number()  # backward wants it for what is made of it
-        state = self.cache.ends.watch(other, ViewGone)
-        other.state = state.of(self.record, is_away=self.state.is_away, is_lent=True)
+        record = self.record
+        record.views += 1
+        record.lent += 1
+        record.memory.lent += 1
+        record.node = next_sequence_number()  # backward wants it for what is made of it
+        other.state = self.cache.ends.watch(other, ViewGone).of(record, is_away=self.state.is_away, is_lent=True)
         if other.held is not None:
-            self.record.kept_views.append(state)  # or it would hold the bytes when they leave
+            record.kept_views.append(other.state)  # or it would hold the bytes when they leave
         return other
 
     def release(self) -> None:
         """Hold the bytes no longer. Called under the cache's lock."""
         if self.held is not None and self.holds(self.record.key):
-            self._spec, self._witness = ViewSpec.of(self.held), VersionWitness(self.held)
+            self._spec, self._counter = ViewSpec.of(self.held), counter_of(self.held)
             self.state.is_away = True
-            # Last: restore() runs without the lock, and goes by the witness as soon as it finds nothing held.
+            # Last: restore() runs without the lock, and goes by the counter as soon as it finds nothing held.
             self.held = None
 
 

@@ -10,7 +10,7 @@ storage, so an attribute on it lives and dies with the bytes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from ds_tba.errors import ActivationModifiedError
 
 STAMP = "_ds_tba_stamp"  # of storages and tensors
-OWN_ATTRIBUTES = frozenset({STAMP})  # on tensors
 OWNED = "_ds_tba_owned"
 _INPUT = "_ds_tba_input"
 COMPILED = "torch._functorch._aot_autograd"
@@ -46,11 +45,6 @@ class ViewSpec(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> ViewSpec:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    @property
-    def form(self) -> str:
-        """Return the text of :func:`form_of`."""
-        return _form(str(list(self.shape)), self.dtype)
-
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
         """Return the view of ``data`` (uint8, 1-D, as long as the original storage).
 
@@ -74,9 +68,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def next_sequence_number() -> int:
-    """Return the number that the next node of this thread's graph takes."""
-    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+# Returns the number that the next node of this thread's graph takes.
+next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def is_of_a_users_function(context: type) -> bool:
@@ -189,14 +182,11 @@ def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return sorted(plain, key=lambda one: one.untyped_storage().nbytes(), reverse=True)
 
 
-def form_of(tensor: torch.Tensor) -> str:
+def form_of(one: torch.Tensor | ViewSpec) -> str:
     """Return shape and dtype for people; nested tensors may have no shape, and subclasses are not asked."""
     with torch._C.DisableTorchFunctionSubclass():
-        return _form("nested" if is_ragged(tensor) else str(list(tensor.shape)), tensor.dtype)
-
-
-def _form(shape: str, dtype: torch.dtype) -> str:
-    return f"{shape} {str(dtype).removeprefix('torch.')}"
+        shape = "nested" if isinstance(one, torch.Tensor) and is_ragged(one) else str(list(one.shape))
+        return f"{shape} {str(one.dtype).removeprefix('torch.')}"
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
@@ -231,23 +221,20 @@ def has_graph(tensor: torch.Tensor) -> bool:
         return True
 
 
-def attributes_of(tensor: torch.Tensor, *, is_of_function: bool = False) -> Mapping[str, object] | None:
+def attributes_of(tensor: torch.Tensor) -> Mapping[str, object] | None:
     """Return the Python attributes of a tensor with a graph, as they are now; None where the user has set none.
 
-    Args:
-        is_of_function: a custom Function saves it, which finds none on its own output: autograd saves that as a new
-            tensor, and an attribute of it could close a cycle.
+    None also of what the last node has made: autograd saves its own output as a new tensor, without any.
     """
     attributes = vars(tensor)
-    if not attributes or attributes.keys() <= OWN_ATTRIBUTES:
+    if attributes.keys() <= {STAMP} or not has_graph(tensor):
         return None
     node = node_of(tensor)
-    is_output = is_of_function and node is not None and node._sequence_nr() == next_sequence_number() - 1
-    if not has_graph(tensor) or is_output:
+    if node is not None and node._sequence_nr() == next_sequence_number() - 1:
         return None
     # A copy, or an attribute that is set later could refer to the node that saves the tensor, and close a cycle. Our
     # stamp is left out: a tensor with a version counter of its own would pass for a view of this one.
-    return {name: value for name, value in attributes.items() if name not in OWN_ATTRIBUTES} or None
+    return {name: value for name, value in attributes.items() if name != STAMP}
 
 
 def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,33 +250,22 @@ def kept(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-class VersionWitness:
-    """Sees in-place changes of a tensor without keeping its memory.
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without bytes that has the version counter of another, and sees its in-place changes.
 
     Autograd compares the version counter only for tensors it holds itself, not for what a pack hook returned
     (``torch/csrc/autograd/saved_variable.cpp``, ``unpack``). A detached alias shares the counter; its data is then
     replaced by nothing, which leaves the counter in place.
-
-    Attributes:
-        alias: a tensor without bytes that has the counter.
     """
-
-    __slots__ = ("alias",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        key = torch._C.DispatchKey.ADInplaceOrView
-        if torch._C._dispatch_tls_is_dispatch_key_excluded(key):
-            # Beneath autograd, where a selective checkpoint saves, an alias would have a counter of its own.
-            with torch._C._SetExcludeDispatchKeyGuard(key, False):
-                self.alias = tensor.detach()
-        else:
-            self.alias = tensor.detach()
-        self.alias.data = tensor.new_empty(0)  # or it would keep the memory
-
-    @property
-    def version(self) -> int:
-        """The version counter now."""
-        return self.alias._version
+    key = torch._C.DispatchKey.ADInplaceOrView
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(key):
+        # Beneath autograd, where a selective checkpoint saves, an alias would have a counter of its own.
+        with torch._C._SetExcludeDispatchKeyGuard(key, False):
+            alias = tensor.detach()
+    else:
+        alias = tensor.detach()
+    alias.data = tensor.new_empty(0)  # or it would keep the memory
+    return alias
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -304,24 +280,22 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def unmodified(tensor: torch.Tensor, version: int) -> torch.Tensor:
+def unmodified(tensor: torch.Tensor, version: int, spec: ViewSpec | None = None) -> torch.Tensor:
     """Return the tensor, if it is at this version.
 
+    Args:
+        spec: of the tensor whose version counter this is.
+
     Raises:
-        ActivationModifiedError: it is not.
+        ActivationModifiedError: it is not, in autograd's words.
     """
     if tensor._version != version:
-        raise modified(form_of(tensor), version, tensor._version)
+        raise ActivationModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of {form_of(spec or tensor)} is at version {tensor._version}; expected version {version} "
+            "instead. Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
+        )
     return tensor
-
-
-def modified(form: str, saved: int, now: int) -> ActivationModifiedError:
-    """Return the error of a tensor that is not at the version at which it was saved, in autograd's words."""
-    return ActivationModifiedError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"a tensor of {form} is at version {now}; expected version {saved} instead. "
-        "Hint: find the operation with torch.autograd.set_detect_anomaly(True)."
-    )
 
 
 def with_counter_of(tensor: torch.Tensor, spec: ViewSpec, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -25,12 +23,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-logger = logging.getLogger(__name__)
+from ds_tba.errors import IncompatibleError
 
 THREAD_PREFIX = "ds_tba-"  # of the names of our threads
-ANSWERS_BYTES = 4096  # pinned at a time for answers of the device: a page, which is the least that can be
-CUDA_DRIVER = "libcuda.so.1"
-RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # For each version of control groups: where they are mounted, who rules memory, and the files of a group.
 _VERSIONS = (
@@ -106,8 +101,6 @@ class DeviceModule(Protocol):
     def Event(self, **options: bool) -> TimedEvent: ...  # noqa: N802
     def mem_get_info(self, device: int) -> tuple[int, int]: ...
     def memory_stats(self, device: int) -> dict[str, int] | None: ...
-    def memory_allocated(self, device: int) -> int: ...
-    def max_memory_allocated(self, device: int) -> int: ...
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -206,21 +199,13 @@ class DeviceMemoryUse:
         return max(0.0, free_bytes - TEMPORARY_FRACTION * total_bytes)
 
     def levels(self) -> MemoryLevels:
-        module, index = self._module, self._index
-        counts: dict[str, int] = module.memory_stats(index) or {}
+        counts: dict[str, int] = self._module.memory_stats(self._index) or {}
 
-        def in_use(when: str, ask: Callable[[int], int]) -> int:
-            # "active" also has what record_stream() holds; not every allocator counts it.
-            allocated = counts.get(f"allocated_bytes.all.{when}")
-            # Asked only where the counts lack it: PyTorch takes all of them anew to answer that, in each hook.
-            return max(counts.get(f"active_bytes.all.{when}", 0), ask(index) if allocated is None else allocated)
+        def most(when: str) -> int:  # "active" also has what record_stream() holds; not every allocator counts it
+            return max(counts.get(f"{kind}_bytes.all.{when}", 0) for kind in ("active", "allocated"))
 
-        return MemoryLevels(
-            in_use("current", module.memory_allocated),
-            in_use("peak", module.max_memory_allocated),
-            counts.get("reserved_bytes.all.current", 0),
-            counts.get("num_alloc_retries", 0),
-        )
+        reserved_bytes = counts.get("reserved_bytes.all.current", 0)
+        return MemoryLevels(most("current"), most("peak"), reserved_bytes, counts.get("num_alloc_retries", 0))
 
 
 MemoryUse = HostMemoryUse | DeviceMemoryUse
@@ -239,7 +224,6 @@ class MemoryMeter:
         self._now_resident_bytes = resident_bytes
         self._resident_before_bytes = 0
         self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
-        self._retries: float | None = None  # at the first sample; infinite once there was a warning
         self._most_bytes = 0
 
     def sample(self) -> None:
@@ -255,19 +239,6 @@ class MemoryMeter:
             others_bytes = max(others_bytes, peak_bytes - min(self._resident_before_bytes, resident_bytes))
         self._most_bytes = max(self._most_bytes, others_bytes)
         self._resident_before_bytes, self._peak_bytes = resident_bytes, peak_bytes
-        if self._retries is None:
-            self._retries = levels.allocation_retries
-        elif levels.allocation_retries > self._retries:
-            logger.warning(
-                "the device was full %d times, and its allocator gave back all that it kept in reserve (%d bytes in "
-                "use, %d reserved): such steps are slow, and an allocation may fail yet. A smaller "
-                "activation_budget_bytes, smaller micro-batches or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
-                "would help",
-                levels.allocation_retries - self._retries,
-                levels.in_use_bytes,
-                levels.reserved_bytes,
-            )
-            self._retries = math.inf
 
     def room_bytes(self) -> float:
         """Return the bytes that saved tensors may hold; see [Note: Room]."""
@@ -402,71 +373,25 @@ class CpuAccelerator(Accelerator):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
 
 
-class DeviceAccelerator(Accelerator):
-    """An asynchronous device behind torch's module for its kind: the one that is current now.
+class CudaAccelerator(Accelerator):
+    """The CUDA device (or ROCm's, which torch gives the same name) that is current now.
 
     A new thread's current device is the first, whatever the rank, so that streams are asked for by its index.
-
-    Args:
-        kind: name of its kind, such as ``"xpu"``.
     """
 
     is_synchronous = False
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._module: DeviceModule = torch.get_device_module(kind)
+    def __init__(self) -> None:
+        self._module: DeviceModule = torch.get_device_module("cuda")
         self._index = self._module.current_device()
         self.clock = StreamClock(self._module, self._index)
         self.memory = DeviceMemoryUse(self._module, self._index)
 
     def device(self) -> torch.device:
-        return torch.device(self._kind, self._index)
+        return torch.device("cuda", self._index)
 
     def enter_thread(self) -> None:
         self._module.set_device(self._index)
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it. And by
-        # torch: of what DeepSpeed pins under DS_PIN_MEMORY_BACKEND=native CUDA does not know, so that copies block.
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def new_stream(self) -> Stream:
-        return self._module.Stream(device=self._index)
-
-    def current_stream(self) -> Stream:
-        return self._module.current_stream(self._index)
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        return self._module.stream(stream)
-
-    def new_event(self) -> Event:
-        return self._module.Event()
-
-    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
-        tensor.record_stream(stream)  # type: ignore[arg-type]  # it is one of torch's here
-
-
-class CudaAccelerator(DeviceAccelerator):
-    """A CUDA device (or one of ROCm, which torch gives the same name)."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
-
-    def enter_thread(self) -> None:
-        """Make it the current device of the calling thread, whose questions to events then spoil no other's capture.
-
-        While any thread captures a graph in the global mode, which is torch's, ``cudaEventQuery`` and others fail in
-        all threads of that mode, and the capture with them (CUDA driver API, cuThreadExchangeStreamCaptureMode).
-        """
-        super().enter_thread()
-        if torch.version.cuda is not None:
-            try:
-                exchange = ctypes.CDLL(CUDA_DRIVER).cuThreadExchangeStreamCaptureMode
-            except (OSError, AttributeError):  # a thread without it works, but for captures elsewhere
-                logger.debug("%s has no cuThreadExchangeStreamCaptureMode", CUDA_DRIVER)
-            else:
-                exchange(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
 
     def is_capturing(self) -> bool:
         return self._module.is_current_stream_capturing()
@@ -479,24 +404,43 @@ class CudaAccelerator(DeviceAccelerator):
             return manager is not None and storage._cdata in manager.live_cudagraph_pool_storages_in_curr_execution()
         return False
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        # Pinned as it is made: pinning a tensor that is there would take as much memory again, and copy it. And by
+        # torch: of what DeepSpeed pins under DS_PIN_MEMORY_BACKEND=native CUDA does not know, so that copies block.
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
     def give_pinned_back(self) -> None:
-        empty_cache = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
-        if empty_cache is not None:
-            empty_cache()
-            return
-        with suppress(AttributeError):  # without this name, too, it stays pinned to the end of the process
+        with suppress(AttributeError):  # a PyTorch without it keeps the memory pinned to the end of the process
             torch._C._host_emptyCache()
+
+    def new_stream(self) -> Stream:
+        return self._module.Stream(device=self._index)
+
+    def current_stream(self) -> Stream:
+        return self._module.current_stream(self._index)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return self._module.stream(stream)
 
     def new_event(self) -> Event:
         """Return an event whose waiters sleep, and leave the core to others."""
         return self._module.Event(blocking=True)
 
+    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)  # type: ignore[arg-type]  # it is one of torch's here
+
 
 def accelerator_of(kind: str) -> Accelerator:
-    """Return the accelerator of the current device of a kind, by torch's name for it."""
+    """Return the accelerator of the current device of a kind, by torch's name for it.
+
+    Raises:
+        IncompatibleError: there is none for it.
+    """
     if kind == "cpu":
         return CpuAccelerator()
-    return CudaAccelerator() if kind == "cuda" else DeviceAccelerator(kind)
+    if kind != "cuda":
+        raise IncompatibleError(f"the device is {kind}: ds_tba serves the CPU and CUDA. Train there without it.")
+    return CudaAccelerator()
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:
@@ -515,31 +459,8 @@ def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> 
     return threading.Thread(target=on_device, name=name, daemon=True)
 
 
-class PinnedAnswers:
-    """Small pinned tensors into which a device writes what the host will read, cut from one block at a time.
-
-    Pinning waits for the device, and takes a page, however little is asked for. A block is nobody's any more once its
-    last tensor is gone; then the allocator gives it out again, after the copies into it.
-    """
-
-    def __init__(self, accelerator: Accelerator, elements: int, dtype: torch.dtype) -> None:
-        self._accelerator = accelerator
-        self._elements = elements
-        self._dtype = dtype
-        self._left: deque[torch.Tensor] = deque()
-
-    def take(self) -> torch.Tensor:
-        """Return a tensor that nobody else has."""
-        while True:
-            with suppress(IndexError):  # another thread may have taken the last one
-                return self._left.pop()
-            block = self._accelerator.pinned(ANSWERS_BYTES).view(self._dtype)
-            last = block.numel() - self._elements
-            self._left.extend(block[at : at + self._elements] for at in range(0, last + 1, self._elements))
-
-
-def moment(accelerator: Accelerator) -> Event:
-    """Record an event on the calling thread's current stream."""
+def moment(accelerator: Accelerator, stream: Stream | None = None) -> Event:
+    """Record an event on a stream, if not another one the calling thread's current one."""
     event = accelerator.new_event()
-    event.record(accelerator.current_stream())
+    event.record(accelerator.current_stream() if stream is None else stream)
     return event

@@ -27,15 +27,6 @@ from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, Stream, momen
 from ds_tba.stats import Gauge
 
 
-def follow(accelerator: Accelerator, stream: Stream) -> None:
-    """Have the current stream wait for another one, or a copy out may begin before that has filled the memory."""
-    present = accelerator.current_stream()
-    if stream != present:
-        event = accelerator.new_event()
-        event.record(stream)
-        present.wait_event(event)
-
-
 class PendingCopy:
     """A copy out of device memory. Holds that memory until the copy is done: see [Note: Ordering]."""
 
@@ -65,9 +56,6 @@ class Release(NamedTuple):
 
     nbytes: int
     events: list[Event]
-
-    def is_passed(self) -> bool:
-        return all(event.query() for event in self.events)
 
     def wait(self) -> None:
         """Block the calling host thread until the streams have come so far."""
@@ -104,16 +92,12 @@ class Releases:
         if accelerator.is_synchronous or accelerator.is_capturing():
             self._resident.add(-nbytes)
             return
-        events = []
-        for stream in streams:
-            events.append(accelerator.new_event())
-            events[-1].record(stream)
-        self._pending.append(Release(nbytes, events))
+        self._pending.append(Release(nbytes, [moment(accelerator, stream) for stream in streams]))
         self.nbytes += nbytes
 
     def settle(self) -> None:
         """Count no longer what is free by now. Never blocks."""
-        while self._pending and self._pending[0].is_passed():
+        while self._pending and all(event.query() for event in self._pending[0].events):
             nbytes = self._pending.popleft().nbytes
             self.nbytes -= nbytes
             self._resident.add(-nbytes)
@@ -142,11 +126,6 @@ class Arrival:
         self.consumers: list[Stream] = []
         # The host has queued the copy by now. Memory of the user's inference mode, for a measurement, has no version.
         self.version = -1 if data.is_inference() else data._version
-
-    @classmethod
-    def done(cls, data: torch.Tensor) -> Arrival:
-        """Return memory of a synchronous device, which holds its bytes already."""
-        return cls(Accelerator(), data, AT_ONCE, AT_ONCE)
 
     @property
     def is_done(self) -> bool:

@@ -176,7 +176,7 @@ class Recorder:
         self.ended: object = None
         self._passes: list[_Pass] = []
         # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
-        self._ends: Ends[_Ended] = Ends(self._note)
+        self._ends = Ends(self._note)
         self._scene = scene
         self._hooks: Hooks  # of the cache; set by around()
         self._clock = scene.clock

@@ -32,7 +32,7 @@ import torch
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.core.saved import Keeper
 from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, whole_storage
-from ds_tba.device.accelerator import Accelerator, PinnedAnswers, moment
+from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 from ds_tba.remat.recipe import Comparison, Kernels, Makeable, Recipe, Site, as_in_forward, is_of_a_module
@@ -77,7 +77,6 @@ class Sites:
         self._running = running or RunningModule()
         self.accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronous
-        self._answers = PinnedAnswers(accelerator, 2, torch.bool)
         self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
         self._sites: dict[int, Site] = {}
         self._numbers: Counter[Hashable] = Counter()  # of what comes more than once in a forward
@@ -183,9 +182,9 @@ class Sites:
                     differs &= ~_both_nan(made, saved)
                 flags = torch.stack((differs.any(), bits.amin() != bits.amax()))  # equal elements (zeros) prove nothing
             if not self._is_synchronous:
-                host = self._answers.take()
-                self.accelerator.copy(flags.view(torch.uint8), host.view(torch.uint8))
-                flags = host
+                host = self.accelerator.pinned(flags.numel())
+                self.accelerator.copy(flags.view(torch.uint8), host)
+                flags = host.view(torch.bool)
         except RematerializationError:  # of another site, whose answer came while room was made: it must be heard
             raise
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:

@@ -198,7 +198,7 @@ class Choice:
     rematerialize: bool = False
 
 
-STAYS = Choice((), wait=False)
+STAYS = Choice((), wait=False, reason="placement keep")
 """The choice of no store: the storage stays where it is."""
 
 
@@ -214,7 +214,7 @@ class Always:
     """The same choice for every storage; what can be made again is not saved, where ``rematerialize`` is set."""
 
     def __init__(self, stores: Sequence[AnyStore], *, wait: bool, rematerialize: bool = False) -> None:
-        self._choice = Choice(tuple(stores), wait, "placement keep", rematerialize)
+        self._choice = Choice(tuple(stores), wait, STAYS.reason, rematerialize)
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         return self._choice

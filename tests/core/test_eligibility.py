@@ -68,11 +68,7 @@ def test_under_a_mode_that_may_not_understand_us_all_stays_if_anything_would_lea
 
 
 def test_modules_are_excluded_by_more_than_a_tensor_shows() -> None:
-    class Everything:
-        def reason(self) -> str:
-            return "excluded by name"
-
-    gate = Gate(CPU, 128, Accelerator())
-    assert gate.excluded_by() == ""
-    gate.exclude(Everything())
-    assert gate.excluded_by() == "excluded by name"
+    gate, activation = Gate(CPU, 128, Accelerator()), torch.randn(64).requires_grad_().exp()
+    for excluded_by, expected in (("", E.ELIGIBLE), ("its module", E.EXCLUDED)):
+        gate.excluded_by = lambda excluded_by=excluded_by: excluded_by
+        assert gate.judge(activation, acts=True, casts_stay=True) is expected

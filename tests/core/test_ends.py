@@ -25,7 +25,7 @@ class Gone(Notice):
 def test_an_object_ends_without_a_line_of_ours() -> None:
     """A line is where a signal handler may run; what it raises in a finalizer is reported and lost."""
     acted, lines = list[int](), list[str]()
-    ends: Ends[Gone] = Ends(lambda gone: acted.append(gone.number))
+    ends = Ends(lambda gone: acted.append(gone.number))
     one, other = Watched(), Watched()
     other.itself = other  # type: ignore[attr-defined]
     ends.watch(one, Gone).number = 1

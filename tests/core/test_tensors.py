@@ -91,5 +91,7 @@ def test_attributes_are_the_user_s_and_no_stamp_of_ours() -> None:
     stamp_of(made)
     assert attributes_of(made) is None
     made.scale = 2.0  # type: ignore[attr-defined]
+    assert attributes_of(made) is None  # to the node that has made it
+    made.exp()
     assert attributes_of(made) == {"scale": 2.0}
     assert attributes_of(torch.zeros(4)) is None

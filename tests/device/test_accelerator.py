@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,16 +19,9 @@ from torch import Tensor
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator as module
-from ds_tba.device.accelerator import (
-    ANSWERS_BYTES,
-    Accelerator,
-    CudaAccelerator,
-    DeviceAccelerator,
-    PinnedAnswers,
-    new_thread,
-)
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import Copies
-from ds_tba.errors import ConfigError
+from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.host import HostStore
@@ -39,14 +31,10 @@ MIB = 1 << 20
 
 
 class Api:
-    """DeepSpeed's accelerator, and torch's module for its devices."""
+    """Torch's module for CUDA devices."""
 
-    def __init__(self, name: str = "cuda") -> None:
-        self._name = name
+    def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-
-    def device_name(self) -> str:
-        return self._name
 
     def current_device(self) -> int:
         return 1
@@ -71,42 +59,17 @@ class Api:
 def adapted(api: Api) -> Accelerator:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda kind: api)
-        return module.accelerator_of(api.device_name())
+        return module.accelerator_of("cuda")
 
 
-def test_other_devices_are_as_torch_has_them() -> None:
-    assert type(adapted(Api("xpu"))) is DeviceAccelerator and type(adapted(Api())) is CudaAccelerator
+def test_other_devices_are_refused_by_name() -> None:
+    with pytest.raises(IncompatibleError, match="the device is xpu: ds_tba serves the CPU and CUDA"):
+        module.accelerator_of("xpu")
 
 
 def test_torch_has_every_name_that_is_asked() -> None:
     asked = {name for name in vars(module.DeviceModule) if not name.startswith("_")}
     assert "memory_stats" in asked and not {name for name in asked if not hasattr(torch.cuda, name)}
-
-
-def test_threads_of_ours_spoil_no_capture_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: dict[str, int] = {}
-
-    def exchange(mode: Any) -> None:
-        modes[threading.current_thread().name] = mode._obj.value
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange))
-    threads = [new_thread(adapted(Api()), lambda: None, f"ours-{number}") for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert modes == {"ours-0": 2, "ours-1": 2}  # and not that of the script
-
-
-def test_a_driver_without_such_modes_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module, "CUDA_DRIVER", "libnothing.so.1")
-    ran: list[int] = []
-    thread = new_thread(adapted(Api()), lambda: ran.append(1), "ours")
-    thread.start()
-    thread.join()
-    assert ran == [1]
 
 
 def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,41 +86,14 @@ def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
 
 
-def test_pinned_memory_goes_back_where_the_name_for_that_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch 2.11, say: without it the memory of a closed engine stays pinned to the end of the process."""
+def test_pinned_memory_goes_back_where_pytorch_can_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that of a closed engine stays pinned to the end of the process."""
     gone: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: gone.append("public"), raising=False)
-    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: gone.append("private"), raising=False)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: gone.append("back"), raising=False)
     adapted(Api()).give_pinned_back()
-    monkeypatch.delattr(torch.accelerator, "empty_host_cache")
-    adapted(Api()).give_pinned_back()
-    assert gone == ["public", "private"]
     monkeypatch.delattr(torch._C, "_host_emptyCache")
-    adapted(Api()).give_pinned_back()  # an older one keeps it
-
-
-def test_answers_of_the_device_are_cut_from_one_pinned_block() -> None:
-    device, asked = LateDevice(), list[int]()
-    pinned = device.pinned
-    device.pinned = lambda nbytes: (asked.append(nbytes), pinned(nbytes))[1]  # type: ignore[method-assign]
-    answers = PinnedAnswers(device, 2, torch.bool)
-    block = ANSWERS_BYTES // 2
-    held = [answers.take() for _ in range(block + 1)]
-    assert asked == [ANSWERS_BYTES, ANSWERS_BYTES]
-    assert {(one.numel(), one.dtype) for one in held} == {(2, torch.bool)}
-    assert len({one.data_ptr() for one in held}) == len(held)
-    storages = {one.untyped_storage().data_ptr() for one in held}
-    assert len(storages) == 2
-    device.end()
-
-
-def test_threads_take_no_answer_twice() -> None:
-    device = LateDevice()
-    answers = PinnedAnswers(device, 2, torch.bool)
-    with ThreadPoolExecutor(4) as threads:
-        held = list(threads.map(lambda _: answers.take(), range(5000)))
-    assert len({one.data_ptr() for one in held}) == len(held)
-    device.end()
+    adapted(Api()).give_pinned_back()
+    assert gone == ["back"]
 
 
 def test_whoever_waits_for_an_event_sleeps() -> None:

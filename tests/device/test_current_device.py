@@ -15,7 +15,7 @@ from conftest import StoreFactory
 from support.doubles import DeviceBackend, ScriptedBackend, wait_for_writes
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import DeviceAccelerator
+from ds_tba.device.accelerator import CudaAccelerator
 from ds_tba.device.memory import huge_page_memory
 from ds_tba.offloader import ActivationOffloader
 
@@ -50,7 +50,7 @@ class Devices:
         class Event:
             """Is not done before somebody waits for it. Asked from any thread, it touches that one's current device."""
 
-            def __init__(self, enable_timing: bool = False) -> None:
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
                 self._is_done = False
 
             def record(self, stream: Stream) -> None:
@@ -74,12 +74,6 @@ class Devices:
     def memory_stats(self, index: int) -> dict[str, int]:
         return {}
 
-    def memory_allocated(self, index: int) -> int:
-        return 0
-
-    def max_memory_allocated(self, index: int) -> int:
-        return 0
-
     def current_device(self) -> int:
         return getattr(self._local, "device", 0)
 
@@ -97,16 +91,19 @@ class Devices:
         self.set_device(before)
 
 
-class InHostMemory(DeviceAccelerator):
+class InHostMemory(CudaAccelerator):
     """As it is, but for tensors: those are in host memory, which knows no streams."""
 
     def __init__(self, devices: Devices) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "get_device_module", lambda kind: devices)
-            super().__init__("cuda")
+            super().__init__()
 
     def device(self) -> torch.device:
         return torch.device("cpu")
+
+    def is_capturing(self) -> bool:
+        return False
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return huge_page_memory(nbytes)

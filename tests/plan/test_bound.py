@@ -587,7 +587,7 @@ class Device(SmallDevice):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self.allocated = self.peak = self.retries = 0
+        self.allocated = self.peak = 0
 
     def take(self, nbytes: int) -> None:
         self.allocated += nbytes
@@ -597,7 +597,7 @@ class Device(SmallDevice):
         return 100 - self.allocated
 
     def levels(self) -> MemoryLevels:
-        return MemoryLevels(self.allocated, self.peak, 100, self.retries)
+        return MemoryLevels(self.allocated, self.peak, 100, 0)
 
 
 def test_room_is_what_is_left_beside_the_peak_of_everything_else() -> None:
@@ -642,19 +642,6 @@ def test_where_memory_cannot_be_read_the_samples_before_count() -> None:
         meter.room_bytes()
     device.levels = levels
     assert meter.room_bytes() == 40
-
-
-def test_that_an_allocator_had_to_retry_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    device = Device()
-    device.retries = 3  # before us
-    meter = MemoryMeter(device, lambda: 0)
-    for _ in range(2):
-        meter.sample()
-    assert not caplog.text
-    device.retries = 5
-    for _ in range(2):
-        meter.sample()
-    assert caplog.text.count("the device was full 2 times") == 1
 
 
 def _no_descriptors() -> int:

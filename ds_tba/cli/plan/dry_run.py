@@ -120,7 +120,7 @@ def _micro_step(
     chosen = ChosenModules(running, training.offload.patterns)
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
-    cache.gate.exclude(chosen)
+    cache.gate.excluded_by = chosen.reason
     blocks = {path: block for path, block in blocks.items() if not chosen.excludes_part_of(block)}
     recorder = Recorder(Scene(cache, clock, running))
     for module in model.modules():
