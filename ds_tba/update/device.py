@@ -21,7 +21,6 @@ import torch
 from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
 from ds_tba.errors import StateError
 from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
-from ds_tba.update.formula import cast, scale
 from ds_tba.update.host import SubGroup
 
 Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -69,7 +68,6 @@ class DevicePipeline:
         self._slots = max(1, buffer_bytes // (ARRAYS_PER_CHUNK * array_bytes))
         self._array_bytes = array_bytes
         self._up, self._compute, self._down = (accelerator.new_stream() for _ in range(3))
-        self._has_begun = False
         self._free: list[_Slot] = []
         self._in_flight: deque[_Slot] = deque()
         self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -84,8 +82,7 @@ class DevicePipeline:
         Returns:
             True if the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
         """
-        if self._has_begun:
-            self.drain()  # the drain of the step before was interrupted
+        self.drain()  # that of the step before may have been interrupted
         slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
         while len(self._free) < slots:
             try:
@@ -97,7 +94,6 @@ class DevicePipeline:
         so_far = moment(self._accelerator)  # after the allocation: kernels may use that memory until now
         for stream in (self._up, self._compute, self._down):
             stream.wait_event(so_far)  # or it writes into what kernels before still read
-        self._has_begun = True
         return bool(self._free)
 
     def has_room(self) -> bool:
@@ -163,7 +159,6 @@ class DevicePipeline:
         self._in_flight.clear()
         self._uploads.clear()
         self._upload_begins = None
-        self._has_begun = False
 
     def _allocate(self) -> torch.Tensor:
         return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)
@@ -181,10 +176,10 @@ class DevicePipeline:
         with accelerator.on(self._compute):
             self._compute.wait_event(uploaded)  # else the update reads the chunk before it is there
             if part.factor != 1.0:
-                accelerator.launch(partial(scale, part.factor), gradient)
+                accelerator.launch(partial(torch.Tensor.mul_, other=part.factor), gradient)  # unscales and clips
             accelerator.launch(update, master, exp_avg, exp_avg_sq, gradient, scratch)
             if part.target is not None:
-                accelerator.launch(cast, master, part.target)
+                accelerator.launch(torch.Tensor.copy_, part.target, master)
             updated = moment(accelerator)
         with accelerator.on(self._down):
             self._down.wait_event(updated)  # else the old values are written back
