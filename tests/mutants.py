@@ -228,7 +228,7 @@ MUTANTS = [
     Mutant("the multiplied gradient is not written back", UPDATE,
            "([(part.gradient, gradient)] if part.factor != 1.0 else [])", "[]", OF_UPDATE),
     Mutant("the parameters get bytes of the master", UPDATE,
-           "accelerator.launch(torch.Tensor.copy_, part.target, master)",
+           "accelerator.launch(cast, master, part.target)",
            "accelerator.copy(master.view(torch.uint8)[: part.target.nbytes], part.target.view(torch.uint8))",
            OF_UPDATE),
     Mutant("the ends of a sub-group are not updated", UPDATER,

@@ -21,6 +21,7 @@ import torch
 from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
 from ds_tba.errors import StateError
 from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
+from ds_tba.update.formula import cast, scale
 from ds_tba.update.host import SubGroup
 
 Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
@@ -82,7 +83,8 @@ class DevicePipeline:
         Returns:
             True if the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
         """
-        self.drain()  # that of the step before may have been interrupted
+        if self._in_flight or self._uploads:
+            self.drain()  # the drain of the step before was interrupted
         slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
         while len(self._free) < slots:
             try:
@@ -176,10 +178,10 @@ class DevicePipeline:
         with accelerator.on(self._compute):
             self._compute.wait_event(uploaded)  # else the update reads the chunk before it is there
             if part.factor != 1.0:
-                accelerator.launch(partial(torch.Tensor.mul_, other=part.factor), gradient)  # unscales and clips
+                accelerator.launch(partial(scale, part.factor), gradient)
             accelerator.launch(update, master, exp_avg, exp_avg_sq, gradient, scratch)
             if part.target is not None:
-                accelerator.launch(torch.Tensor.copy_, part.target, master)
+                accelerator.launch(cast, master, part.target)
             updated = moment(accelerator)
         with accelerator.on(self._down):
             self._down.wait_event(updated)  # else the old values are written back

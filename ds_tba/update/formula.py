@@ -166,6 +166,16 @@ def update_(
         master.add_(scratch, alpha=scalars.step_size)
 
 
+def cast(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Cast parameters to the model's dtype, or gradients to fp32."""
+    target.copy_(source)
+
+
+def scale(factor: float, gradient: torch.Tensor) -> None:
+    """Unscale and clip a gradient, in place."""
+    gradient.mul_(factor)
+
+
 def _square_root(source: torch.Tensor, target: torch.Tensor) -> None:
     """Take a correctly rounded root, as CUDA's is. That of torch's CPU in fp32 is not; from double it is."""
     if source.device.type == "cpu":
@@ -243,7 +253,8 @@ def _is_exact_around(generator: torch.Generator, device: torch.device) -> bool:
     """Return whether a device casts and multiplies as the host does."""
     for factor in _TRIAL_FACTORS:
         gradient = _trial(generator, 4)
-        on_device = gradient.to(device, copy=True).mul_(factor)
+        on_device = gradient.to(device, copy=True)
+        scale(factor, on_device)
         if not same_bits(gradient.mul_(factor), on_device):
             return False
     for dtype, dropped in _DROPPED_BITS.items():
@@ -253,8 +264,8 @@ def _is_exact_around(generator: torch.Generator, device: torch.device) -> bool:
         master = torch.cat([bits, middle - 1, middle, middle + 1]).view(torch.float32)
         low = torch.empty_like(master, dtype=dtype, device=device)
         wide = torch.empty_like(master, device=device)
-        low.copy_(master.to(device))
-        wide.copy_(low)
+        cast(master.to(device, copy=True), low)
+        cast(low, wide)
         expected = master.to(dtype)
         if not same_bits(expected, low) or not same_bits(expected.float(), wide):
             return False
