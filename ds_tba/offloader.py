@@ -159,11 +159,11 @@ class Rooms:
         self._core.cache.gate.excluded_by = self._chosen.reason
 
     def _open_sites(self) -> Sites:
-        from ds_tba.remat.sites import open_sites
+        from ds_tba.remat.sites import Sites
         from ds_tba.remat.store import RematStore
 
         core = self._core
-        sites = open_sites(core.config, core.cache, core.accelerator, self.running)
+        sites = Sites(core.cache, core.accelerator, core.config.rematerialize_exclude, self.running)
         core.cache.rematerialize(RematStore(core.cache, sites))
         self._reporter.add(sites)
         return sites

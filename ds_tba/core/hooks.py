@@ -19,9 +19,9 @@ off.
 [Note: Selective checkpoints] What a policy has a selective checkpoint save lies in a store of the checkpoint's, outside
 of the graph. Since 2.14 PyTorch hands it to the saved-tensor hooks around the checkpoint, where the call says so
 (``respect_saved_tensors_hooks``); where it says nothing it warns, later versions raise, and then it is the default
-(pytorch #191236). The call is a user's or a library's, so we say it for them, while a forward of ours runs and only
-where our hooks are the ones in scope. PyTorch has no switch for that: the function behind ``checkpoint`` is replaced
-for as long. What the call says itself stays. ``allow_cache_entry_mutation`` wants what was saved as it is *later*, so
+(pytorch #191236). The call is a user's or a library's, so we say it for them where our hooks are the ones in scope.
+PyTorch has no switch for that: the function behind ``checkpoint`` is replaced at the first forward, by one that does
+nothing else. What the call says itself stays. ``allow_cache_entry_mutation`` wants what was saved as it is *later*, so
 that it stays with the checkpoint.
 """
 
@@ -155,73 +155,41 @@ def is_being_compiled() -> bool:
 _RESPECT = "respect_saved_tensors_hooks"
 _CHECKPOINT = "_checkpoint_without_reentrant_generator_impl"  # since PyTorch 2.14
 _IN_SCOPE = "_current_user_saved_tensors_hooks"  # likewise
-_exchanging = threading.Lock()  # of two forwards that end at once one would leave the replacement in place
-
-
-class _Ours(threading.local):
-    pack: object = None  # the hook of ours that is on in this thread
 
 
 class SelectiveCheckpoints:
-    """Replaces PyTorch's function behind ``checkpoint``; see [Note: Selective checkpoints]."""
+    """Stands in the place of PyTorch's function behind ``checkpoint``; see [Note: Selective checkpoints]."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
-        self.checkpoint = checkpoint
-        self.ours = _Ours()
-        self.forwards = 0  # under way, in all threads
+        self._checkpoint = checkpoint
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        if options.get(_RESPECT) is None and self._concerns_us(options.get("context_fn")):  # what it says stays
+        hooks, context_fn = getattr(checkpointing, _IN_SCOPE)(), options.get("context_fn")
+        is_ours = hooks is not None and getattr(hooks[0], "__func__", None) is ForwardHooks.pack_hook  # else a user's
+        is_selective = context_fn not in (None, checkpointing.noop_context_fn)
+        if is_ours and is_selective and options.get(_RESPECT) is None:  # what it says stays
             _, recomputation = contexts = options["context_fn"]()
             options["context_fn"] = lambda: contexts  # a second call would make other contexts than those judged here
             options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)  # wants changes
-        return self.checkpoint(*args, **options)
-
-    def _concerns_us(self, context_fn: object) -> bool:
-        if self.ours.pack is None or context_fn in (None, checkpointing.noop_context_fn):
-            return False
-        hooks = getattr(checkpointing, _IN_SCOPE)()
-        return hooks is not None and hooks[0] == self.ours.pack  # else they are the user's, inside of ours
+        return self._checkpoint(*args, **options)
 
 
-def _replacement() -> SelectiveCheckpoints | None:
-    """Return the present replacement; None outside of forwards, and where PyTorch hands over nothing."""
-    present = getattr(checkpointing, _CHECKPOINT, None)
-    return present if isinstance(present, SelectiveCheckpoints) else None
+def _hear_selective_checkpoints() -> None:
+    behind = getattr(checkpointing, _CHECKPOINT, None)
+    if behind is not None and hasattr(checkpointing, _IN_SCOPE) and not isinstance(behind, SelectiveCheckpoints):
+        setattr(checkpointing, _CHECKPOINT, SelectiveCheckpoints(behind))
 
 
 @contextmanager
-def _on(hooks: ForwardHooks) -> Iterator[None]:
+def hooks_of_forward(hooks: ForwardHooks) -> Iterator[None]:
+    """Open these hooks for a forward; they also get what selective checkpoints save."""
+    _hear_selective_checkpoints()
     try:
         with hooks:
             yield
     except BaseException:
         hooks.end()  # a signal handler may have raised in their own exit
         raise
-
-
-@contextmanager
-def hooks_of_forward(hooks: ForwardHooks) -> Iterator[None]:
-    """Open these hooks for a forward; they also get what selective checkpoints save."""
-    if not (hasattr(checkpointing, _CHECKPOINT) and hasattr(checkpointing, _IN_SCOPE)):
-        with _on(hooks):
-            yield
-        return
-    with _exchanging:
-        selective = _replacement() or SelectiveCheckpoints(getattr(checkpointing, _CHECKPOINT))
-        selective.forwards += 1
-        setattr(checkpointing, _CHECKPOINT, selective)
-    before, selective.ours.pack, forks = selective.ours.pack, hooks.pack_hook, FORKS.count
-    try:
-        with _on(hooks):
-            yield
-    finally:
-        selective.ours.pack = before  # a forward may run inside of another
-        if FORKS.count == forks:  # else the lock may be taken for ever
-            with _exchanging:
-                selective.forwards -= 1
-                if not selective.forwards and _replacement() is selective:  # nobody has wrapped it meanwhile
-                    setattr(checkpointing, _CHECKPOINT, selective.checkpoint)
 
 
 # ---- hooks that stay open after a forward ---------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,9 +32,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from ds_tba.core.accounts import Accounts
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
 from ds_tba.core.saved import PassedThrough
-from ds_tba.core.tensors import components_of, has_plain_storage, integers_of, is_ragged
+from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.memory import digest_of
-from ds_tba.errors import ActivationModifiedError, RecomputationError, StateError
+from ds_tba.errors import ActivationModifiedError, RecomputationError
 
 _NO_BACKWARD = -1  # autograd's number of the backward in this thread when there is none
 _OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
@@ -82,17 +82,13 @@ class Blocks:
     def forward(self, listener: PassListener | None = None) -> Iterator[None]:
         """Open the forward of a micro-step. With a listener it is told of all passes, and none is checkpointed."""
         skip_frames((_InPlace.__call__,))
-        placed: list[_InPlace] = []
-        self.forwards.listeners.append(listener)
-        try:
+        with ExitStack() as places:
+            self.forwards.listeners.append(listener)
+            places.callback(self.forwards.listeners.pop)
             for one in self._places:
-                if (listener is not None or one.path in self.chosen) and one.put():
-                    placed.append(one)
+                if listener is not None or one.path in self.chosen:
+                    places.enter_context(one.placed())
             yield
-        finally:
-            for one in placed:
-                one.take_away()
-            self.forwards.listeners.pop()
 
     def compare(self, path: str, first: Sequence[_Digest], again: Sequence[_Digest]) -> None:
         """Compare what a pass has returned with what it returns again, on its device.
@@ -135,24 +131,23 @@ class _InPlace:
         self.block = block
         self.blocks = blocks
         self.own: Any = block.forward
-        self._before: object = None  # an attribute of its own
         functools.update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
 
-    def put(self) -> bool:
-        """Take the place; False if a forward around this one has done so."""
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Take the place, and leave it as it was, unless somebody has taken it meanwhile."""
         attributes = self.block.__dict__  # past __setattr__, which torch.compile's module hands on
-        if attributes.get("forward") is self:
-            return False
-        self.own, self._before = self.block.forward, attributes.get("forward")
-        attributes["forward"] = self
-        return True
-
-    def take_away(self) -> None:
-        """Leave the place as it was, unless somebody has taken it meanwhile."""
-        attributes = self.block.__dict__
-        if attributes.get("forward") is self:
-            del attributes["forward"]
-            attributes.update({} if self._before is None else {"forward": self._before})
+        before = attributes.get("forward")  # an attribute of its own
+        if before is self:  # a forward around this one has the place
+            yield
+            return
+        self.own, attributes["forward"] = self.block.forward, self
+        try:
+            yield
+        finally:
+            if attributes.get("forward") is self:
+                del attributes["forward"]
+                attributes.update({} if before is None else {"forward": before})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, listeners = self.own, self.blocks.forwards.listeners
@@ -162,11 +157,14 @@ class _InPlace:
             return own(*args, **kwargs)
         if is_in_checkpoint():  # a checkpoint of the model's own, which runs the block again
             return own(*args, **kwargs)
-        one_pass, listener = _Pass(self, args, kwargs), listeners[-1]
+        # A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out.
+        values, tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        listener = listeners[-1]
         if listener is None:
+            one_pass = _Pass(self, (args, kwargs), tree)
             with set_checkpoint_early_stop(False):
-                return checkpoint(one_pass, *one_pass.values, use_reentrant=False)
-        listener.enter(self.path, [one for one in one_pass.values if isinstance(one, torch.Tensor)])
+                return checkpoint(one_pass, *values, use_reentrant=False)
+        listener.enter(self.path, [one for one in values if isinstance(one, torch.Tensor)])
         try:
             return own(*args, **kwargs)
         finally:
@@ -177,18 +175,11 @@ class _InPlace:
 
 
 class _Pass:
-    """One pass, which a checkpoint calls in forward, and in backward with the values that it has saved.
+    """One pass, which a checkpoint calls in forward, and in backward with the values that it has saved."""
 
-    A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out. Each
-    object is one value, and one object again: attention asks whether query *is* key.
-    """
-
-    def __init__(self, placed: _InPlace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self._tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
-        unique = {id(one): one for one in leaves}
-        self.values = [*unique.values()]
-        self._order = [[*unique].index(id(one)) for one in leaves]
-        self._given: Any = args, kwargs  # until forward has run, which may fill a list of the caller's
+    def __init__(self, placed: _InPlace, given: tuple[tuple[Any, ...], dict[str, Any]], tree: Any) -> None:
+        self._given: Any = given  # until forward has run, which may fill a list of the caller's
+        self._tree = tree
         self._users_stop: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", None)
         self._placed, self._own = placed, placed.own
         self._digests: list[_Digest] = []
@@ -196,12 +187,12 @@ class _Pass:
     def __call__(self, *values: Any) -> Any:
         own, placed = self._own, self._placed
         if self._given is not None:
-            (args, kwargs), self._given, self.values = self._given, None, []  # or they would be held
+            (args, kwargs), self._given = self._given, None  # or they would be held
             with set_checkpoint_early_stop(self._users_stop), self._saving(is_again=False):
                 output = own(*args, **kwargs)
-            self._digests = _digests(self._placed.path, output)
+            self._digests = _digests(placed.path, output)
             return output
-        args, kwargs = tree_unflatten([values[number] for number in self._order], self._tree)
+        args, kwargs = tree_unflatten(values, self._tree)
         with _gathered_stay(placed.block), self._saving(is_again=True):
             output = own(*args, **kwargs)
         placed.blocks.compare(placed.path, self._digests, _digests(placed.path, output))
@@ -210,19 +201,12 @@ class _Pass:
     @contextmanager
     def _saving(self, *, is_again: bool) -> Iterator[None]:
         """Keep parameters from the checkpoint's hooks, inside of which this is, and name the block in its errors."""
-        hooks, placed = innermost_hooks(), self._placed
-        if hooks is None:
-            raise StateError("a block is recomputed outside of a checkpoint; this is a bug in ds_tba")
-        checkpoint_pack, checkpoint_unpack = hooks
+        placed = self._placed
+        checkpoint_pack, checkpoint_unpack = innermost_hooks()  # type: ignore[misc] # the checkpoint's, so not None
 
         def pack(tensor: torch.Tensor) -> object:
             if isinstance(tensor, nn.Parameter):
                 return PassedThrough(tensor)
-            if is_ragged(tensor):
-                raise RecomputationError(
-                    f"PyTorch cannot checkpoint the block {placed.path!r}, because it saves a nested tensor of strided "
-                    f"layout, as attention on jagged ones does on a CPU. {_LEAVE_OUT}."
-                )
             if is_again:
                 placed.blocks.cache.count_again(tensor)
             return checkpoint_pack(tensor)
@@ -254,39 +238,24 @@ def _digests(path: str, output: object) -> list[_Digest]:
     """Return the digests of all tensors that a block returns.
 
     Raises:
-        RecomputationError: the bytes of one cannot be had.
+        RecomputationError: one is no plain tensor, so that its bytes cannot be compared.
     """
-    with torch.no_grad():
-        tensors = [one for one in tree_flatten(output)[0] if isinstance(one, torch.Tensor)]
-        return [_digest(part) for one in tensors for part in _parts(path, one)]
-
-
-def _parts(path: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with the bytes of one that a block returns: its components, if it is sparse or a subclass."""
-    if hasattr(tensor, "trigger_wait"):  # of a collective: its bytes may not have come yet
-        tensor = tensor.trigger_wait()
-    named = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    parts = [part for name in named if isinstance(part := getattr(tensor, name), torch.Tensor)] or components_of(tensor)
-    if not parts:
-        with torch._C.DisableTorchFunctionSubclass():  # a parameter, say: its bytes are those of a plain tensor
-            plain = tensor.detach().as_subclass(torch.Tensor)
-        if has_plain_storage(plain) and not plain.is_quantized:
-            yield plain
-            return
-        raise RecomputationError(
-            f"the block {path!r} returns a tensor of type {type(tensor).__name__} and layout {tensor.layout}, whose "
-            f"bytes cannot be compared when it runs again. {_LEAVE_OUT}."
-        )
-    for part in parts:
-        yield from _parts(path, part)
-
-
-def _digest(tensor: torch.Tensor) -> _Digest:
-    form = type(tensor), tensor.dtype, tensor.layout, tensor.shape
-    numbers = integers_of(tensor).contiguous().view(-1)
-    is_on_host = tensor.device.type == _HOST
-    sums = torch.tensor(digest_of(numbers.view(torch.uint8)) - (1 << 63)) if is_on_host else sums_of(numbers)
-    return _Digest(form, sums)
+    digests: list[_Digest] = []
+    for tensor in tree_flatten(output)[0]:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            plain = tensor.detach()  # a parameter, say, is one
+            if not has_plain_storage(plain) or plain.is_quantized:
+                raise RecomputationError(
+                    f"the block {path!r} returns a tensor of type {type(tensor).__name__} and layout {tensor.layout}, "
+                    f"whose bytes cannot be compared when it runs again. {_LEAVE_OUT}."
+                )
+            numbers = integers_of(plain).contiguous().view(-1)
+            is_on_host = plain.device.type == _HOST
+            sums = torch.tensor(digest_of(numbers.view(torch.uint8)) - (1 << 63)) if is_on_host else sums_of(numbers)
+        digests.append(_Digest((plain.dtype, plain.shape), sums))
+    return digests
 
 
 def sums_of(numbers: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,7 @@
 Knows rules and the objects that autograd holds; cannot see the graph, nor where storages go.
 
 [Note: Kernels] Those of a CPU cut their work by the number of threads, oneDNN has some of its own, and a thread may
-flush denormals: the last bits may follow from that. So a recipe runs with as many threads as forward had, and with
-oneDNN and ``torch.set_flush_denormal`` as they were.
+flush denormals: the last bits may follow from that. So whoever changes these between forward and backward is told.
 
 [Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
 last bits of an element may depend on where it lies in memory. Steps get their operands in the strides of forward, and
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeGuard
@@ -26,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_tba.core.saved import Held, Keeper, PassedThrough, SavedCounted, SavedStorage, SavedView, StorageKey
 from ds_tba.core.tensors import ViewSpec, is_owned, is_parameter, nbytes_of
-from ds_tba.device.accelerator import Clock, Event
-from ds_tba.remat.rules import NoRecipeError, Saved, Step
+from ds_tba.device.accelerator import Event
+from ds_tba.remat.rules import NoRecipeError, Step
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +116,10 @@ class Kernels(NamedTuple):
         flushes = sys.float_info.min * 0.5 == 0.0
         return cls(torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes)
 
-    def choose(self) -> None:
-        """Choose them."""
-        if torch.get_num_threads() != self.threads:
-            torch.set_num_threads(self.threads)
-        torch._C._set_mkldnn_enabled(self.with_onednn)
-        torch.set_flush_denormal(self.flushes_denormals)
-
 
 @contextmanager
-def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
-    """Run without graph, autocast (which has acted in forward) and the user's modes, with these kernels."""
+def as_in_forward() -> Iterator[None]:
+    """Run without graph, autocast (which has acted in forward) and the user's modes."""
     with ExitStack() as state:
         state.enter_context(torch.no_grad())
         state.enter_context(torch._C.DisableTorchFunction())
@@ -136,10 +128,6 @@ def as_in_forward(kernels: Kernels | None) -> Iterator[None]:
                 state.enter_context(torch.autocast(kind, enabled=False))
         if torch._C._len_torch_dispatch_stack():
             state.enter_context(_disable_current_modes())
-        present = None if kernels is None else Kernels.present()
-        if kernels is not None and present is not None and kernels != present:
-            kernels.choose()
-            state.callback(present.choose)  # or the rest of backward would run with forward's settings
         yield
 
 
@@ -151,8 +139,7 @@ class Recipe:
         site: op whose output it is.
         steps: ops, each behind those it needs; the last gives the storage itself.
         spec: layout of the storage.
-        kernels: settings of forward.
-        depth: length of the chain of storages that can be made one from the other, with this one.
+        kernels: settings of forward; None on a device.
         held: the operands, each once.
         records: the saved storages that it is made of, as often as they are held.
     """
@@ -161,7 +148,6 @@ class Recipe:
     steps: tuple[Step, ...]
     spec: ViewSpec
     kernels: Kernels | None
-    depth: int
     held: tuple[Held, ...] = field(init=False)
     records: tuple[SavedStorage, ...] = field(init=False)
 
@@ -181,68 +167,55 @@ class Recipe:
         return 2 * self.steps[-1].nbytes + self.scratch_bytes + sum(_work_bytes(one) for one in set(self.records))
 
     @property
+    def depth(self) -> int:
+        """Return the length of the chain of storages that can be made one from the other, with this one."""
+        origins = (record.origin for record in self.records)
+        return 1 + max((one.depth for one in origins if isinstance(one, Makeable)), default=0)
+
+    @property
     def sources(self) -> tuple[StorageKey, ...]:
         """Return the saved storages that it is made of."""
         return tuple(dict.fromkeys(record.key for record in self.records))
 
-    def bound(self) -> Recipe:
-        """Return the same with operands of its own. Call it under the cache's lock."""
-        return self._with({id(one): one.twin() for one in self.held if not isinstance(one, PassedThrough)})
-
-    def copied(self, cache: Keeper) -> Recipe:
-        """Return the same with copies of its own of parameters and buffers, as they are now."""
-        copies: dict[int, Held] = {}
+    def owned(self, cache: Keeper) -> Recipe:
+        """Return the same with operands of its own: copies of parameters and buffers as they are now, else twins."""
+        own: dict[int, Held] = {}
         for one in self.held:
             if is_of_a_module(one):
                 with torch.no_grad():
                     copy = one.held.detach().clone()  # an optimizer may step before backward
                 # No micro-step: autograd has not saved it.
-                copies[id(one)] = SavedCounted(cache, copy, copy.untyped_storage(), nbytes_of(copy), "", None)
-        return self._with(copies) if copies else self
-
-    def _with(self, own: Mapping[int, Held]) -> Recipe:
+                own[id(one)] = SavedCounted(cache, copy, copy.untyped_storage(), nbytes_of(copy), "", None)
+        with cache.lock:
+            own |= {id(one): one.twin() for one in self.held if not isinstance(one, PassedThrough)}
         steps = (step._replace(operands=tuple(own.get(id(one), one) for one in step.operands)) for step in self.steps)
         return replace(self, steps=tuple(steps))
 
-    def make(
-        self, restore: Callable[[Saved], torch.Tensor], clock: Clock | None, marks: list[tuple[Any, Any]]
-    ) -> torch.Tensor:
-        """Return the output of the op, laid out as in forward.
+    def make(self, restored: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the output of the op, laid out as in forward. Called :func:`as_in_forward`.
 
         Args:
-            restore: returns the tensor that is held; called for those of one step at a time.
-            clock: takes the times; None for none.
-            marks: list to which the clock's marks around each step are added, without the time of ``restore``.
+            restored: the tensors that are held, by the ids of what holds them.
 
         Raises:
             NoRecipeError: it cannot be the same bits.
         """
         spec, last = self.spec, self.steps[-1]
         results: list[torch.Tensor] = []
-        with as_in_forward(self.kernels):
-            for step in self.steps:
-                operands = [
-                    one
-                    if one is None or isinstance(one, torch.Tensor)
-                    else results[one]
-                    if isinstance(one, int)
-                    else restore(one)
-                    for one in step.operands
-                ]
-                before = None if clock is None else clock.mark()
-                result = step.run(operands)
-                taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
-                if step is last and result.untyped_storage().data_ptr() in taken:
-                    result = result.clone()  # ``contiguous`` may return its operand, which must not be written into
-                if clock is not None:
-                    marks.append((before, clock.mark()))
-                results.append(result)
-            if result.stride() != spec.stride or result.untyped_storage().nbytes() != last.nbytes:
-                strides = zip(result.shape, result.stride(), spec.stride, strict=True)
-                is_same_order = all(size == 1 or one == other for size, one, other in strides)  # 1 has no order
-                if not (is_same_order or last.rule.is_rounded_once(last.constants)):
-                    raise NoRecipeError("made again it has another order of elements")
-                result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)
+        for step in self.steps:
+            held: list[Any] = [restored.get(id(one), one) for one in step.operands]
+            operands = [results[one] if isinstance(one, int) else one for one in held]
+            result = step.run(operands)
+            taken = {one.untyped_storage().data_ptr() for one in operands if one is not None}
+            if step is last and result.untyped_storage().data_ptr() in taken:
+                result = result.clone()  # ``contiguous`` may return its operand, which must not be written into
+            results.append(result)
+        if result.stride() != spec.stride or result.untyped_storage().nbytes() != last.nbytes:
+            strides = zip(result.shape, result.stride(), spec.stride, strict=True)
+            is_same_order = all(size == 1 or one == other for size, one, other in strides)  # 1 has no order
+            if not (is_same_order or last.rule.is_rounded_once(last.constants)):
+                raise NoRecipeError("made again it has another order of elements")
+            result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)
         return result
 
 
@@ -257,7 +230,7 @@ class Comparison(NamedTuple):
     Attributes:
         flags: two booleans in host memory, once ``done``: any bit differs, and the elements are not all equal.
         done: event of the device, which comes with them.
-        marks: marks of the clock around each step of the recipe.
+        marks: of the clock, around the recipe.
         step: step of training in which the tensor was saved.
         visit: number of the site's visit.
         module: path of the module in which the tensor was saved; empty where the site was not proven before.
@@ -266,7 +239,7 @@ class Comparison(NamedTuple):
     recipe: Recipe
     flags: torch.Tensor
     done: Event
-    marks: list[tuple[Any, Any]]
+    marks: tuple[Any, Any]
     step: int
     visit: int
     module: str

@@ -92,9 +92,6 @@ class Saved(Protocol):
     def signature(self) -> tuple[object, ...]:
         """Return the layout of the tensor."""
 
-    def restore(self) -> torch.Tensor:
-        """Return the tensor, if it was not modified since."""
-
 
 class Step(NamedTuple):
     """An op and its operands.
@@ -141,7 +138,7 @@ def _look(one: int | Saved | torch.Tensor | None) -> object:
 
 
 _ROUNDED_ONCE = frozenset(  # in any loop the same bits; see [Note: Order of elements]
-    {"mul", "div", "add", "sub", "maximum", "minimum", "where", "relu", "abs", "neg", "index", "cast", "copy"}
+    {"mul", "div", "add", "sub", "relu", "neg", "index", "cast", "copy"}
 )
 
 
@@ -175,10 +172,6 @@ def _cast(tensor: torch.Tensor, output: Output) -> torch.Tensor:
     return tensor.to(output.dtype)
 
 
-def _addcmul(tensor: torch.Tensor, one: torch.Tensor, other: torch.Tensor, value: float) -> torch.Tensor:
-    return torch.addcmul(tensor, one, other, value=value)
-
-
 def _native_dropout(tensor: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
     scale = 0.0 if p == 1 else 1 / (1 - p)  # all is dropped, and 1 / 0 raises
     if tensor.device.type == "cpu":  # whose forward rounds the scale, and whose backward does not
@@ -202,10 +195,6 @@ def _rms_norm(
     return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]  # functional's is other ops on a CPU
 
 
-def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
-    return torch.softmax(tensor, dim, dtype=None if output.dtype == tensor.dtype else output.dtype)  # cast inside
-
-
 def _index(tensor: torch.Tensor, *indices: torch.Tensor | None) -> torch.Tensor:
     return torch.ops.aten.index(tensor, list(indices))
 
@@ -223,10 +212,6 @@ RULES: dict[str, Rule] = {
     "DivBackward0": _rule("div", "self other", torch.div),
     "AddBackward0": _rule("add", "- -", lambda a, b, alpha: torch.add(a, b, alpha=alpha), "alpha"),
     "SubBackward0": _rule("sub", "- -", lambda a, b, alpha: torch.sub(a, b, alpha=alpha), "alpha"),
-    "AddcmulBackward0": _rule("addcmul", "- tensor1 tensor2", _addcmul, "value"),
-    "MaximumBackward0": _rule("maximum", "self other", torch.maximum),
-    "MinimumBackward0": _rule("minimum", "self other", torch.minimum),
-    "WhereBackward0": Rule("where", (Operand("condition", None), Operand("", 0), Operand("", 1)), torch.where),
     # Activation functions.
     "SiluBackward0": _rule("silu", "self", functional.silu),
     "GeluBackward0": _rule("gelu", "self", lambda a, how: functional.gelu(a, approximate=how), "approximate"),
@@ -243,24 +228,18 @@ RULES: dict[str, Rule] = {
     "TanhBackward0": _rule("tanh", "-", torch.tanh, result="result"),
     # Other functions of one tensor.
     "ExpBackward0": _rule("exp", "-", torch.exp, result="result"),
-    "SqrtBackward0": _rule("sqrt", "-", torch.sqrt, result="result"),
     "RsqrtBackward0": _rule("rsqrt", "-", torch.rsqrt, result="result"),
-    "ReciprocalBackward0": _rule("reciprocal", "-", torch.reciprocal, result="result"),
-    "LogBackward0": _rule("log", "self", torch.log),
     "SinBackward0": _rule("sin", "self", torch.sin),
-    "CosBackward0": _rule("cos", "self", torch.cos),
     "ErfBackward0": _rule("erf", "self", torch.erf),
-    "AbsBackward0": _rule("abs", "self", torch.abs),
     "NegBackward0": _rule("neg", "-", torch.neg),
     "PowBackward0": _rule("pow", "self", torch.pow, "exponent"),
     "ClampMinBackward0": _rule("clamp", "self", torch.clamp_min, "min"),
     "ClampBackward1": _rule("clamp", "self", torch.clamp, "min max"),
-    # Norms, softmax, dropout, casts, copies.
+    # Norms, dropout, casts, copies.
     "NativeLayerNormBackward0": Rule(
         "layer_norm", _NORM, _layer_norm, ("normalized_shape",), needs_epsilon=True
     ),
     "FusedRmsNormBackward0": Rule("rms_norm", _NORM[:2], _rms_norm, ("normalized_shape",), needs_epsilon=True),
-    "SoftmaxBackward0": Rule("softmax", _ONE, _softmax, ("dim",), "result", from_output=True),
     "NativeDropoutBackward0": Rule(
         "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)
     ),
@@ -281,6 +260,7 @@ RULES: dict[str, Rule] = {
     "SliceBackward0": _view(torch.ops.aten.slice, "dim start end step"),
     "SplitBackward0": _view(_split, "split_size dim", from_output=True),
     "UnbindBackward0": _view(_unbound, "dim", from_output=True),
+    "SoftmaxBackward0": Rule("softmax", (), _not_made, result="result"),
     **{
         f"ScaledDotProduct{kind}Backward0": Rule("attention", (), _not_made, result="output")
         for kind in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")

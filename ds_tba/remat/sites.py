@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 
-from ds_tba.config import BLOCK, OffloadConfig
+from ds_tba.config import BLOCK
 from ds_tba.core.saved import Keeper
 from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, whole_storage
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
-from ds_tba.remat.recipe import Comparison, Kernels, Makeable, Recipe, Site, as_in_forward, is_of_a_module
-from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError, Saved
+from ds_tba.remat.recipe import Comparison, Kernels, Recipe, Site, as_in_forward, is_of_a_module
+from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError
 from ds_tba.remat.search import Search, made_by
 from ds_tba.remat.where import RunningModule, position_in_code
 
@@ -61,6 +61,9 @@ class Sites:
         exclude: ops that are not rematerialized.
         running: tells which module runs, for errors.
 
+    Raises:
+        ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
+
     Attributes:
         step: number of the step that runs, from 1 on.
     """
@@ -72,6 +75,11 @@ class Sites:
         exclude: frozenset[str] = frozenset(),
         running: RunningModule | None = None,
     ) -> None:
+        if exclude - OPS:
+            raise ConfigError(
+                f'"{BLOCK}.rematerialize.exclude" names {", ".join(sorted(exclude - OPS))}: the ops are '
+                f"{', '.join(sorted(OPS))}."
+            )
         self.rules = {name: rule for name, rule in RULES.items() if rule.op not in exclude}
         self.step = 1
         self._running = running or RunningModule()
@@ -133,17 +141,17 @@ class Sites:
             raise NoRecipeError("forwards run in several threads")
         if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
             raise NoRecipeError("changed in place, or a part of its storage")
+        if made.is_complex():
+            raise NoRecipeError("complex numbers")
         search = Search(self._cache, self.rules, self._first_node)
         search.add(node, rule, 0)
         steps, spec, nbytes = tuple(search.steps), ViewSpec.of(made), search.steps[-1].nbytes
         kernels = Kernels.present() if self._is_synchronous else None
-        recipe = Recipe(_NOWHERE, steps, spec, kernels, 1)
+        recipe = Recipe(_NOWHERE, steps, spec, kernels)
         if any(is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * nbytes for one in recipe.held):
             raise NoRecipeError("a parameter or buffer of a module")
         if recipe.scratch_bytes > MAX_BETWEEN_FACTOR * nbytes:
             raise NoRecipeError("too many steps")
-        origins = [one.origin for one in recipe.records]
-        recipe.depth = 1 + max((one.depth for one in origins if isinstance(one, Makeable)), default=0)
         if recipe.depth > MAX_DEPTH:
             raise NoRecipeError("too many recipes behind each other")
         recipe.site = self.site_of(recipe)
@@ -169,17 +177,20 @@ class Sites:
         Args:
             recipe: with views of its own.
         """
-        site, marks = recipe.site, list[tuple[Any, Any]]()
+        site, clock = recipe.site, self.accelerator.clock
         try:
-            made = recipe.make(self._restore, self.accelerator.clock, marks)
-            with as_in_forward(None):
+            with as_in_forward():
+                restored = self._restore(recipe)
+                before = clock.mark()
+                made = recipe.make(restored)
+                marks = before, clock.mark()
                 saved = base_of(tensor).detach()
                 bits = integers_of(saved)
                 differs = integers_of(made) != bits
                 # NaN is NaN: the payload may depend on its place in memory, and plain training goes on with either.
-                has_nan = saved.is_floating_point() or saved.is_complex()
+                has_nan = saved.is_floating_point()
                 if has_nan and (not self._is_synchronous or differs.any()):  # asking a device would wait for it
-                    differs &= ~_both_nan(made, saved)
+                    differs &= ~(made.isnan() & saved.isnan())
                 flags = torch.stack((differs.any(), bits.amin() != bits.amax()))  # equal elements (zeros) prove nothing
             if not self._is_synchronous:
                 host = self.accelerator.pinned(flags.numel())
@@ -205,12 +216,15 @@ class Sites:
         """
         site = comparison.recipe.site
         comparison.done.synchronize()
-        site.measured_s = sum(self.accelerator.clock.elapsed_s(*marks) for marks in comparison.marks)
+        site.measured_s = self.accelerator.clock.elapsed_s(*comparison.marks)
         is_other, has_values = comparison.flags.tolist()
         if not is_other:
             if has_values:
                 site.equal_in = comparison.step
-                site.unseen_since = None if comparison.visit == site.visits else comparison.step  # later visits unseen
+                if comparison.visit == site.visits:
+                    site.unseen_since = None
+                elif site.unseen_since is not None:  # perhaps of later visits; what is compared late was not left out
+                    site.unseen_since = comparison.step
             return True
         site.refuse("made again it differs")
         since, site.unseen_since = site.unseen_since, None  # one error for each: it is used no more
@@ -232,8 +246,15 @@ class Sites:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
         """
         site = recipe.site
+        if recipe.kernels not in (None, Kernels.present()):
+            raise StateError(
+                f"the output of {site.op} is made again in backward, but since forward the number of threads, oneDNN "
+                f"or torch.set_flush_denormal was changed, with which kernels round differently. Change them outside "
+                f"of steps, or {_remedy(recipe)}."
+            )
         try:
-            made = whole_storage(recipe.make(self._restore, None, []))
+            with as_in_forward():
+                made = whole_storage(recipe.make(self._restore(recipe)))
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(
                 f"{error} Output of {site.op} was to be made again from it, not saved: "
@@ -244,12 +265,13 @@ class Sites:
         self._seconds += site.measured_s
         return made
 
-    def _restore(self, held: Saved) -> torch.Tensor:
-        """Return an operand, for the current stream; another may have allocated it."""
-        operand = held.restore()
-        if not self._is_synchronous and operand.device == self.accelerator.device():
-            self.accelerator.share(operand, self.accelerator.current_stream())  # or it is reused under the op
-        return operand
+    def _restore(self, recipe: Recipe) -> dict[int, torch.Tensor]:
+        """Return the operands, for the current stream; another may have allocated them."""
+        restored = {id(one): one.restore() for one in recipe.held}
+        for operand in restored.values():
+            if not self._is_synchronous and operand.device == self.accelerator.device():
+                self.accelerator.share(operand, self.accelerator.current_stream())  # or it is reused under the op
+        return restored
 
     # ---- for the report -----------------------------------------------------------------------------------------
 
@@ -273,13 +295,6 @@ class Sites:
 _NOWHERE = Site("", 0)
 
 
-def _both_nan(made: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
-    """Return where both are NaN, for each number that ``integers_of`` gives."""
-    if made.is_complex():
-        made, saved = torch.view_as_real(made.resolve_conj()), torch.view_as_real(saved.resolve_conj())
-    return made.isnan() & saved.isnan()
-
-
 def _differs(comparison: Comparison, since: int) -> str:
     site = comparison.recipe.site
     steps = f"step {since}" if since >= comparison.step else f"steps {since} to {comparison.step}"
@@ -297,18 +312,3 @@ def _remedy(recipe: Recipe) -> str:
     ops = sorted({step.rule.op for step in recipe.steps} & OPS)
     names = ", ".join(f'"{op}"' for op in ops)
     return f'set "{BLOCK}": {{"rematerialize": {{"exclude": [{names}]}}}}, or "rematerialize": false'
-
-
-def open_sites(config: OffloadConfig, cache: Keeper, accelerator: Accelerator, running: RunningModule) -> Sites:
-    """Return the sites of a run.
-
-    Raises:
-        ConfigError: ``rematerialize.exclude`` names an op that there is no rule for.
-    """
-    exclude = config.rematerialize_exclude
-    if exclude - OPS:
-        raise ConfigError(
-            f'"{BLOCK}.rematerialize.exclude" names {", ".join(sorted(exclude - OPS))}: the ops are '
-            f"{', '.join(sorted(OPS))}."
-        )
-    return Sites(cache, accelerator, exclude, running)

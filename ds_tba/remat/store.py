@@ -144,15 +144,12 @@ class RematStore(TensorStore[RecipeTicket]):
 
     def _own(self, recipe: Recipe) -> Recipe | None:
         """Return the recipe with operands of its own: the graph may go, or be used up by another backward."""
-        cache = self._cache
         try:
-            recipe = recipe.copied(cache)  # of parameters: their owner may change them at any time
+            return recipe.owned(self._cache)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             return None
-        with cache.lock:
-            return recipe.bound()
 
     def _compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None:
         needed_bytes, operands = 2 * recipe.steps[-1].nbytes + recipe.scratch_bytes, set(recipe.records)

@@ -101,20 +101,12 @@ class ChosenModules:
         return any(id(one) in self._excluded for one in module.modules())
 
     def _judged(self, places: Sequence[str]) -> str:
-        inside_of = {outer for path in places for outer in _outer(path)}
-
         def matching(key: str) -> Iterator[str]:
-            return (one for one in self._patterns.get(key, ()) if any(fnmatchcase(path, one) for path in inside_of))
+            for one in self._patterns.get(key, ()):  # a module, with all that is inside of it
+                if any(fnmatchcase(path, one) or fnmatchcase(path, f"{one}.*") for path in places):
+                    yield one
 
         if "only" in self._patterns and not any(matching("only")):
             return f'{Eligibility.EXCLUDED.value}: "only" has {", ".join(self._patterns["only"])}'
         found = next(matching("except"), None)
         return "" if found is None else f'{Eligibility.EXCLUDED.value}: "except" has {found}'
-
-
-def _outer(path: str) -> Iterator[str]:
-    """Yield a path, and those of all modules that it is inside of; that of the model is empty."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield path

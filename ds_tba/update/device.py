@@ -69,7 +69,6 @@ class DevicePipeline:
         self._slots = max(1, buffer_bytes // (ARRAYS_PER_CHUNK * array_bytes))
         self._array_bytes = array_bytes
         self._up, self._compute, self._down = (accelerator.new_stream() for _ in range(3))
-        self._has_begun = False
         self._free: list[_Slot] = []
         self._in_flight: deque[_Slot] = deque()
         self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -84,7 +83,7 @@ class DevicePipeline:
         Returns:
             True if the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
         """
-        if self._has_begun:
+        if self._in_flight or self._uploads:
             self.drain()  # the drain of the step before was interrupted
         slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
         while len(self._free) < slots:
@@ -97,7 +96,6 @@ class DevicePipeline:
         so_far = moment(self._accelerator)  # after the allocation: kernels may use that memory until now
         for stream in (self._up, self._compute, self._down):
             stream.wait_event(so_far)  # or it writes into what kernels before still read
-        self._has_begun = True
         return bool(self._free)
 
     def has_room(self) -> bool:
@@ -163,7 +161,6 @@ class DevicePipeline:
         self._in_flight.clear()
         self._uploads.clear()
         self._upload_begins = None
-        self._has_begun = False
 
     def _allocate(self) -> torch.Tensor:
         return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)

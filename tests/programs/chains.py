@@ -72,10 +72,10 @@ MIXED_SHAPES = [(1, 33), (3, 21), (5, 33), (7, 9), (11, 3), (23, 33), (2, 129), 
 MIXED_SHAPE_WEIGHTS = [4, 4, 6, 4, 2, 3, 3, 4]
 BACKWARDS = [
     "plain", "plain", "plain", "retained", "two losses", "of a part", "inputs", "double", "double inside", "dropped",
-    "two forwards", "threads", "again", "other threads", "other thread", "accumulated",
+    "two forwards", "threads", "again", "plain", "other thread", "accumulated",
 ]  # fmt: skip
 MIXED_BACKWARDS = ["at once", "two losses", "step between"]
-WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "other threads", "accumulated"}
+WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "accumulated"}
 """Ways of backward in which a reentrant checkpoint works."""
 ERRORS = {"boom", "modified", "freed", "no derivative"}
 """Those that a cheap program may end a step with."""
@@ -508,17 +508,6 @@ class Run:
         for worker in workers:
             worker.join()
         return found
-
-    def _other_threads(self, step: int, result: Result) -> None:
-        """Another number of torch's threads in backward."""
-        first, _ = self._forward(step, result)
-        present = torch.get_num_threads()
-        torch.set_num_threads(3 - min(present, 2))
-        try:
-            first.backward()
-        finally:
-            torch.set_num_threads(present)
-        self._note(result)
 
     # ---- parts of a step --------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch.nn import Parameter, functional
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.remat.recipe import Recipe
+from ds_tba.errors import StateError
+from ds_tba.remat.recipe import Recipe, as_in_forward
 from ds_tba.remat.rules import RULES, NoRecipeError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -34,10 +36,6 @@ MAKES: dict[str, Make] = {
     "DivBackward0": lambda a, b: a / b,
     "AddBackward0": lambda a, b: torch.add(a, b, alpha=0.3),
     "SubBackward0": lambda a, b: torch.sub(a, b, alpha=-2),
-    "AddcmulBackward0": lambda a, b: torch.addcmul(a, b, a, value=0.7),
-    "MaximumBackward0": torch.maximum,
-    "MinimumBackward0": torch.minimum,
-    "WhereBackward0": lambda a, b: torch.where(a > 0, a, b),
     "SiluBackward0": lambda a, b: functional.silu(a),
     "GeluBackward0": lambda a, b: functional.gelu(a, approximate="tanh"),
     "ReluBackward0": lambda a, b: functional.relu(a),
@@ -52,20 +50,14 @@ MAKES: dict[str, Make] = {
     "SigmoidBackward0": lambda a, b: torch.sigmoid(a),
     "TanhBackward0": lambda a, b: torch.tanh(a),
     "ExpBackward0": lambda a, b: torch.exp(a),
-    "SqrtBackward0": lambda a, b: torch.sqrt(a),
     "RsqrtBackward0": lambda a, b: torch.rsqrt(a),
-    "ReciprocalBackward0": lambda a, b: torch.reciprocal(a),
-    "LogBackward0": lambda a, b: torch.log(a),
     "SinBackward0": lambda a, b: torch.sin(a),
-    "CosBackward0": lambda a, b: torch.cos(a),
     "ErfBackward0": lambda a, b: torch.erf(a),
-    "AbsBackward0": lambda a, b: torch.abs(a),
     "NegBackward0": lambda a, b: -a,
     "PowBackward0": lambda a, b: a**3,
     "ClampMinBackward0": lambda a, b: a.clamp_min(-0.5),
     "ClampBackward1": lambda a, b: a.clamp(-1, 2),
     "NativeLayerNormBackward0": lambda a, b: functional.layer_norm(a, SIZE[1:], a[0].detach(), None, 0.1),
-    "SoftmaxBackward0": lambda a, b: torch.softmax(a, -1),
     "NativeDropoutBackward0": lambda a, b: torch.native_dropout(a, 0.3, True)[0],
     "IndexBackward0": lambda a, b: a[torch.tensor([1, 1, 0]), :],
     "ToCopyBackward0": lambda a, b: a.to(torch.float16),
@@ -128,8 +120,8 @@ def names(recipe: Recipe) -> set[str]:
 
 
 def made_by(recipe: Recipe) -> Tensor:
-    with torch.no_grad():
-        return recipe.make(lambda held: held.restore(), CpuAccelerator().clock, [])
+    with as_in_forward():
+        return recipe.make({id(one): one.restore() for one in recipe.held})
 
 
 # ---- rules ----------------------------------------------------------------------------------------------------------
@@ -176,7 +168,6 @@ def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
         lambda a, b: a.clamp(max=1),
         lambda a, b: functional.softplus(a),
         lambda a, b: functional.layer_norm(a, SIZE, a, b, 1e-3),
-        lambda a, b: torch.softmax(a, 0),
         lambda a, b: torch.native_dropout(a, 1.0, True)[0],
         lambda a, b: torch.native_dropout(a, 0.0, True)[0],
         lambda a, b: a[:, torch.tensor([2, 2])],
@@ -335,7 +326,7 @@ def test_of_what_a_norm_saves_of_its_module_a_copy_is_the_operand(is_buffer: boo
     assert recipe is not None
     stats = run.cache.stats
     expected, before = made.detach().clone(), (stats.resident.now, stats.saved.now)
-    recipe = recipe.copied(run.cache)
+    recipe = recipe.owned(run.cache)
     owned.data.mul_(3)  # as DeepSpeed does, without a version
     assert torch.equal(made_by(recipe), expected)
     assert (stats.resident.now, stats.saved.now) == (before[0] + owned.nbytes, before[1])
@@ -379,7 +370,7 @@ def test_what_rounds_by_position_is_not_made_behind_a_copy(order: Callable[[Tens
     a, b = values(0), values(1)
     with pytest.raises(NoRecipeError, match="another order of elements"):
         Run().find(lambda x, _: torch.sigmoid(moved(x)), a, b)
-    for make in (torch.neg, lambda h: h * h, lambda h: h + h, torch.relu, torch.abs):  # each element on its own
+    for make in (torch.neg, lambda h: h * h, lambda h: h + h, torch.relu):  # each element on its own
         made, recipe = Run().find(lambda x, _, make=make: make(moved(x)), a, b)
         assert recipe is not None
         again = made_by(recipe).contiguous()
@@ -430,50 +421,36 @@ def test_a_tensor_without_dimensions_is_no_number() -> None:
 # ---- the state of the process ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_onednn_is_used_where_forward_used_it(dtype: torch.dtype) -> None:
-    run = Run()
-    a, b = (Parameter(torch.randn(64, 128).to(dtype)) for _ in range(2))
+def other_onednn() -> AbstractContextManager[Any]:
+    return torch.backends.mkldnn.flags(enabled=False, allow_tf32=False)
 
-    def forward() -> Tensor:
-        return (functional.gelu(a * b) * b).sin().float().sum()
 
-    for step in range(3):
-        with run.cache.saving():
-            loss = forward()
-        plain = forward()
-        with torch.backends.mkldnn.flags(enabled=step < 2, allow_tf32=False):
-            expected = torch.autograd.grad(plain, [a, b])
-            found = torch.autograd.grad(loss, [a, b])
-            assert torch._C._get_mkldnn_enabled() == (step < 2)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), step
+@contextmanager
+def other_flushing() -> Iterator[None]:
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)
+
+
+@contextmanager
+def other_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("other_kernels", [other_onednn, other_flushing, other_threads])
+def test_kernels_that_round_differently_than_in_forward_are_refused(
+    other_kernels: Callable[[], AbstractContextManager[Any]],
+) -> None:
+    run, a = Run(), Parameter(torch.randn(SIZE))
+    with run.cache.saving():
+        loss = functional.silu(a * 2).sin().sum()
+    with other_kernels(), pytest.raises(StateError, match=r'output of silu.* was changed.*"exclude": \["silu"\]'):
+        loss.backward(retain_graph=True)
+    loss.backward()
     assert run.cache.stats.rematerialized_bytes
-
-
-@pytest.mark.parametrize("in_forward", [True, False])
-def test_numbers_near_zero_are_flushed_where_forward_flushed_them(in_forward: bool) -> None:
-    run, packed, unpacked = Run(), [], []
-    a, b = (Parameter(torch.randn(SIZE)) for _ in range(2))
-
-    def around(hooks: Any) -> Any:
-        pack, unpack = hooks
-        return (
-            lambda tensor: (packed.append(bits(tensor).clone()), pack(tensor))[1],
-            lambda held: (unpacked.append(bits(found := unpack(held)).clone()), found)[1],
-        )
-
-    try:
-        torch.set_flush_denormal(in_forward)
-        with run.cache.saving(around=around):
-            product = (a * 1e-20) * (b.sin() * 1e-20)
-            loss = (product.sin() + product * a).sum()
-        torch.set_flush_denormal(not in_forward)
-        loss.backward()
-        assert (float(torch.tensor(1e-30) * 1e-10) == 0) is not in_forward
-    finally:
-        torch.set_flush_denormal(False)
-    assert run.cache.stats.rematerialized_bytes
-    assert sorted(one.sum().item() for one in packed) == sorted(one.sum().item() for one in unpacked)
 
 
 # ---- lifetimes ------------------------------------------------------------------------------------------------------
