@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import numbers
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -402,32 +401,22 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
     # No keyword of Python may be "except".
-    if {"except", "except_"} <= keys.keys():
-        raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
     block = {"except" if key == "except_" else key: _as_json(key, value, call) for key, value in keys.items()}
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
 
 
 def _as_json(key: str, value: object, call: str) -> object:
-    """Return the value of a keyword as a file has it."""
+    """Return the value of a keyword as a file has it: paths are strings, NumPy's numbers plain ones."""
+
+    def plain(one: Any) -> object:
+        return os.fspath(one) if isinstance(one, os.PathLike) else one.item()
+
     try:
-        return json.loads(json.dumps(value, default=_plain))
-    except (TypeError, ValueError) as error:
+        return json.loads(json.dumps(value, default=plain))
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{call}({key}=...) is {value!r}, which no JSON file could have: give text, numbers, lists or objects."
         ) from error
-
-
-def _plain(value: object) -> object:
-    """Return a value of a program as a file has it: paths are strings, NumPy's numbers plain ones."""
-    match value:
-        case os.PathLike():
-            return os.fspath(value)
-        case numbers.Integral():
-            return int(value)
-        case numbers.Real():
-            return float(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
 def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "ds_config.json") -> Validated:

@@ -192,6 +192,23 @@ def test_a_run_that_ends_in_its_first_step_says_so_but_not_over_the_report_of_an
     other.close()
 
 
+def test_a_run_that_is_interrupted_as_it_writes_its_first_report_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler raises in the first forward, before anything is counted."""
+    path = tmp_path / "report.json"
+    offloader = make(tmp_path, report={"path": str(path)})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(report_module, "write_file", interrupted)
+        step(offloader)
+    offloader.close()
+    assert json.loads(path.read_text())["state"] == "finished"
+
+
 def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
     offloader = make(tmp_path, report={"every_steps": 2})
@@ -415,7 +432,8 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
     offloader = make(tmp_path, placement="adaptive", rematerialize=False)
     limits: list[tuple[object, ...]] = []
     monkeypatch.setattr(offloader.cache, "limit", lambda *limit: limits.append(limit))
-    monkeypatch.setattr("ds_tba.plan.machine.Machine.room_bytes", lambda _: 1 << 10)  # less than any plan can reach
+    # Less than any plan can reach.
+    monkeypatch.setattr("ds_tba.device.accelerator.MemoryMeter.room_bytes", lambda _: 1 << 10)
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     for _ in range(6):
         step(offloader)

@@ -176,7 +176,7 @@ class StepSamples:
         self._end_phase("optimizer")
         self._seen.clear()
         if self._timeline is not None and self._file is not None:
-            self._file.write_text(self._timeline.to_json(self._step, self._file.writer.rank))
+            self._file.write_text(self._timeline.to_json(self._step, self._file.rank))
         self.earlier_bytes = self._stats.resident.now
         self._step += 1
         self._begin_step()
