@@ -234,11 +234,6 @@ class OffloadConfig(Block):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
-    def rematerialize_enabled(self) -> bool:
-        """True if storages may be rematerialized from others."""
-        return self.rematerialize is not False
-
-    @property
     def rematerialize_exclude(self) -> frozenset[str]:
         """Ops whose outputs are not rematerialized."""
         return frozenset(() if isinstance(self.rematerialize, bool) else self.rematerialize.exclude)

@@ -148,7 +148,7 @@ class ActivationOffloader:
                 released_bytes=config.io.ring_bytes,
             )
             self._reporter = Reporter(config, tiers, self.cache, accelerator, report)
-            self._sites = self._open_sites() if config.rematerialize_enabled else None
+            self._sites = self._open_sites() if config.rematerialize is not False else None
             if config.report.timeline_path:
                 self._sampling()
             self._closer = Closer(self._close, accelerator)

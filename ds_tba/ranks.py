@@ -127,24 +127,25 @@ def agree(problem: Exception | None, keys: str = "") -> dict[str, int]:
 def _verdict(store: distributed.distributed_c10d.Store, build: int, size: int) -> dict[str, Any]:
     """Return the first problem that keeps ranks from training, None where all can; and the ranks of each machine."""
     machines, keys = Counter[str](), dict[str, int]()
-    for rank in range(size):
-        try:
+    try:
+        for rank in range(size):
             found = _answer(store, f"ds_tba/{rank}/{build}", rank)
-        except ConfigError as error:
-            return {"problem": str(error)}
-        if found["problem"] is not None:
-            text = f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found['problem']}"
-            return {"problem": text}
-        machines[found.get("machine", "")] += 1
-        keys.setdefault(found.get("keys", ""), rank)
+            if found["problem"] is not None:
+                raise ConfigError(
+                    f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found['problem']}"
+                )
+            machines[found.get("machine", "")] += 1
+            keys.setdefault(found.get("keys", ""), rank)
+    except ConfigError as error:
+        return {"problem": str(error)}
+    problem = None
     if len(keys) > 1:
         (first, rank), (other, other_rank), *_ = keys.items()
-        text = (
+        problem = (
             f"rank {rank} has {first}, and rank {other_rank} has {other}: ranks plan, record and choose by name "
             'together. Give every rank the same "placement", "report.trace_path", "only" and "except".'
         )
-        return {"problem": text}
-    return {"problem": None, "machines": machines}
+    return {"problem": problem, "machines": machines}
 
 
 def _answer(

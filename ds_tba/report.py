@@ -235,20 +235,9 @@ def _known(kind: type[Holder | PathWear | OffloadReport], found: Mapping[str, An
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def rank_path(path: str, rank: int) -> Path:
-    """Return the path at which a rank writes its report: ``path`` for rank 0, ``path.rankN`` for others."""
-    return expanded(path if rank == 0 else f"{path}.rank{rank}")
-
-
-def checked_path(key: str, path: str | None, rank: int) -> Path | None:
-    """Return :func:`rank_path` of a path that the config may name.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
-    if path is None:
-        return None
-    target = rank_path(path, rank)
+def checked_path(key: str, path: str, rank: int) -> Path:
+    """Return where a rank writes: ``path`` for rank 0, ``path.rankN`` for others; see :class:`ReportFile`."""
+    target = expanded(path if rank == 0 else f"{path}.rank{rank}")
     try:
         target.lstat()
     except FileNotFoundError:
@@ -296,7 +285,7 @@ class ReportFile:
     Args:
         key: of the config.
         path: what the config has there; None writes none.
-        rank: of this process; see :func:`rank_path`.
+        rank: of this process; each has a file of its own.
 
     Raises:
         ConfigError: nothing can be written there. It is found now, not after hours of training.
@@ -305,7 +294,7 @@ class ReportFile:
     def __init__(self, key: str, path: str | None, rank: int) -> None:
         self._key = key
         self.rank = rank
-        self.path = checked_path(key, path, rank)
+        self.path = None if path is None else checked_path(key, path, rank)
         self._written_at = -math.inf
         self._own_s = time.time()  # what was written to the file later is another engine's
 

@@ -19,46 +19,23 @@ from typing import Any, Protocol, TextIO
 from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.eligibility import Eligibility
-from ds_tba.core.hooks import compilations
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile
-from ds_tba.stats import CacheStats, readable
+from ds_tba.stats import readable
 from ds_tba.wear import PathWear
 
 logger = logging.getLogger("ds_tba")
 
-# The fraction by which offloading is to lower the peak.
-MIN_GAIN = 0.02
-# Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
-_PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
 _NO_FORWARD = (
     "no forward that saves activations ran in the engine. Call engine(x), not engine.module(x) or a copy or wrapper of "
     'it, and not under torch.no_grad(); have the model return the loss, or set "until_backward": true. A loop of your '
     "own runs forward and loss inside of ds_tba.Offloader.saving()"
-)
-_ONE_GRAPH = (
-    "moving activations does not lower their peak: probably the model is compiled as one graph, which saves all of "
-    "them at the end of forward and takes all back before backward begins. Compile each layer, for example: for layer "
-    "in engine.module.layers: layer.compile(). Hugging Face's torch_compile does so with "
-    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment"
 )
 # Fields of the report that the cache counts under the same name.
 _COUNTED = (
     "micro_steps", "packed_tensors", "passed_through_tensors", "deduplicated_bytes", "recomputed_bytes",
     "rematerialized_bytes",
 )  # fmt: skip
-
-
-def moves_in_vain(stats: CacheStats, moved_bytes: int, compilations_before: int) -> bool:
-    """Return whether most of what is saved was offloaded and the peak is no lower for it, since code was compiled.
-
-    Code that is compiled as one graph saves everything at its end, and takes all of it back before its backward begins.
-
-    Args:
-        compilations_before: how many there were when the first step began; they say nothing about what it ran.
-    """
-    in_vain = stats.resident.peak > (1 - MIN_GAIN) * stats.saved.peak
-    return in_vain and moved_bytes > stats.saved.peak / 2 and compilations() > compilations_before
 
 
 class Summarized(Protocol):
@@ -98,11 +75,8 @@ class Reporter:
         self._memory = None if accelerator.is_synchronous else accelerator.memory
         self._rooms: list[Summarized] = [tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf
-        self._compilations_before = compilations()
         self._has_begun = False  # to train
         self._step_peak_bytes = 0
-        self._packed_tensors = 0  # by the end of the last step
-        self._has_said_nothing = False  # that nothing was offloaded
         self._bandwidth_at_start: list[dict[str, object]] = []  # as the first plan was made
 
     def add(self, room: Summarized) -> None:
@@ -120,20 +94,12 @@ class Reporter:
         Args:
             plans: number of plans so far.
         """
-        self.steps += 1
-        stats, steps = self._cache.stats, self.steps
-        self._step_peak_bytes = stats.resident.lap()
-        is_first_of_all = steps == 1 and self.rank == 0
-        if is_first_of_all and moves_in_vain(stats, self._tiers.offloaded_bytes, self._compilations_before):
-            logger.warning(_ONE_GRAPH)
+        self.steps = steps = self.steps + 1
+        self._step_peak_bytes = self._cache.stats.resident.lap()
         if plans and not self._bandwidth_at_start:
             self._bandwidth_at_start = self._tiers.bandwidth()
-        why = _NO_FORWARD if stats.packed_tensors == self._packed_tensors else ""
-        why = self._why_nothing() if steps == 1 else why
-        self._packed_tensors = stats.packed_tensors
-        if why and self.rank == 0 and not self._has_said_nothing:
-            self._has_said_nothing = True
-            logger.warning("nothing was offloaded in step %d: %s", steps, why)
+        if steps == 1 and self.rank == 0 and (why := self._why_nothing()):
+            logger.warning("nothing was offloaded in step 1: %s", why)
         every = self._config.report.every_steps
         is_due = every > 0 and steps % every == 0
         if is_due:
@@ -229,21 +195,14 @@ def show_log() -> None:
 
 def start_line(config: OffloadConfig, tiers: Places) -> str:
     """Return the start-up line of the log: where activations go, and by which rule."""
-    parts, ignored = tiers.describe(), _ignored_keys(config)
+    parts = tiers.describe()
     if not parts:
-        again = ", and made again where that is cheap" if config.rematerialize_enabled else ""
-        return f'placement "keep": activations are measured, not moved{again}{ignored and f"; {ignored}"}'
+        again = ", and made again where that is cheap" if config.rematerialize is not False else ""
+        return f'placement "keep": activations are measured, not moved{again}'
     if config.placement != "adaptive":
-        rule = f'placement "{config.placement}" is a rule, not a plan{ignored and f": {ignored}"}'
+        rule = f'placement "{config.placement}" is a rule, not a plan'
     elif config.activation_budget_bytes is not None:
         rule = f"least time within {readable(config.activation_budget_bytes)}"
     else:
         rule = f"steps +{config.max_step_overhead:.1%} at most"
     return "; ".join([*parts, rule])
-
-
-def _ignored_keys(config: OffloadConfig) -> str:
-    """Return which keys for plans have no effect, where the placement makes none; empty where none is set."""
-    ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
-    ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
-    return f"no effect of {', '.join(ignored)}" if ignored else ""

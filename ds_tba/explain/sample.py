@@ -186,7 +186,7 @@ class StepSamples:
         self._phase_s = 0.0
         self._timeline = StepTimeline() if self._is_sampled and self._file is not None else None
         for meter in self._paths:
-            meter.tell(self._timeline)
+            meter.listener = None if self._timeline is None else self._timeline.span
 
     def _end_phase(self, name: str) -> None:
         if self._phase_s:

@@ -61,7 +61,7 @@ class Limits:
             config.host_budget_bytes or 0,
             write_limit_bytes_per_step,
             config.recompute is True,
-            config.rematerialize_enabled,
+            config.rematerialize is not False,
             min_life_days=config.ssd.min_life_days,
         )
 
