@@ -415,14 +415,12 @@ def _destroy(offloader: ActivationOffloader | None, original: Original, engine: 
         return original()
     finally:
         if offloader is not None:
-            offloader.stop_saving()
             offloader.close()
 
 
 def _collected(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     """Close before ``__del__``, which runs wherever the garbage collector does: ``destroy`` must not block there."""
     engine.__dict__.pop(ATTRIBUTE, None)
-    offloader.stop_saving()
     offloader.close_soon()
     return original()
 

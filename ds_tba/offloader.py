@@ -409,26 +409,20 @@ class ActivationOffloader:
         signal handler: it may have interrupted our own code, which holds a lock that closing needs and cannot go on
         before the handler returns. This call then gives up after its limit of time.
         """
-        if self.cache.is_forked:
-            return
-        self._end_saving()
-        self._closer.ask()
-        if not self._closer.wait(CLOSE_LIMIT_S):
+        self.close_soon()
+        if not (self.cache.is_forked or self._closer.wait(CLOSE_LIMIT_S)):
             rank = self._reporter.rank
             logger.error("rank %d: not closed after %.0f s; the rest is left to process exit", rank, CLOSE_LIMIT_S)
             self._reporter.refresh(now=True)
 
     def close_soon(self) -> None:
         """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
-        if not self.cache.is_forked:
-            self._end_saving()
-            self._closer.ask()
-
-    def _end_saving(self) -> None:
-        """Have nothing saved from now on, also by threads whose hooks of ours are open after a forward."""
+        if self.cache.is_forked:
+            return
         self.is_closed = True
-        for hooks in (*self._kept.values(),):
+        for hooks in (*self._kept.values(),):  # or threads whose hooks are open after a forward would save on
             hooks.end()
+        self._closer.ask()
 
     def _close(self) -> None:  # in the closer's thread
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere

@@ -189,13 +189,14 @@ class Planning:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.prediction.peak_saved_bytes
         if budget_bytes is None:
             return
+        advice = "" if found.limits.recompute else '"recompute": true, '
         bound = "activation_budget_bytes" if is_asked else "the free memory of the device"
         if peak_bytes > budget_bytes:
             self._warn_once(
                 "over",
                 f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. "
                 "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
-                f"micro-batches, {_recompute_advice(found)}or a faster drive would help",
+                f"micro-batches, {advice}or a faster drive would help",
             )
         elif not is_asked:
             self._warn_once(
@@ -209,7 +210,7 @@ class Planning:
                 f"ssd.min_life_days {found.limits.min_life_days:g} gives way: {bound} {budget_bytes} takes "
                 f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
                 f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, or to null, "
-                f"{_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
+                f"{advice}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
             )
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -230,11 +231,3 @@ def _planned(planner: Planner, trace: Trace, offers: Sequence[Offer], limits: Li
     if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
         plan = planner(trace, replace(limits, activation_budget_bytes=int(room_bytes)))
     return plan
-
-
-def _recompute_advice(found: Plan) -> str:
-    if not found.limits.recompute:
-        return '"recompute": true, '
-    if all(block.is_recomputable for block in found.trace.blocks):
-        return ""
-    return "blocks that are neither checkpointed nor compiled as a whole, so that they can be recomputed, "
