@@ -300,10 +300,8 @@ class ActivationOffloader:
                 "forward is being captured into a graph (torch.cuda.graph), whose replays would neither write nor read "
                 f'activations: capture without "{BLOCK}", or run forward outside of the capture.'
             )
-        if self.cache.is_forked:
+        if self.cache.is_forked or not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
             return nullcontext()
-        if not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
-            return self._saver.saving()
         if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
             raise IncompatibleError(
                 "torch.autograd.graph.allow_mutation_on_saved_tensors clones what forward saved when it is changed in "

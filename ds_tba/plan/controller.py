@@ -19,8 +19,6 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-
 from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import ForwardHooks
@@ -164,9 +162,6 @@ class Controller:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Open a forward: of a micro-step of its own, or one more before the backward of the last one."""
-        if not torch.is_grad_enabled():
-            yield
-            return
         self._blocks.end_backward()  # one that raised, or of another micro-batch
         continues = self._step is not None and self._cache.expects_forward
         if not continues:
