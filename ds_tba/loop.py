@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig, parse_keywords
+from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
 from ds_tba.core.hooks import skip_frames
 from ds_tba.core.tensors import mark_all_owned
 from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
@@ -195,11 +195,15 @@ def _device_of(model: nn.Module | None, named: object) -> torch.device:
 def _accelerator_of(device: torch.device) -> Accelerator:
     if device.type == "cpu":
         return CpuAccelerator()
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
+    if device.type != "cuda":
         raise IncompatibleError(
-            f"the device is {device}: without DeepSpeed ds_tba.Offloader serves the CPU and the "
-            f"{torch.cuda.device_count()} CUDA devices that this process sees (CUDA_VISIBLE_DEVICES). Name one of "
-            f'these, or train under DeepSpeed, with the block "{BLOCK}" in its config.'
+            f"the device is {device}: without DeepSpeed ds_tba.Offloader serves the CPU and CUDA. Train under "
+            'DeepSpeed, with the block "activation_nvme_offload" in its config.'
+        )
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise IncompatibleError(
+            f"the device is {device}, and this process sees {torch.cuda.device_count()} CUDA devices: name one that "
+            "is there, or look at CUDA_VISIBLE_DEVICES and torch.cuda.is_available()."
         )
     with torch.cuda.device(device):  # the accelerator is of the device that is current
         return CudaAccelerator()
