@@ -282,9 +282,6 @@ class OffloadConfig(Block):
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take, or null for '
                 "half of what is free"
             )
-        in_both = sorted(set(self.only or ()) & set(self.except_ or ()))
-        if in_both:
-            raise refusal(f"only and except both name {', '.join(in_both)}; take it out of one of them")
         if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
             raise refusal(
                 f"ssd.min_life_days is {self.ssd.min_life_days} without ssd.rated_endurance_tbw: a drive's life "

@@ -145,12 +145,9 @@ class OffloadReport:
         """
         try:
             found = json.loads(path.read_text())
-        except OSError as error:
-            raise ReportError(
-                f"{path} cannot be read ({error.strerror}): name the file of report.path, which a run writes."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ReportError(f"{path} is no JSON ({error}): name the file of report.path.") from error
+        except (OSError, ValueError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ReportError(f"{path} is no JSON to be read ({why}): name the file of report.path.") from error
         missing = NEEDED - set(found) if isinstance(found, dict) else NEEDED
         if missing:
             raise ReportError(

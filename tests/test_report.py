@@ -389,7 +389,7 @@ def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "cannot be read (No such file or directory): name the file of report.path"),
+        (None, "is no JSON to be read (No such file or directory): name the file of report.path"),
         ("{", "is no JSON"),
         ("[]", "is no report of ds_tba ("),
         ('{"steps": 1}', "is no report of ds_tba ("),
