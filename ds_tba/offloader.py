@@ -133,10 +133,9 @@ class ActivationOffloader:
         self._chosen: ChosenModules | None = None
         self._undo = ExitStack()
         self._kept: dict[int, ForwardHooks] = {}  # open after a forward, by thread
-        report, self._trace_file, self._timeline_file = (
-            ReportFile(f"report.{key}", getattr(config.report, key), rank)
-            for key in ("path", "trace_path", "timeline_path")
-        )
+        report = ReportFile("report.path", config.report.path, rank)
+        self._trace_file = ReportFile("report.trace_path", config.report.trace_path, rank)
+        self._timeline_file = ReportFile("report.timeline_path", config.report.timeline_path, rank)
         self._tiers = tiers = Tiers(config, aio_config, accelerator, zero_paths=zero_paths, ranks_on_node=ranks_on_node)
         try:
             self.cache = TensorCache(
