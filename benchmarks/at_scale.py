@@ -25,7 +25,7 @@ from benchmarking import GIB, JSON, markdown_table, parser_of, provenance, write
 from planner_scale import BESIDE_FRACTION, REGIMES, SHAPES, model_trace
 from planners import PLANNERS
 
-from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Value, Wish
+from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Value
 from ds_tba.plan.controller import REVIEW_STEPS
 from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
 from ds_tba.plan.plan import Limits, Plan
@@ -81,12 +81,12 @@ class Job:
 
     def plan(self, feedback: Feedback, limits: Limits) -> Plan:
         """Return the plan on which all ranks agree, made by the leader."""
-        wish = Wish(replace(feedback.corrected(self.trace), resources=self.resources(slow=False)), limits)
-        offers = [wish.offer] * (self.nodes * GPUS)
+        trace = replace(feedback.corrected(self.trace), resources=self.resources(slow=False))
+        offer = Offer(trace.saved_bytes, trace.resources, limits)
+        self.exchange.offers = [offer] * (self.nodes * GPUS)
         if self.has_slow:
-            offers[-GPUS:] = [replace(wish.offer, resources=self.resources(slow=True))] * GPUS
-        self.exchange.offers = offers
-        found = Planning(PLANNERS["adaptive"], self.exchange).make(wish)
+            self.exchange.offers[-GPUS:] = [replace(offer, resources=self.resources(slow=True))] * GPUS
+        found = Planning(PLANNERS["adaptive"], self.exchange).make(trace, limits)
         if isinstance(found, NoPlan):
             raise RuntimeError(found.reason)
         return found

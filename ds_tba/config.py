@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import numbers
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -234,11 +233,6 @@ class OffloadConfig(Block):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
-    def rematerialize_enabled(self) -> bool:
-        """True if storages may be rematerialized from others."""
-        return self.rematerialize is not False
-
-    @property
     def rematerialize_exclude(self) -> frozenset[str]:
         """Ops whose outputs are not rematerialized."""
         return frozenset(() if isinstance(self.rematerialize, bool) else self.rematerialize.exclude)
@@ -287,9 +281,6 @@ class OffloadConfig(Block):
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take, or null for '
                 "half of what is free"
             )
-        in_both = sorted(set(self.only or ()) & set(self.except_ or ()))
-        if in_both:
-            raise refusal(f"only and except both name {', '.join(in_both)}; take it out of one of them")
         if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
             raise refusal(
                 f"ssd.min_life_days is {self.ssd.min_life_days} without ssd.rated_endurance_tbw: a drive's life "
@@ -401,32 +392,22 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
     # No keyword of Python may be "except".
-    if {"except", "except_"} <= keys.keys():
-        raise ConfigError(f'{call}(...) has "except" and "except_", which are one key: give one of them.')
     block = {"except" if key == "except_" else key: _as_json(key, value, call) for key, value in keys.items()}
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
 
 
 def _as_json(key: str, value: object, call: str) -> object:
-    """Return the value of a keyword as a file has it."""
+    """Return the value of a keyword as a file has it: paths are strings, NumPy's numbers plain ones."""
+
+    def plain(one: Any) -> object:
+        return os.fspath(one) if isinstance(one, os.PathLike) else one.item()
+
     try:
-        return json.loads(json.dumps(value, default=_plain))
-    except (TypeError, ValueError) as error:
+        return json.loads(json.dumps(value, default=plain))
+    except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{call}({key}=...) is {value!r}, which no JSON file could have: give text, numbers, lists or objects."
         ) from error
-
-
-def _plain(value: object) -> object:
-    """Return a value of a program as a file has it: paths are strings, NumPy's numbers plain ones."""
-    match value:
-        case os.PathLike():
-            return os.fspath(value)
-        case numbers.Integral():
-            return int(value)
-        case numbers.Real():
-            return float(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}")
 
 
 def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "ds_config.json") -> Validated:

@@ -39,9 +39,9 @@ from ds_tba.config import (
 from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
 from ds_tba.core.tensors import mark_all_owned, mark_owned
 from ds_tba.device.accelerator import accelerator_of
-from ds_tba.errors import ConfigError, IncompatibleError, StateError
+from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.ranks import VARIABLE, agree, agreement, machine, on_all_ranks, own_rank
+from ds_tba.ranks import VARIABLE, agreement, on_all_ranks, own_rank, ranks_on_machine
 from ds_tba.reporting import show_log
 from ds_tba.stats import expanded
 from ds_tba.update import refuse_half_updated
@@ -57,14 +57,12 @@ logger = logging.getLogger("ds_tba")
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
-_CHECKPOINT = "_ds_tba_checkpoint"  # where the last one is
+# Fields of the report that DeepSpeed's monitors get.
+_MONITORED = (
+    "step_peak_saved_bytes", "peak_saved_bytes_without", "offloaded_bytes", "written_bytes", "read_bytes",
+    "rematerialized_bytes", "recomputed_bytes", "stall_s",
+)  # fmt: skip
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
-
-
-class Config(Protocol):
-    """The part of ``DeepSpeedConfig`` that is read here."""
-
-    _param_dict: Mapping[str, object]
 
 
 class Engine(Protocol):
@@ -78,38 +76,12 @@ class Engine(Protocol):
     global_samples: int
     activation_offloader: ActivationOffloader
     interleaved_optimizer_update: InterleavedUpdate
-    _config: Config
+    _config: Any  # DeepSpeedConfig
 
 
 def hook(engine_class: type) -> None:
     """Let every engine built from now on look for the block. Idempotent."""
-    original = engine_class.__init__  # type: ignore[misc]
-    if getattr(original, _HOOKED, False):
-        return
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def __init__(self: Engine, *args: object, **kwargs: object) -> None:  # noqa: N807
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        ds_config = arguments.get("config_class")
-        param_dict = getattr(ds_config, "_param_dict", None) or {}
-        trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
-        # Before DeepSpeed's own work: a bad block is told at once, and leaves no half built engine.
-        update = _update_config(param_dict, ds_config, trains=trains)
-        offloader = _build(param_dict, ds_config, trains=trains, device_rank=_device_rank(arguments.get("args")))
-        try:
-            original(self, *args, **kwargs)
-        except BaseException:
-            if offloader is not None:
-                offloader.close()
-            raise
-        if offloader is not None:
-            _join(self, offloader)
-        if update is not None:
-            _join_update(self, update)
-
-    setattr(__init__, _HOOKED, True)
-    engine_class.__init__ = __init__  # type: ignore[misc]
+    _wrap(engine_class, "__init__", _init)
 
 
 def hook_config(config_class: type) -> None:
@@ -117,17 +89,50 @@ def hook_config(config_class: type) -> None:
 
     Later is too late: DeepSpeed refuses unknown keys of some blocks without a word about the right place.
     """
-    original = getattr(config_class, "_initialize_params", None)  # deepspeed/runtime/config.py
-    if original is None or getattr(original, _HOOKED, False):
+
+    def initialize_params(_config: object, original: Original) -> object:
+        refuse_misnamed(original.args[1])
+        return original()
+
+    if hasattr(config_class, "_initialize_params"):  # deepspeed/runtime/config.py
+        _wrap(config_class, "_initialize_params", initialize_params)
+
+
+Original = functools.partial[object]  # a call of DeepSpeed's own method
+
+
+def _wrap(owner: type, name: str, around: Callable[[Any, Original], object]) -> None:
+    """Have a method of DeepSpeed's run inside of ``around``, once."""
+    original = getattr(owner, name)
+    if getattr(original, _HOOKED, False):
         return
 
     @functools.wraps(original)
-    def _initialize_params(self: object, param_dict: Mapping[str, object]) -> None:
-        refuse_misnamed(param_dict)
-        original(self, param_dict)
+    def method(self: object, *args: object, **kwargs: object) -> object:
+        return around(self, functools.partial(original, self, *args, **kwargs))
 
-    setattr(_initialize_params, _HOOKED, True)
-    config_class._initialize_params = _initialize_params  # type: ignore[attr-defined]
+    setattr(method, _HOOKED, True)
+    setattr(owner, name, method)
+
+
+def _init(engine: Engine, original: Original) -> None:
+    arguments = inspect.signature(original.func).bind(*original.args, **original.keywords).arguments
+    ds_config = arguments.get("config_class")
+    param_dict = getattr(ds_config, "_param_dict", None) or {}
+    trains = arguments.get("optimizer") is not None or bool(param_dict.get("optimizer"))
+    # Before DeepSpeed's own work: a bad block is told at once, and leaves no half built engine.
+    update = _update_config(param_dict, ds_config, trains=trains)
+    offloader = _build(param_dict, ds_config, trains=trains, device_rank=_device_rank(arguments.get("args")))
+    try:
+        original()
+    except BaseException:
+        if offloader is not None:
+            offloader.close()
+        raise
+    if offloader is not None:
+        _join(engine, offloader)
+    if update is not None:
+        _join_update(engine, update)
 
 
 def attach(engine: Engine) -> ActivationOffloader:
@@ -186,7 +191,7 @@ def _build(
 
     # Before anything of this machine is divided. Whatever the variables of a launcher say: srun, mpirun, Ray and people
     # who start ranks by hand set others, or none.
-    ranks_on_machine = agree(None).get(machine(), 1)
+    ranks_on_node = ranks_on_machine()
 
     def make() -> ActivationOffloader | None:
         parsed = parse()
@@ -206,7 +211,7 @@ def _build(
             accelerator_of(get_accelerator().device_name()),
             zero_paths=zero_paths(param_dict),
             rank=own_rank(),
-            ranks_on_node=ranks_on_machine,
+            ranks_on_node=ranks_on_node,
         )
 
     return on_all_ranks(make)
@@ -266,11 +271,8 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
     try:
         _hook_methods(type(engine), _AROUND)
-        config = offloader.config
-        everyone = agreement() if config.is_planned or config.patterns else None
-        of_stage = (_agreement_of_stage(engine) or everyone) if config.is_planned else None
-        meter = functools.partial(_memory, weakref.ref(engine))
-        offloader.watch(engine.module, of_stage, everyone=everyone, meter=meter)
+        stage = _agreement_of_stage(engine) if offloader.config.is_planned else None
+        offloader.watch(engine.module, stage=stage, meter=functools.partial(_memory, weakref.ref(engine)))
         engine.activation_offloader = offloader
         for module in engine.module.modules():
             # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
@@ -328,45 +330,25 @@ def _hook_methods(engine_class: type, *tables: _Table) -> None:
     """Wrap the methods of DeepSpeed's engines once, on the classes that define them."""
     for defining, table in itertools.product(engine_class.__mro__, tables):
         for name, around in table.get(defining.__name__, {}).items():
-            original = getattr(defining, name)
-            if not getattr(original, _HOOKED, False):
-                setattr(defining, name, _wrapped(original, around))
+            _wrap(defining, name, functools.partial(_hooked, around))
 
 
-Original = functools.partial[object]  # a call of DeepSpeed's own method
-
-
-class Around(Protocol):
-    """Does what is ours before and after a method of DeepSpeed's."""
-
-    def __call__(self, offloader: ActivationOffloader, original: Original, engine: Engine, /) -> object:
-        """Call ``original``, and return what it returns."""
-
-
-def _wrapped(original: Callable[..., object], around: Around | None) -> Callable[..., object]:
-    """Return a method inside of ``around``; without that, one that refuses while the model is half updated."""
-
-    @functools.wraps(original)
-    def method(self: Engine, *args: object, **kwargs: object) -> object:
-        offloader: Any = self.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
-        # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
-        if around in (_forward, _save_checkpoint, None):
-            refuse_half_updated(getattr(self, "optimizer", None))
-        if around is _forward and offloader is None and torch.is_grad_enabled():
-            OPEN_HOOKS.close()  # of an engine that may be given up: an exception that the program keeps holds it
-        if around is None or (offloader is None and around is not _destroy):
-            return original(self, *args, **kwargs)
-        try:
-            return around(offloader, functools.partial(original, self, *args, **kwargs), self)
-        except (MemoryError, RuntimeError) as error:
-            if offloader is not None:
-                offloader.note_failure(error)
-            if isinstance(error, StateError) and _CHECKPOINT in self.__dict__:
-                raise StateError(f"{error} The last checkpoint is {self.__dict__[_CHECKPOINT]}.") from error
-            raise
-
-    setattr(method, _HOOKED, True)
-    return method
+def _hooked(around: Around | None, engine: Engine, original: Original) -> object:
+    """Call ``around``; without that, refuse while the model is half updated."""
+    offloader: Any = engine.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
+    # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
+    if around in (_forward, None):
+        refuse_half_updated(getattr(engine, "optimizer", None))
+    if around is _forward and offloader is None and torch.is_grad_enabled():
+        OPEN_HOOKS.close()  # of an engine that may be given up: an exception that the program keeps holds it
+    if around is None or (offloader is None and around is not _destroy):
+        return original()
+    try:
+        return around(offloader, original, engine)
+    except (MemoryError, RuntimeError) as error:
+        if offloader is not None:
+            offloader.note_failure(error)
+        raise
 
 
 def _forward(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
@@ -408,23 +390,13 @@ def _step(offloader: ActivationOffloader, original: Original, engine: Engine) ->
     return result
 
 
-def _save_checkpoint(_offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
-    """Remember where a checkpoint is, for who has to go back to it."""
-    asked = inspect.signature(original.func).bind(*original.args, **original.keywords).arguments
-    tag = asked.get("tag") or f"global_step{engine.global_steps}"
-    result = original()
-    engine.__dict__[_CHECKPOINT] = os.path.join(asked["save_dir"], str(tag))
-    return result
-
-
 def _tell_monitors(offloader: ActivationOffloader, engine: Engine) -> None:
-    """Write scalars to TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one, beside its own."""
+    """Write counters to TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one, beside its own."""
     monitor = getattr(engine, "monitor", None)  # deepspeed/monitor/monitor.py: rank 0 writes
     if monitor is None or not monitor.enabled or engine.global_rank != 0:
         return
-    monitor.write_events(
-        [(f"Train/ActivationOffload/{name}", value, engine.global_samples) for name, value in offloader.scalars()]
-    )
+    report, samples = offloader.report(), engine.global_samples
+    monitor.write_events([(f"Train/ActivationOffload/{name}", getattr(report, name), samples) for name in _MONITORED])
 
 
 def _train_batch(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
@@ -443,18 +415,18 @@ def _destroy(offloader: ActivationOffloader | None, original: Original, engine: 
         return original()
     finally:
         if offloader is not None:
-            offloader.stop_saving()
             offloader.close()
 
 
 def _collected(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     """Close before ``__del__``, which runs wherever the garbage collector does: ``destroy`` must not block there."""
     engine.__dict__.pop(ATTRIBUTE, None)
-    offloader.stop_saving()
     offloader.close_soon()
     return original()
 
 
+# What is ours before and after a method; it returns what the method returns.
+Around = Callable[[Any, Original, Any], object]
 # By the class that defines the methods.
 _Table = Mapping[str, Mapping[str, Around | None]]
 _AROUND: _Table = {
@@ -462,7 +434,6 @@ _AROUND: _Table = {
         "forward": _forward,
         "backward": _backward,
         "step": _step,
-        "save_checkpoint": _save_checkpoint,
         "destroy": _destroy,
         "__del__": _collected,
     },
@@ -485,4 +456,4 @@ def _agreement_of_stage(engine: Engine) -> Agreement | None:
 
     topology = pipeline.topology()
     stages = [topology.get_axis_list("pipe", stage) for stage in range(pipeline.num_stages)]
-    return Ranks.of_part(stages, "stage")
+    return Ranks.of_stage(stages)

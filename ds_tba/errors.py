@@ -1,24 +1,4 @@
-"""The errors that ds_tba raises. Each message names the value, the rule and the repair.
-
-::
-
-    DsTbaError
-    ├── ConfigError (ValueError)                 a value in ds_config.json is wrong
-    │   └── PathError                            nvme_path cannot hold a swap file
-    ├── IncompatibleError (RuntimeError)         a DeepSpeed version or feature that cannot be combined with us
-    ├── BackendUnavailableError (RuntimeError)   the named I/O backend cannot run on this machine
-    ├── ModelError (ValueError)                  the model of `ds_tba plan` cannot be made, or does not run
-    ├── StorageError (RuntimeError)
-    │   ├── TransferError                        one I/O request failed or was short (the store handles it)
-    │   ├── ActivationLostError                  bytes that backward needs could not be read back
-    │   └── ActivationCorruptionError            the bytes that were read are not the bytes that were written
-    ├── UpdateInterruptedError (RuntimeError)    an optimizer update was not finished: the model is half updated
-    ├── ActivationModifiedError (RuntimeError)   a saved tensor was modified in place, as autograd itself reports
-    ├── RecomputationError (RuntimeError)        a block's forward gave other tensors when it ran again
-    ├── RematerializationError (RuntimeError)    a rematerialized tensor differs from the one that forward made
-    ├── ReportError (ValueError)                 a file is not a report
-    └── StateError (RuntimeError)                an illegal state transition: a bug in ds_tba, or use after close
-"""
+"""The errors that ds_tba raises. Each message names the value, the rule and the repair."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from ds_tba.core.tensors import mark_all_owned
 from ds_tba.device.accelerator import Accelerator, accelerator_of
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.ranks import agree, agreement, machine, on_all_ranks, own_rank
+from ds_tba.ranks import on_all_ranks, own_rank, ranks_on_machine
 from ds_tba.reporting import show_log
 
 if TYPE_CHECKING:
@@ -61,14 +61,12 @@ class Offloader:
         self, model: nn.Module | None = None, *, device: torch.device | str | None = None, **keys: Any
     ) -> None:
         self._model = model
-        self._has_forward = False  # since the last micro-step ended
         self._offloader = _built(model, device, keys)
         # Without the context nobody may call close(). At interpreter exit the offloader closes by itself.
         weakref.finalize(self, self._offloader.close_soon).atexit = False
-        config = self._offloader.config
         try:
             if model is not None:
-                self._offloader.watch(model, agreement() if config.is_planned or config.patterns else None)
+                self._offloader.watch(model)
         except BaseException:
             self._offloader.close()
             raise
@@ -99,12 +97,10 @@ class Offloader:
         if self._model is not None:
             mark_all_owned(self._model)
         # A loop does not say when a backward is over: it is once another forward begins.
-        if torch.is_grad_enabled() and self._has_forward and not self._offloader.cache.expects_forward:
-            self._has_forward = False
+        if torch.is_grad_enabled() and not self._offloader.cache.expects_forward:
             self._offloader.note_micro_step()
         with self._offloader.saving(inputs):
             yield
-        self._has_forward = torch.is_grad_enabled()
 
     def step(self) -> None:
         """Note that the optimizer has stepped; call it once after each ``optimizer.step()``.
@@ -113,7 +109,6 @@ class Offloader:
             StateError: the offloader is closed.
         """
         self._refuse_closed("step")
-        self._has_forward = False
         self._offloader.note_micro_step()
         self._offloader.note_step()
 
@@ -150,7 +145,7 @@ class Offloader:
 
 def _built(model: nn.Module | None, device: torch.device | str | None, keys: Mapping[str, Any]) -> ActivationOffloader:
     """Return an offloader of the core, and of the rooms that the keys ask for; ranks succeed or fail together."""
-    ranks_on_node = agree(None).get(machine(), 1)
+    ranks_on_node = ranks_on_machine()
 
     def make() -> ActivationOffloader:  # all that may fail: what fails before, on one rank, leaves the others waiting
         config = parse_keywords(keys, "ds_tba.Offloader")

@@ -26,8 +26,9 @@ from ds_tba.core.tensors import mark_inputs
 from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
 from ds_tba.device.memory import allocator_advice, is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError
-from ds_tba.report import OffloadReport, Writer
-from ds_tba.reporting import Core, Reporter, ReportFiles, start_line
+from ds_tba.ranks import agreement
+from ds_tba.report import OffloadReport, ReportFile
+from ds_tba.reporting import Reporter, start_line
 from ds_tba.stats import StoreStats, readable
 from ds_tba.storage.staging import slots_bytes_of, with_staging
 from ds_tba.storage.tiers import Tiers
@@ -47,167 +48,6 @@ logger = logging.getLogger(__name__)
 # Longer than the stores take to give up on an I/O request that never ends.
 CLOSE_LIMIT_S = 90.0
 _EXPLAINED = "_ds_tba_explained"  # of an error
-
-
-def _host_bytes() -> int:
-    """Return available host memory; 0 where the system does not tell, or no file descriptor is left to ask with."""
-    try:
-        return available_bytes()
-    except OSError:
-        return 0
-
-
-class Rooms:
-    """The rooms that keys ask for, each of them loaded where the first such key is seen.
-
-    Args:
-        core: what is there without them.
-        tiers: where bytes go.
-        reporter: of an offloader; rooms add their fields to its report.
-        ranks_on_node: ranks that share this machine's memory.
-
-    Attributes:
-        sites: of rematerialization; None without it.
-        samples: of who holds saved bytes; None before anybody asks.
-        controller: plans and recordings; None where forwards follow a rule.
-    """
-
-    def __init__(self, core: Core, tiers: Tiers, reporter: Reporter, ranks_on_node: int) -> None:
-        self._tiers = tiers
-        self._core = core
-        self._reporter = reporter
-        self._ranks_on_node = ranks_on_node
-        self._chosen: ChosenModules | None = None
-        self.samples: StepSamples | None = None
-        self.controller: Controller | None = None
-        self.sites = self._open_sites() if core.config.rematerialize_enabled else None
-        if core.config.report.timeline_path:
-            self.sampling()
-
-    @cached_property
-    def running(self) -> RunningModule:
-        """The name of the module that runs."""
-        from ds_tba.remat.where import RunningModule
-
-        return RunningModule()
-
-    @property
-    def saver(self) -> Controller | TensorCache:
-        """The controller, which opens forwards by plans; else the cache, which does by a rule."""
-        return self.controller or self._core.cache
-
-    def watch(
-        self, model: nn.Module, agreement: Agreement | None, planner: Planner | None, everyone: Agreement | None
-    ) -> None:
-        """Look at the modules of a model; see :meth:`ActivationOffloader.watch`."""
-        config = self._core.config
-        self.running.watch(model)
-        if config.patterns:
-            self._choose_by_name(model, everyone or agreement)
-        self.sampling()
-        if self.controller is None and config.is_planned:
-            from ds_tba.plan.agreement import Alone
-
-            agreement = agreement or Alone()
-            self.controller = self._open_controller(model, agreement, everyone or agreement, planner)
-            self._reporter.add(self.controller)
-
-    def sampling(self) -> StepSamples:
-        """Return what samples steps."""
-        if self.samples is None:
-            from ds_tba.explain.sample import StepSamples
-
-            core = self._core
-            file = core.files.timeline if core.config.report.timeline_path else None
-            store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
-            paths = [path.meter for path in self._tiers.paths]
-            self.samples = StepSamples(core.cache.stats, store, paths, self.running, file, core.writer.steps + 1)
-            core.cache.observe(self.samples.around)
-            self._reporter.add(self.samples)
-        return self.samples
-
-    def saving(self, inputs: object) -> AbstractContextManager[None]:
-        """Return the context of a forward with gradients."""
-        if self.sites is not None:
-            mark_inputs(inputs)
-        saving = self.saver.saving()
-        return saving if self.samples is None else self.samples.forward(saving)
-
-    def end_micro_step(self) -> None:
-        """Note that backward is over."""
-        self.saver.end_micro_step()
-        if self.samples is not None:
-            self.samples.end_backward()
-
-    def end_step(self) -> None:
-        """Note that an optimizer step is over."""
-        for room in (self.sites, self.controller, self.samples):
-            if room is not None:
-                room.end_step()
-        self._reporter.end_step(0 if self.controller is None else self.controller.plans)
-
-    def _choose_by_name(self, model: nn.Module, everyone: Agreement | None) -> None:
-        """Keep what ``only`` and ``except`` exclude from now on; refuse patterns that match no module of any rank."""
-        from ds_tba.remat.where import ChosenModules
-
-        self._chosen = ChosenModules(self.running, self._core.config.patterns)
-        unmatched = self._chosen.watch(model)
-        of_ranks = [unmatched] if everyone is None else everyone.all_gather(unmatched)
-        problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
-        if problems:
-            raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
-        self._core.cache.gate.excluded_by = self._chosen.reason
-
-    def _open_sites(self) -> Sites:
-        from ds_tba.remat.sites import Sites
-        from ds_tba.remat.store import RematStore
-
-        core = self._core
-        sites = Sites(core.cache, core.accelerator, core.config.rematerialize_exclude, self.running)
-        core.cache.rematerialize(RematStore(core.cache, sites))
-        self._reporter.add(sites)
-        return sites
-
-    def _open_controller(
-        self, model: nn.Module, agreement: Agreement, everyone: Agreement, planner: Planner | None
-    ) -> Controller:
-        from ds_tba.plan.agreement import Planning
-        from ds_tba.plan.controller import Controller
-        from ds_tba.plan.search import adaptive
-        from ds_tba.recompute.blocks import find_blocks, matching
-        from ds_tba.recompute.checkpoint import Blocks
-
-        config, plans = self._core.config, self._core.config.placement == "adaptive"
-        machine = self._open_machine(everyone)
-        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else {}
-        chosen = self._chosen
-        if chosen is not None:  # recomputing a block would free what these keep in it
-            found = {path: one for path, one in found.items() if not chosen.excludes_part_of(one)}
-        patterns = config.recompute if isinstance(config.recompute, list) else []
-        named = matching([*found], patterns, "recompute", "repeated layer")
-        blocks = Blocks(found if plans and config.recompute else {}, self._core.cache, named)
-        planning = Planning((planner or adaptive) if plans else None, agreement)
-        return Controller(self._core.cache, machine, planning, self.running, blocks, self._core.files.trace)
-
-    def _open_machine(self, everyone: Agreement) -> Machine:
-        from ds_tba.device.copies import Copies
-        from ds_tba.plan.machine import COPY_BYTES, Machine, measure_copies
-        from ds_tba.storage.host import host_memory
-
-        config, tiers, accelerator = self._core.config, self._tiers, self._core.accelerator
-        staged = host_memory(min(COPY_BYTES, slots_bytes_of(config)), accelerator)
-        copies = measure_copies(accelerator, Copies(accelerator), staged)
-        cache = self._core.cache
-
-        def resident_bytes() -> int:
-            return cache.stats.resident.now  # without what is gone by now
-
-        memory = MemoryMeter(accelerator.memory, resident_bytes)
-        # The memory of a CPU is shared by all ranks of the machine.
-        sharers = self._ranks_on_node if accelerator.is_synchronous else 1
-        is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
-        clock, is_host = accelerator.clock, accelerator.is_synchronous
-        return Machine(config, tiers, copies, memory, clock, is_host, sharers, is_shared)
 
 
 class Engines:
@@ -248,7 +88,9 @@ class ActivationOffloader:
     """The object at ``engine.activation_offloader``.
 
     Attributes:
+        shared_keys: see ``ranks.py``.
         is_closed: it was closed, or is about to be.
+        controller: plans and recordings; None where forwards follow a rule.
 
     Args:
         config: the block.
@@ -256,7 +98,7 @@ class ActivationOffloader:
         accelerator: the training device.
         zero_paths: directories of ZeRO's own offload to NVMe.
         rank: of this process, for the report.
-        ranks_on_node: ranks that share this machine's directories.
+        ranks_on_node: ranks that share this machine's directories and memory.
 
     Raises:
         PathError, ConfigError, BackendUnavailableError, IncompatibleError: training cannot start; the message names the
@@ -279,14 +121,21 @@ class ActivationOffloader:
             )
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         ENGINES.give_back()
-        is_host = accelerator.is_synchronous
         # Divided by the ranks: each of them derives its staging from the same memory.
-        self.config = config = with_staging(config, _host_bytes() / ranks_on_node, is_host=is_host)
+        host_bytes = available_bytes() / ranks_on_node
+        self.config = config = with_staging(config, host_bytes, is_host=accelerator.is_synchronous)
+        self.shared_keys = config.shared_keys
         self.is_closed = False
+        self.controller: Controller | None = None
+        self._accelerator, self._ranks_on_node = accelerator, ranks_on_node
         self._meter: ModelMeter | None = None
+        self._samples: StepSamples | None = None  # None before anybody asks who holds saved bytes
+        self._chosen: ChosenModules | None = None
         self._undo = ExitStack()
         self._kept: dict[int, ForwardHooks] = {}  # open after a forward, by thread
-        files = ReportFiles(config.report, Writer(rank))
+        report = ReportFile("report.path", config.report.path, rank)
+        self._trace_file = ReportFile("report.trace_path", config.report.trace_path, rank)
+        self._timeline_file = ReportFile("report.timeline_path", config.report.timeline_path, rank)
         self._tiers = tiers = Tiers(config, aio_config, accelerator, zero_paths=zero_paths, ranks_on_node=ranks_on_node)
         try:
             self.cache = TensorCache(
@@ -297,9 +146,10 @@ class ActivationOffloader:
                 accelerator=accelerator,
                 released_bytes=config.io.ring_bytes,
             )
-            self._core = Core(config, tiers, self.cache, accelerator, files)
-            self._reporter = Reporter(self._core)
-            self._rooms = Rooms(self._core, tiers, self._reporter, ranks_on_node)
+            self._reporter = Reporter(config, tiers, self.cache, accelerator, report)
+            self._sites = self._open_sites() if config.rematerialize is not False else None
+            if config.report.timeline_path:
+                self._sampling()
             self._closer = Closer(self._close, accelerator)
         except BaseException:  # its lanes would never end, nor its swap file
             tiers.close()
@@ -308,34 +158,126 @@ class ActivationOffloader:
         atexit.register(self.close)
         ENGINES.open.append(self)
 
+    # ---- the rooms that keys ask for, each of them loaded where the first such key is seen -----------------------
+
+    @cached_property
+    def _running(self) -> RunningModule:
+        """The name of the module that runs."""
+        from ds_tba.remat.where import RunningModule
+
+        return RunningModule()
+
+    @property
+    def _saver(self) -> Controller | TensorCache:
+        """The controller, which opens forwards by plans; else the cache, which does by a rule."""
+        return self.controller or self.cache
+
     def watch(
         self,
         model: nn.Module,
-        agreement: Agreement | None = None,
+        everyone: Agreement | None = None,
         planner: Planner | None = None,
         *,
-        everyone: Agreement | None = None,
+        stage: Agreement | None = None,
         meter: ModelMeter | None = None,
     ) -> None:
         """Sample the steps of a model, plan for it under placement "adaptive", record it for ``report.trace_path``.
 
         Args:
             model: whose forward runs in :meth:`saving`.
-            agreement: the ranks that follow one plan, all of which call this; None for this rank alone.
+            everyone: the ranks that may share drives, all of which call this; None for all there are.
             planner: makes the plans; None takes that of ``plan/search.py``.
-            everyone: the ranks that may share drives, where these are more.
+            stage: the ranks that follow one plan, where these are fewer.
             meter: counts what the model holds, for :meth:`explain`.
 
         Raises:
             ConfigError: ``blocks``, ``only`` or ``except`` names a module that the model lacks.
         """
         self._meter = meter
-        self._rooms.watch(model, agreement, planner, everyone)
+        self._running.watch(model)
+        self._sampling()
+        if self.config.is_planned or self.config.patterns:
+            everyone = everyone or agreement()
+            if self.config.patterns:
+                self._choose_by_name(model, everyone)
+            if self.config.is_planned and self.controller is None:
+                self.controller = self._open_controller(model, everyone, stage or everyone, planner)
+                self._reporter.add(self.controller)
         self.give_back()  # until its engine trains: a reference model's may have the config of one that does
 
     def on_close(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` in :meth:`close`, for example to remove a hook from the model."""
         self._undo.callback(undo)
+
+    def _sampling(self) -> StepSamples:
+        """Return what samples steps."""
+        if self._samples is None:
+            from ds_tba.explain.sample import StepSamples
+
+            file = self._timeline_file if self.config.report.timeline_path else None
+            store = StoreStats() if self._tiers.nvme is None else self._tiers.nvme.stats
+            paths = [path.meter for path in self._tiers.paths]
+            step = self._reporter.steps + 1
+            self._samples = StepSamples(self.cache.stats, store, paths, self._running, file, step)
+            self.cache.observe(self._samples.around)
+            self._reporter.add(self._samples)
+        return self._samples
+
+    def _choose_by_name(self, model: nn.Module, everyone: Agreement) -> None:
+        """Keep what ``only`` and ``except`` exclude from now on; refuse patterns that match no module of any rank."""
+        from ds_tba.remat.where import ChosenModules
+
+        self._chosen = ChosenModules(self._running, self.config.patterns)
+        unmatched = self._chosen.watch(model)
+        of_ranks = everyone.all_gather(unmatched)
+        problems = [text for pattern, text in unmatched.items() if all(pattern in one for one in of_ranks)]
+        if problems:
+            raise ConfigError(f'"{BLOCK}" names what the model lacks: {"; ".join(problems)}.')
+        self.cache.gate.excluded_by = self._chosen.reason
+
+    def _open_sites(self) -> Sites:
+        from ds_tba.remat.sites import Sites
+        from ds_tba.remat.store import RematStore
+
+        sites = Sites(self.cache, self._accelerator, self.config.rematerialize_exclude, self._running)
+        self.cache.rematerialize(RematStore(self.cache, sites))
+        self._reporter.add(sites)
+        return sites
+
+    def _open_controller(
+        self, model: nn.Module, everyone: Agreement, stage: Agreement, planner: Planner | None
+    ) -> Controller:
+        from ds_tba.plan.agreement import Planning
+        from ds_tba.plan.controller import Controller
+        from ds_tba.plan.search import adaptive
+        from ds_tba.recompute.blocks import find_blocks, matching
+        from ds_tba.recompute.checkpoint import Blocks
+
+        config, plans, chosen = self.config, self.config.placement == "adaptive", self._chosen
+        machine = self._open_machine(everyone)
+        found = find_blocks(model, config.blocks) if config.recompute or config.blocks else {}
+        if chosen is not None:  # recomputing a block would free what these keep in it
+            found = {path: one for path, one in found.items() if not chosen.excludes_part_of(one)}
+        patterns = config.recompute if isinstance(config.recompute, list) else []
+        named = matching([*found], patterns, "recompute", "repeated layer")
+        blocks = Blocks(found if plans and config.recompute else {}, self.cache, named)
+        planning = Planning((planner or adaptive) if plans else None, stage)
+        return Controller(self.cache, machine, planning, self._running, blocks, self._trace_file)
+
+    def _open_machine(self, everyone: Agreement) -> Machine:
+        from ds_tba.device.copies import Copies
+        from ds_tba.plan.machine import COPY_BYTES, Machine, measure_copies
+        from ds_tba.storage.host import host_memory
+
+        config, tiers, accelerator, cache = self.config, self._tiers, self._accelerator, self.cache
+        staged = host_memory(min(COPY_BYTES, slots_bytes_of(config)), accelerator)
+        copies = measure_copies(accelerator, Copies(accelerator), staged)
+        memory = MemoryMeter(accelerator.memory, lambda: cache.stats.resident.now)  # without what is gone by now
+        # The memory of a CPU is shared by all ranks of the machine.
+        sharers = self._ranks_on_node if accelerator.is_synchronous else 1
+        is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
+        clock, is_host = accelerator.clock, accelerator.is_synchronous
+        return Machine(config, tiers, copies, memory, clock, is_host, sharers, is_shared)
 
     # ---- called in training -------------------------------------------------------------------------------------
 
@@ -352,34 +294,30 @@ class ActivationOffloader:
         if torch.is_grad_enabled():  # else a reference, say, for the loss of the forward before
             OPEN_HOOKS.close()
         self.cache.refuse_broken()
-        if self._core.accelerator.is_capturing():
+        if self._accelerator.is_capturing():
             raise IncompatibleError(
                 "forward is being captured into a graph (torch.cuda.graph), whose replays would neither write nor read "
                 f'activations: capture without "{BLOCK}", or run forward outside of the capture.'
             )
-        if self.cache.is_forked:
+        if self.cache.is_forked or not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
             return nullcontext()
-        if not torch.is_grad_enabled():  # nothing is saved, and a reference never trains
-            return self._rooms.saver.saving()
         if torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
             raise IncompatibleError(
                 "torch.autograd.graph.allow_mutation_on_saved_tensors clones what forward saved when it is changed in "
                 f'place, which is not there any more: take forward out of that context, or remove "{BLOCK}".'
             )
-        self._reporter.refresh()
-        return self._rooms.saving(inputs)
-
-    @property
-    def shared_keys(self) -> str:
-        """The keys for which ranks talk to each other, in words; see ``ranks.py``."""
-        return self.config.shared_keys
+        self._reporter.begin_forward()
+        if self._sites is not None:
+            mark_inputs(inputs)
+        saving = self._saver.saving()
+        return saving if self._samples is None else self._samples.forward(saving)
 
     def keep_saving(self) -> None:
         """Offload what this thread saves until :meth:`stop_saving`, too, with ``until_backward``; after a forward."""
         is_wanted = self.config.until_backward and torch.is_grad_enabled() and not self.is_closed
         if not is_wanted or self.cache.is_forked or innermost_hooks() is not None:  # those of others stay in place
             return
-        hooks = self._rooms.saver.after_forward()
+        hooks = self._saver.after_forward()
         if hooks is not None:
             self._kept[threading.get_ident()] = hooks
             OPEN_HOOKS.open(hooks)
@@ -399,7 +337,7 @@ class ActivationOffloader:
         self.cache.refuse_broken()
         if self.cache.is_forked:
             return nullcontext()
-        return self._rooms.saver.interleaving()
+        return self._saver.interleaving()
 
     def note_micro_step(self) -> None:
         """Record that backward is over.
@@ -409,14 +347,18 @@ class ActivationOffloader:
         """
         self.cache.refuse_broken()
         if not self.cache.is_forked:
-            self._rooms.end_micro_step()
+            self._saver.end_micro_step()
+            if self._samples is not None:
+                self._samples.end_backward()
 
     def note_step(self) -> None:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
         if self.cache.is_forked:
             return
-        self._core.writer.steps += 1
-        self._rooms.end_step()
+        for room in (self._sites, self.controller, self._samples):
+            if room is not None:
+                room.end_step()
+        self._reporter.end_step(0 if self.controller is None else self.controller.plans)
 
     def give_back(self) -> None:
         """Give lanes, staging and disk space back until the next save, if nothing is in their care."""
@@ -429,10 +371,6 @@ class ActivationOffloader:
         """Return the counters of all parts as they are now."""
         return self._reporter.report()
 
-    def scalars(self) -> list[tuple[str, float]]:
-        """Return eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
-        return self._reporter.scalars()
-
     def explain(self, error: BaseException | None = None) -> str:
         """Return what fills the device: who holds saved bytes, what else is in use, and which key or call would help.
 
@@ -441,9 +379,8 @@ class ActivationOffloader:
         """
         from ds_tba.explain.out_of_memory import explained
 
-        core, samples = self._core, self._rooms.sampling()
-        where = f"rank {core.writer.rank}, step {core.writer.steps + 1}"
-        return explained(where, self.config, self.cache, core.accelerator, samples, self._meter, error)
+        where = f"rank {self._reporter.rank}, step {self._reporter.steps + 1}"
+        return explained(where, self.config, self.cache, self._accelerator, self._sampling(), self._meter, error)
 
     def note_failure(self, error: BaseException | None) -> None:
         """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""
@@ -459,7 +396,7 @@ class ActivationOffloader:
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
-        advice = allocator_advice() if self._core.accelerator.is_synchronous else ""
+        advice = allocator_advice() if self._accelerator.is_synchronous else ""
         return start_line(self.config, self._tiers) + ENGINES.beside(self) + (f"; {advice}" if advice else "")
 
     # ---- closing ------------------------------------------------------------------------------------------------
@@ -471,26 +408,20 @@ class ActivationOffloader:
         signal handler: it may have interrupted our own code, which holds a lock that closing needs and cannot go on
         before the handler returns. This call then gives up after its limit of time.
         """
-        if self.cache.is_forked:
-            return
-        self._end_saving()
-        self._closer.ask()
-        if not self._closer.wait(CLOSE_LIMIT_S):
-            rank = self._core.writer.rank
+        self.close_soon()
+        if not (self.cache.is_forked or self._closer.wait(CLOSE_LIMIT_S)):
+            rank = self._reporter.rank
             logger.error("rank %d: not closed after %.0f s; the rest is left to process exit", rank, CLOSE_LIMIT_S)
             self._reporter.refresh(now=True)
 
     def close_soon(self) -> None:
         """Close in another thread: a finalizer may run in a lane, or while this very thread holds one of our locks."""
-        if not self.cache.is_forked:
-            self._end_saving()
-            self._closer.ask()
-
-    def _end_saving(self) -> None:
-        """Have nothing saved from now on, also by threads whose hooks of ours are open after a forward."""
+        if self.cache.is_forked:
+            return
         self.is_closed = True
-        for hooks in (*self._kept.values(),):
+        for hooks in (*self._kept.values(),):  # or threads whose hooks are open after a forward would save on
             hooks.end()
+        self._closer.ask()
 
     def _close(self) -> None:  # in the closer's thread
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
@@ -501,6 +432,6 @@ class ActivationOffloader:
             last.callback(self.note_failure, getattr(sys, "last_value", None))
             last.callback(self._tiers.close)
             last.callback(self.cache.settle)
-            if self._rooms.controller is not None:
-                last.callback(self._rooms.controller.close)
+            if self.controller is not None:
+                last.callback(self.controller.close)
             last.callback(self._undo.close)

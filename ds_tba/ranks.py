@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torch import distributed
 
@@ -42,15 +42,6 @@ class Built(Protocol):
 
     def close(self) -> None:
         """Give back what it holds."""
-
-
-class _Answer(TypedDict, total=False):
-    """The answer of a rank (its problem, keys and machine), or the verdict for all of them (with all machines)."""
-
-    problem: str | None
-    keys: str
-    machine: str
-    machines: dict[str, int]
 
 
 _Made = TypeVar("_Made", bound=Built | None)
@@ -95,6 +86,11 @@ def machine() -> str:
         return socket.gethostname()
 
 
+def ranks_on_machine() -> int:
+    """Return how many ranks this machine has; all of them call it."""
+    return agree(None).get(machine(), 1)
+
+
 def agree(problem: Exception | None, keys: str = "") -> dict[str, int]:
     """Fail on every rank if any rank has a problem, or other keys; return how many ranks each machine has.
 
@@ -128,32 +124,34 @@ def agree(problem: Exception | None, keys: str = "") -> dict[str, int]:
     raise ConfigError(found) if problem is None else problem
 
 
-def _verdict(store: distributed.distributed_c10d.Store, build: int, size: int) -> _Answer:
+def _verdict(store: distributed.distributed_c10d.Store, build: int, size: int) -> dict[str, Any]:
     """Return the first problem that keeps ranks from training, None where all can; and the ranks of each machine."""
     machines, keys = Counter[str](), dict[str, int]()
-    for rank in range(size):
-        try:
+    try:
+        for rank in range(size):
             found = _answer(store, f"ds_tba/{rank}/{build}", rank)
-        except ConfigError as error:
-            return {"problem": str(error)}
-        if found["problem"] is not None:
-            text = f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found['problem']}"
-            return {"problem": text}
-        machines[found.get("machine", "")] += 1
-        keys.setdefault(found.get("keys", ""), rank)
+            if found["problem"] is not None:
+                raise ConfigError(
+                    f"rank {rank} cannot do what ds_config.json asks for, so no rank trains: {found['problem']}"
+                )
+            machines[found.get("machine", "")] += 1
+            keys.setdefault(found.get("keys", ""), rank)
+    except ConfigError as error:
+        return {"problem": str(error)}
+    problem = None
     if len(keys) > 1:
         (first, rank), (other, other_rank), *_ = keys.items()
-        text = (
+        problem = (
             f"rank {rank} has {first}, and rank {other_rank} has {other}: ranks plan, record and choose by name "
             'together. Give every rank the same "placement", "report.trace_path", "only" and "except".'
         )
-        return {"problem": text}
-    return {"problem": None, "machines": machines}
+    return {"problem": problem, "machines": machines}
 
 
 def _answer(
     store: distributed.distributed_c10d.Store, key: str, rank: int, timeout: timedelta | None = None
-) -> _Answer:
+) -> dict[str, Any]:
+    """Return the answer of a rank (its problem, keys and machine), or the verdict for all of them."""
     try:
         store.wait([key], timeout or AGREEMENT_TIMEOUT)
     except (RuntimeError, distributed.DistError) as error:
@@ -161,5 +159,5 @@ def _answer(
             f"rank {rank} did not take part in setting up ds_tba: give every rank the same ds_config.json, or the same "
             f"{VARIABLE}."
         ) from error
-    answer: _Answer = json.loads(store.get(key))
+    answer: dict[str, Any] = json.loads(store.get(key))
     return answer

@@ -145,12 +145,9 @@ class OffloadReport:
         """
         try:
             found = json.loads(path.read_text())
-        except OSError as error:
-            raise ReportError(
-                f"{path} cannot be read ({error.strerror}): name the file of report.path, which a run writes."
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise ReportError(f"{path} is no JSON ({error}): name the file of report.path.") from error
+        except (OSError, ValueError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ReportError(f"{path} is no JSON to be read ({why}): name the file of report.path.") from error
         missing = NEEDED - set(found) if isinstance(found, dict) else NEEDED
         if missing:
             raise ReportError(
@@ -235,20 +232,9 @@ def _known(kind: type[Holder | PathWear | OffloadReport], found: Mapping[str, An
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def rank_path(path: str, rank: int) -> Path:
-    """Return the path at which a rank writes its report: ``path`` for rank 0, ``path.rankN`` for others."""
-    return expanded(path if rank == 0 else f"{path}.rank{rank}")
-
-
-def checked_path(key: str, path: str | None, rank: int) -> Path | None:
-    """Return :func:`rank_path` of a path that the config may name.
-
-    Raises:
-        ConfigError: nothing can be written there.
-    """
-    if path is None:
-        return None
-    target = rank_path(path, rank)
+def checked_path(key: str, path: str, rank: int) -> Path:
+    """Return where a rank writes: ``path`` for rank 0, ``path.rankN`` for others; see :class:`ReportFile`."""
+    target = expanded(path if rank == 0 else f"{path}.rank{rank}")
     try:
         target.lstat()
     except FileNotFoundError:
@@ -287,19 +273,6 @@ def write_file(path: Path, text: str) -> None:
         raise
 
 
-@dataclass(eq=False)
-class Writer:
-    """An engine as the writer of reports.
-
-    Attributes:
-        rank: of this process; see :func:`rank_path`.
-        steps: optimizer steps so far.
-    """
-
-    rank: int
-    steps: int = 0
-
-
 class ReportFile:
     """A file that a key of the config names, kept up to date; a failure is logged, never raised into training.
 
@@ -309,33 +282,33 @@ class ReportFile:
     Args:
         key: of the config.
         path: what the config has there; None writes none.
-        writer: the engine that it belongs to.
+        rank: of this process; each has a file of its own.
 
     Raises:
         ConfigError: nothing can be written there. It is found now, not after hours of training.
     """
 
-    def __init__(self, key: str, path: str | None, writer: Writer) -> None:
+    def __init__(self, key: str, path: str | None, rank: int) -> None:
         self._key = key
-        self.writer = writer
-        self.path = checked_path(key, path, writer.rank)
+        self.rank = rank
+        self.path = None if path is None else checked_path(key, path, rank)
         self._written_at = -math.inf
         self._own_s = time.time()  # what was written to the file later is another engine's
 
-    def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
-        """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
+    def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False, yields: bool = False) -> None:
+        """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms.
+
+        Args:
+            yields: leave a file that another engine has written.
+        """
         if self.path is not None and (now or time.monotonic() - self._written_at >= REPORT_AGE_S):
-            self.write(make())
+            self.write_text(json.dumps(make(), indent=2) + "\n", yields=yields)
 
-    def write(self, found: Mapping[str, object]) -> None:
-        self.write_text(json.dumps(found, indent=2) + "\n")
-
-    def write_text(self, text: str) -> None:
+    def write_text(self, text: str, *, yields: bool = False) -> None:
         if self.path is None:
             return
         try:
-            # An engine without a step, such as a reference, leaves the path to one that trains beside it.
-            if not self.writer.steps and self.path.is_file() and self.path.stat().st_mtime > self._own_s:
+            if yields and self.path.is_file() and self.path.stat().st_mtime > self._own_s:
                 return
             write_file(self.path, text)
         except OSError as error:

@@ -13,41 +13,29 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
-from ds_tba.config import OffloadConfig, ReportConfig
+from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.eligibility import Eligibility
-from ds_tba.core.hooks import compilations
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile, Writer
-from ds_tba.stats import CacheStats, readable
+from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile
+from ds_tba.stats import readable
 from ds_tba.wear import PathWear
 
 logger = logging.getLogger("ds_tba")
 
-# The fraction by which offloading is to lower the peak.
-MIN_GAIN = 0.02
-# Keys that only a plan uses. The start-up line names those that are set without a plan, or users take them for active.
-_PLAN_KEYS = ("activation_budget_bytes", "blocks", "max_step_overhead", "recompute")
 _NO_FORWARD = (
     "no forward that saves activations ran in the engine. Call engine(x), not engine.module(x) or a copy or wrapper of "
     'it, and not under torch.no_grad(); have the model return the loss, or set "until_backward": true. A loop of your '
     "own runs forward and loss inside of ds_tba.Offloader.saving()"
 )
-
-
-def moves_in_vain(stats: CacheStats, moved_bytes: int, compilations_before: int) -> bool:
-    """Return whether most of what is saved was offloaded and the peak is no lower for it, since code was compiled.
-
-    Code that is compiled as one graph saves everything at its end, and takes all of it back before its backward begins.
-
-    Args:
-        compilations_before: how many there were when the first step began; they say nothing about what it ran.
-    """
-    in_vain = stats.resident.peak > (1 - MIN_GAIN) * stats.saved.peak
-    return in_vain and moved_bytes > stats.saved.peak / 2 and compilations() > compilations_before
+# Fields of the report that the cache counts under the same name.
+_COUNTED = (
+    "micro_steps", "packed_tensors", "passed_through_tensors", "deduplicated_bytes", "recomputed_bytes",
+    "rematerialized_bytes",
+)  # fmt: skip
 
 
 class Summarized(Protocol):
@@ -68,53 +56,37 @@ class Places(Summarized, Protocol):
     def describe(self) -> list[str]: ...
 
 
-class ReportFiles:
-    """The files that a block's ``report`` names.
+class Reporter:
+    """Makes the report of an offloader.
 
-    Raises:
-        ConfigError: nothing can be written at one of the paths.
+    Args:
+        file: at ``report.path``.
+
+    Attributes:
+        rank: of this process.
+        steps: optimizer steps so far.
     """
 
-    def __init__(self, config: ReportConfig, writer: Writer) -> None:
-        self.report = ReportFile("report.path", config.path, writer)
-        self.trace = ReportFile("report.trace_path", config.trace_path, writer)
-        self.timeline = ReportFile("report.timeline_path", config.timeline_path, writer)
-
-
-@dataclass(frozen=True, slots=True)
-class Core:
-    """The parts of an offloader that are there whatever its keys ask for."""
-
-    config: OffloadConfig
-    tiers: Places
-    cache: TensorCache
-    accelerator: Accelerator
-    files: ReportFiles
-
-    @property
-    def writer(self) -> Writer:
-        """The engine as a writer of reports; it counts the steps."""
-        return self.files.report.writer
-
-
-class Reporter:
-    """Makes the report of an offloader."""
-
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._memory = None if core.accelerator.is_synchronous else core.accelerator.memory
-        self._rooms: list[Summarized] = [core.tiers]
+    def __init__(
+        self, config: OffloadConfig, tiers: Places, cache: TensorCache, accelerator: Accelerator, file: ReportFile
+    ) -> None:
+        self._config, self._tiers, self._cache, self._file = config, tiers, cache, file
+        self.rank, self.steps = file.rank, 0
+        self._memory = None if accelerator.is_synchronous else accelerator.memory
+        self._rooms: list[Summarized] = [tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf
-        self._compilations_before = compilations()
+        self._has_begun = False  # to train
         self._step_peak_bytes = 0
-        self._packed_tensors = 0  # by the end of the last step
-        self._has_said_nothing = False  # that nothing was offloaded
         self._bandwidth_at_start: list[dict[str, object]] = []  # as the first plan was made
-        self._told: OffloadReport | None = None  # to the monitors
 
     def add(self, room: Summarized) -> None:
         """Have a room's fields in the report from now on."""
         self._rooms.append(room)
+
+    def begin_forward(self) -> None:
+        """Write the JSON at ``report.path`` where it is old: also a run that ends in its first step leaves one."""
+        self._has_begun = True  # first: a signal handler may raise while the first one is written
+        self.refresh()
 
     def end_step(self, plans: int) -> None:
         """Note that an optimizer step is over, and say what there is to say.
@@ -122,62 +94,52 @@ class Reporter:
         Args:
             plans: number of plans so far.
         """
-        core, stats, steps, rank = self._core, self._core.cache.stats, self._core.writer.steps, self._core.writer.rank
-        self._step_peak_bytes = stats.resident.lap()
-        if steps == 1 and moves_in_vain(stats, core.tiers.offloaded_bytes, self._compilations_before):
-            self._advise_to_compile_layers()
+        self.steps = steps = self.steps + 1
+        self._step_peak_bytes = self._cache.stats.resident.lap()
         if plans and not self._bandwidth_at_start:
-            self._bandwidth_at_start = core.tiers.bandwidth()
-        why = _NO_FORWARD if stats.packed_tensors == self._packed_tensors else ""
-        why = self._why_nothing() if steps == 1 else why
-        self._packed_tensors = stats.packed_tensors
-        if why and rank == 0 and not self._has_said_nothing:
-            self._has_said_nothing = True
-            logger.warning("nothing was offloaded in step %d: %s", steps, why)
-        every = core.config.report.every_steps
+            self._bandwidth_at_start = self._tiers.bandwidth()
+        if steps == 1 and self.rank == 0 and (why := self._why_nothing()):
+            logger.warning("nothing was offloaded in step 1: %s", why)
+        every = self._config.report.every_steps
         is_due = every > 0 and steps % every == 0
         if is_due:
-            logger.info("rank %d: %s", rank, self.report().summary())
+            logger.info("rank %d: %s", self.rank, self.report().summary())
         self.refresh(now=is_due)
 
     def end(self) -> None:
         """Say the last word: the run is over. One that never trained says nothing, and leaves the path to another."""
         self._ended_at = time.monotonic()
-        if self._core.cache.stats.micro_steps or self._core.writer.steps:
-            logger.info("rank %d: %s", self._core.writer.rank, self.report().summary())
+        if self._has_begun or self.steps:
+            logger.info("rank %d: %s", self.rank, self.report().summary())
             self.refresh(now=True)
 
     def refresh(self, *, now: bool = False) -> None:
         """Write the JSON at ``report.path`` again where it is old, or ``now``."""
-        self._core.files.report.refresh(lambda: self.report().to_dict(), now=now)
+        # An engine without a step, such as a reference, leaves the path to one that trains beside it.
+        self._file.refresh(lambda: self.report().to_dict(), now=now, yields=not self.steps)
 
     def report(self) -> OffloadReport:
         """Return the counters of all parts as they are now."""
-        cache, config, writer = self._core.cache.stats, self._core.config, self._core.writer
+        cache, config = self._cache.stats, self._config
+        kept = dict(cache.kept_bytes)  # at once: forward may count meanwhile
         budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
-        kept = Counter(cache.kept_bytes)
         state = "running" if self._ended_at == math.inf else "finished"
         elapsed_s = min(self._ended_at, time.monotonic()) - self._started_at
-        fields: dict[str, Any] = {
-            "state": f"{state}: {NOTHING_OFFLOADED}" if writer.steps and self._why_nothing() else state,
-            "rank": writer.rank,
+        fields: dict[str, Any] = {name: getattr(cache, name) for name in _COUNTED}
+        fields |= {
+            "state": f"{state}: {NOTHING_OFFLOADED}" if self.steps and self._why_nothing() else state,
+            "rank": self.rank,
             "placement": config.placement,
             "integrity": config.io.integrity,
-            "steps": writer.steps,
-            "micro_steps": cache.micro_steps,
-            "packed_tensors": cache.packed_tensors,
-            "passed_through_tensors": cache.passed_through_tensors,
-            "deduplicated_bytes": cache.deduplicated_bytes,
+            "steps": self.steps,
             "kept_bytes": sum(kept.values()),
-            "kept_bytes_by_reason": dict(kept),
-            "recomputed_bytes": cache.recomputed_bytes,
-            "rematerialized_bytes": cache.rematerialized_bytes,
+            "kept_bytes_by_reason": kept,
             "peak_saved_bytes": cache.resident.peak,
             "peak_saved_bytes_without": cache.saved.peak,
             "step_peak_saved_bytes": self._step_peak_bytes,
             "budget_excess_bytes": 0 if budget_bytes is None else max(0, cache.resident.peak - budget_bytes),
             "bandwidth_at_start": self._bandwidth_at_start,
-            "wear": [asdict(one) for one in self._core.tiers.wear(elapsed_s)],
+            "wear": [asdict(one) for one in self._tiers.wear(elapsed_s)],
             "device_memory": {} if self._memory is None else self._memory.levels()._asdict(),
         }
         for room in self._rooms:
@@ -187,22 +149,10 @@ class Reporter:
         fields |= {"fallbacks": fallbacks.total(), "fallbacks_by_reason": dict(fallbacks)}
         return OffloadReport(**fields)
 
-    def scalars(self) -> list[tuple[str, float]]:
-        """Return eight figures of the last step, for a monitor; bytes and seconds, of this rank."""
-        report, before = self.report(), self._told
-        self._told = report
-        sums = ("offloaded_bytes", "written_bytes", "read_bytes", "rematerialized_bytes", "recomputed_bytes", "stall_s")
-        changes = [(name, getattr(report, name) - (getattr(before, name) if before else 0)) for name in sums]
-        return [
-            ("peak_saved_bytes", report.step_peak_saved_bytes),
-            ("peak_saved_bytes_without", report.peak_saved_bytes_without),
-            *changes,
-        ]
-
     def _why_nothing(self) -> str:
         """Return why nothing was offloaded, rematerialized or recomputed, with the repair; empty where it is right."""
-        stats, config = self._core.cache.stats, self._core.config
-        done_bytes = self._core.tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
+        stats, config = self._cache.stats, self._config
+        done_bytes = self._tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
         kept = Counter(stats.kept_bytes).most_common(1)
         if done_bytes or (kept and config.placement == "keep"):
             return ""
@@ -212,16 +162,6 @@ class Reporter:
             outside = "" if config.until_backward else '; "until_backward": true also offloads those of a loss outside'
             return f"all saved tensors are smaller than min_tensor_bytes {config.min_tensor_bytes}: lower it{outside}"
         return f"what forward saves is kept, because of: {kept[0][0]}"
-
-    def _advise_to_compile_layers(self) -> None:
-        if self._core.writer.rank == 0:
-            logger.warning(
-                "moving activations does not lower their peak: probably the model is compiled as one graph, which "
-                "saves all of them at the end of forward and takes all back before backward begins. %s. Compile each "
-                "layer, for example: for layer in engine.module.layers: layer.compile(). Hugging Face's torch_compile "
-                "does so with ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true in the environment",
-                "Plans keep them" if self._core.config.placement == "adaptive" else "They are moved, as placement says",
-            )
 
 
 class _OwnHandler(logging.StreamHandler[TextIO]):
@@ -255,21 +195,14 @@ def show_log() -> None:
 
 def start_line(config: OffloadConfig, tiers: Places) -> str:
     """Return the start-up line of the log: where activations go, and by which rule."""
-    parts, ignored = tiers.describe(), _ignored_keys(config)
+    parts = tiers.describe()
     if not parts:
-        again = ", and made again where that is cheap" if config.rematerialize_enabled else ""
-        return f'placement "keep": activations are measured, not moved{again}{ignored and f"; {ignored}"}'
+        again = ", and made again where that is cheap" if config.rematerialize is not False else ""
+        return f'placement "keep": activations are measured, not moved{again}'
     if config.placement != "adaptive":
-        rule = f'placement "{config.placement}" is a rule, not a plan{ignored and f": {ignored}"}'
+        rule = f'placement "{config.placement}" is a rule, not a plan'
     elif config.activation_budget_bytes is not None:
         rule = f"least time within {readable(config.activation_budget_bytes)}"
     else:
         rule = f"steps +{config.max_step_overhead:.1%} at most"
     return "; ".join([*parts, rule])
-
-
-def _ignored_keys(config: OffloadConfig) -> str:
-    """Return which keys for plans have no effect, where the placement makes none; empty where none is set."""
-    ignored = [key for key in _PLAN_KEYS if getattr(config, key) != OffloadConfig.model_fields[key].default]
-    ignored += ["ssd.min_life_days"] if config.ssd.min_life_days else []
-    return f"no effect of {', '.join(ignored)}" if ignored else ""

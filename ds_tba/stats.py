@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 # Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
 QUICK_BYTES = 16 << 20
@@ -215,19 +215,19 @@ class KindMeter:
             rate.add(transfer.nbytes * part, busy_s * part / self._lanes, charged_s * part)
 
 
-class TransferListener(Protocol):
-    """Takes each transfer as it ends."""
-
-    def span(self, track: str, name: str, start_s: float, end_s: float, nbytes: int) -> None:
-        """Take one transfer of a kind, with when it began and ended."""
+# Takes each transfer as it ends: kind, name, when it began and ended in seconds, and its bytes.
+TransferListener: TypeAlias = Callable[[str, str, float, float, int], None]
 
 
 class PathMeter:
-    """Measures the transfers of a path. All calls are made under one lock, except for :meth:`tell`.
+    """Measures the transfers of a path. All calls are made under one lock.
 
     Args:
         write_lanes, read_lanes: maximum number of transfers of each kind at once.
         clock: seconds.
+
+    Attributes:
+        listener: is told of transfers; set without the lock.
     """
 
     def __init__(self, write_lanes: int, read_lanes: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -235,11 +235,7 @@ class PathMeter:
         self.reads = KindMeter(read_lanes)
         self._clock = clock
         self._now_s = 0.0
-        self._listener: TransferListener | None = None
-
-    def tell(self, listener: TransferListener | None) -> None:
-        """Tell a listener of transfers from now on; None for nobody."""
-        self._listener = listener
+        self.listener: TransferListener | None = None
 
     def of(self, kind: Kind) -> KindMeter:
         return self.writes if kind is Kind.WRITE else self.reads
@@ -265,9 +261,9 @@ class PathMeter:
             one.lane_s += time.thread_time() - transfer.lane_s
             one.moved_bytes += transfer.nbytes
             one.drive_bytes += transfer.nbytes if drive_bytes is None else drive_bytes
-        listener, kind = self._listener, transfer.kind.value  # read once: a step may end meanwhile, and take it away
+        listener, kind = self.listener, transfer.kind.value  # read once: a step may end meanwhile, and take it away
         if listener is not None:
-            listener.span(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
+            listener(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
         if moved:
             one.learn(transfer)
 

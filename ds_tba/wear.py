@@ -67,8 +67,7 @@ class PathWear:
 
     def days(self) -> float:
         """Return the life, also where the rating is assumed; infinite before the first write."""
-        found = life_days(self.rated_endurance_tbw or ASSUMED_TBW, self.all_bytes_per_day)
-        return math.inf if found is None else found
+        return life_days(self.rated_endurance_tbw or ASSUMED_TBW, self.all_bytes_per_day) or math.inf
 
 
 def life_days(tbw: float | None, written_bytes_per_day: float) -> float | None:

@@ -94,6 +94,8 @@ NAMES = [
     Name("torch._C._set_mkldnn_enabled", AGAIN),
     Name("torch.ops.aten._fused_rms_norm", "RMS norms made again"),
     Name("torch._C._current_graph_task_id", ALL),
+    Name("torch.autograd.Variable._execution_engine.queue_callback",
+         "plans: no backward of a recording would be known to be whole"),
     Name("._engine_run_backward", "where memory ran out: it says forward",
          "torch.autograd.graph._engine_run_backward"),
     # PyTorch: modes

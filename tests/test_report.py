@@ -89,7 +89,6 @@ def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [one["path"] for one in report.wear] == paths
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes > 0
     assert any("days to 1 TBW" in value for _, value in report.rows())
-    assert "no effect" not in offloader.start_line()
     assert "TB a day" in replace(report, steps=1).summary()
     assert "TB a day" not in replace(report, steps=0).summary()
 
@@ -190,6 +189,23 @@ def test_a_run_that_ends_in_its_first_step_says_so_but_not_over_the_report_of_an
     other.close()
 
 
+def test_a_run_that_is_interrupted_as_it_writes_its_first_report_leaves_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler raises in the first forward, before anything is counted."""
+    path = tmp_path / "report.json"
+    offloader = make(tmp_path, report={"path": str(path)})
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(report_module, "write_file", interrupted)
+        step(offloader)
+    offloader.close()
+    assert json.loads(path.read_text())["state"] == "finished"
+
+
 def test_every_steps_logs_and_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
     offloader = make(tmp_path, report={"every_steps": 2})
@@ -262,20 +278,12 @@ def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
         make(tmp_path, nvme_path="~nobody_at_all/x")
 
 
-def test_keys_for_plans_are_named_where_there_is_no_plan(
-    tmp_path: Path, closing: Closing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # else advice for a CPU stands last
-
+def test_the_start_line_says_by_which_rule_activations_go(tmp_path: Path, closing: Closing) -> None:
     def said(**block: object) -> str:
         return closing(make)(tmp_path, **block).start_line()
 
-    of_nvme = said(placement="nvme", activation_budget_bytes=1 << 30, max_step_overhead=0.1)
-    assert "no effect of activation_budget_bytes, max_step_overhead" in of_nvme
-    kept = said(placement="keep", activation_budget_bytes=1 << 30)
-    assert kept.endswith("; no effect of activation_budget_bytes")
-    planned = said(placement="adaptive", max_step_overhead=0.1)
-    assert "no effect" not in planned and "steps +10.0% at most" in planned
+    assert 'placement "nvme" is a rule, not a plan' in said(placement="nvme", max_step_overhead=0.1)
+    assert "steps +10.0% at most" in said(placement="adaptive", max_step_overhead=0.1)
     assert "least time within 4.88 KiB" in said(placement="adaptive", activation_budget_bytes=5000)
 
 
@@ -353,7 +361,7 @@ def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "cannot be read (No such file or directory): name the file of report.path"),
+        (None, "is no JSON to be read (No such file or directory): name the file of report.path"),
         ("{", "is no JSON"),
         ("[]", "is no report of ds_tba ("),
         ('{"steps": 1}', "is no report of ds_tba ("),
@@ -387,7 +395,8 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
     offloader = make(tmp_path, placement="adaptive", rematerialize=False)
     limits: list[tuple[object, ...]] = []
     monkeypatch.setattr(offloader.cache, "limit", lambda *limit: limits.append(limit))
-    monkeypatch.setattr("ds_tba.plan.machine.Machine.room_bytes", lambda _: 1 << 10)  # less than any plan can reach
+    # Less than any plan can reach.
+    monkeypatch.setattr("ds_tba.device.accelerator.MemoryMeter.room_bytes", lambda _: 1 << 10)
     offloader.watch(torch.nn.Linear(1, 1), Alone())
     for _ in range(6):
         step(offloader)
@@ -434,15 +443,12 @@ def test_where_something_is_moved_or_nothing_is_to_be_nothing_is_said(
     assert nothing(ActivationOffloader(keep, AioConfig(), CpuAccelerator()), caplog) == []
 
 
-def test_the_first_step_without_a_forward_is_said_and_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_first_step_without_a_forward_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     offloader = make(tmp_path, placement="nvme")
-    step(offloader)
     for _ in range(2):
         offloader.note_step()
     said = nothing(offloader, caplog)
-    assert len(said) == 1 and said[0].startswith("nothing was offloaded in step 2: no forward that saves activations")
+    assert len(said) == 1 and said[0].startswith("nothing was offloaded in step 1: no forward that saves activations")
     assert offloader.report().state == "finished"  # the other steps moved something
 
 

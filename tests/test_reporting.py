@@ -11,15 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from support.offloaders import make, step
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.core.hooks import compilations
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ENGINES, ActivationOffloader
-from ds_tba.reporting import moves_in_vain, show_log
-from ds_tba.stats import CacheStats
+from ds_tba.reporting import show_log
 
 
 class Room:
@@ -151,19 +148,3 @@ def test_the_level_of_a_script_and_of_the_environment_counts(
             show_log()
             OURS.warning("of %s", name)
     assert capsys.readouterr().err.count("of ") == 1  # a level that is none counts as INFO
-
-
-def test_moving_is_in_vain_where_it_lowers_no_peak_of_compiled_code() -> None:
-    def stats(saved_bytes: int, resident_bytes: int) -> CacheStats:
-        found = CacheStats()
-        found.saved.add(saved_bytes)
-        found.resident.add(resident_bytes)
-        return found
-
-    before = compilations()
-    assert not moves_in_vain(stats(1000, 1000), 600, before)
-    torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
-    assert moves_in_vain(stats(1000, 1000), 600, before) and moves_in_vain(stats(1000, 1010), 600, before)
-    assert not moves_in_vain(stats(1000, 900), 600, before) and not moves_in_vain(stats(1000, 1000), 500, before)
-    torch._dynamo.reset()
-    assert not moves_in_vain(stats(1000, 1000), 600, compilations())  # compiled before: says nothing of this step

@@ -155,7 +155,7 @@ class Runner:
     @property
     def is_measuring(self) -> bool:
         """True if the next step is recorded, instead of following a plan."""
-        controller = self.offloader._rooms.controller if self.offloader is not None else None
+        controller = self.offloader.controller if self.offloader is not None else None
         return controller is not None and controller._recording is not None
 
     def _forward_and_backward(self) -> torch.Tensor:

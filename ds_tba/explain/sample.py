@@ -176,7 +176,7 @@ class StepSamples:
         self._end_phase("optimizer")
         self._seen.clear()
         if self._timeline is not None and self._file is not None:
-            self._file.write_text(self._timeline.to_json(self._step, self._file.writer.rank))
+            self._file.write_text(self._timeline.to_json(self._step, self._file.rank))
         self.earlier_bytes = self._stats.resident.now
         self._step += 1
         self._begin_step()
@@ -186,7 +186,7 @@ class StepSamples:
         self._phase_s = 0.0
         self._timeline = StepTimeline() if self._is_sampled and self._file is not None else None
         for meter in self._paths:
-            meter.tell(self._timeline)
+            meter.listener = None if self._timeline is None else self._timeline.span
 
     def _end_phase(self, name: str) -> None:
         if self._phase_s:

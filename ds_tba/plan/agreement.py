@@ -13,7 +13,6 @@ Knows torch.distributed and the planner; does not know the cache. It cannot see 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -74,16 +73,15 @@ class Ranks(Alone):
         self.where = where
 
     @classmethod
-    def of_part(cls, parts: Sequence[Sequence[int]], noun: str) -> Ranks:
-        """Return the ranks of this rank's part of the run. A collective of all ranks of the run.
+    def of_stage(cls, stages: Sequence[Sequence[int]]) -> Ranks:
+        """Return the ranks of this rank's stage. A collective of all ranks of the run.
 
         Args:
-            parts: the ranks of each; together all ranks, each in one part.
-            noun: what a part is, for the log.
+            stages: the ranks of each; together all ranks, each in one stage.
         """
-        groups = [distributed.new_group(list(part), backend="gloo") for part in parts]
-        number = next(number for number, part in enumerate(parts) if distributed.get_rank() in part)
-        return cls(groups[number], f" of {noun} {number}")
+        groups = [distributed.new_group(list(stage), backend="gloo") for stage in stages]
+        number = next(number for number, stage in enumerate(stages) if distributed.get_rank() in stage)
+        return cls(groups[number], f" of stage {number}")
 
     def all_reduce_max(self, value: int) -> int:
         numbers = torch.tensor([value], device="cpu")
@@ -108,38 +106,16 @@ Agreement = Alone | Ranks
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The facts that each rank shares before a plan is made: of a :class:`Wish` all but the trace.
+    """The facts that each rank shares before a plan is made.
 
     Attributes:
         saved_bytes: of its trace; the rank with the most makes the plan.
-        write_limit_bytes: of one of its steps, so that its drives last.
+        limits: of the plan, if this rank were alone.
     """
 
     saved_bytes: int
     resources: Resources
-    write_limit_bytes: float
-    room_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """The part of a rank in a new plan.
-
-    Attributes:
-        trace: as recorded; as long as one of its steps with everything kept, with the rates of now.
-        limits: of the plan, if this rank were alone.
-        room_bytes: for activations, on its device.
-    """
-
-    trace: Trace
     limits: Limits
-    room_bytes: float = math.inf
-
-    @property
-    def offer(self) -> Offer:
-        """Return what the other ranks need to know."""
-        trace, write_limit_bytes = self.trace, self.limits.write_limit_bytes_per_step
-        return Offer(trace.saved_bytes, trace.resources, write_limit_bytes, self.room_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,36 +148,39 @@ class Planning:
         """True if plans are wanted at all."""
         return self._planner is not None
 
-    def make(self, wish: Wish | None) -> Plan | NoPlan:
+    def make(self, trace: Trace | None, limits: Limits) -> Plan | NoPlan:
         """Return the plan that all ranks follow, or why there is none, which is said in the log. A collective.
 
         Args:
-            wish: of this rank; without one there is no plan for any rank.
+            trace: of this rank, as long as one of its steps with everything kept, with the rates of now; without one
+                there is no plan for any rank.
+            limits: of the plan, if this rank were alone.
         """
         if self._planner is None:  # over once there is a trace, for all ranks at once: they go on talking else
-            is_missing = self.agreement.all_reduce_max(int(wish is None))
+            is_missing = self.agreement.all_reduce_max(int(trace is None))
             return NoPlan("none is wanted", is_final=not is_missing)
-        found = self._agreed(self._planner, wish)
-        if isinstance(found, Plan) and wish is not None:
-            self._warn_of_budget(found, is_asked=wish.limits.activation_budget_bytes is not None)
+        found = self._agreed(self._planner, trace, limits)
+        if isinstance(found, Plan):
+            self._warn_of_budget(found, is_asked=limits.activation_budget_bytes is not None)
         elif isinstance(found, NoPlan) and found.is_final:
             logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
         elif isinstance(found, NoPlan):
             self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
         return found
 
-    def _agreed(self, planner: Planner, wish: Wish | None) -> Plan | NoPlan:
+    def _agreed(self, planner: Planner, trace: Trace | None, limits: Limits) -> Plan | NoPlan:
         """Return the plan, or why there is none: the same for every rank."""
         where = self.agreement.where
-        answers: list[Offer | None] = self.agreement.all_gather(None if wish is None else wish.offer)
+        own = None if trace is None else Offer(trace.saved_bytes, trace.resources, limits)
+        answers: list[Offer | None] = self.agreement.all_gather(own)
         offers = [answer for answer in answers if answer is not None]
         if len(offers) < len(answers):
             return NoPlan(f"rank {answers.index(None)}{where} has no part in one (its log says why)", is_final=False)
         leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
         found: Plan | NoPlan = NoPlan("the leader has not answered", is_final=False)
-        if leader == self.agreement.rank and wish is not None:
+        if leader == self.agreement.rank and trace is not None:
             try:
-                found = _planned(planner, wish, offers)
+                found = _planned(planner, trace, offers, limits)
             except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
                 found = NoPlan(f"rank {leader}{where} could not plan ({type(error).__name__}: {error})", is_final=True)
         return self.agreement.broadcast(found, leader)
@@ -210,13 +189,14 @@ class Planning:
         budget_bytes, peak_bytes = found.limits.activation_budget_bytes, found.prediction.peak_saved_bytes
         if budget_bytes is None:
             return
+        advice = "" if found.limits.recompute else '"recompute": true, '
         bound = "activation_budget_bytes" if is_asked else "the free memory of the device"
         if peak_bytes > budget_bytes:
             self._warn_once(
                 "over",
                 f"no plan fits {budget_bytes} bytes of activations ({bound}): the lowest peak is {peak_bytes} bytes. "
                 "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
-                f"micro-batches, {_recompute_advice(found)}or a faster drive would help",
+                f"micro-batches, {advice}or a faster drive would help",
             )
         elif not is_asked:
             self._warn_once(
@@ -230,7 +210,7 @@ class Planning:
                 f"ssd.min_life_days {found.limits.min_life_days:g} gives way: {bound} {budget_bytes} takes "
                 f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
                 f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, or to null, "
-                f"{_recompute_advice(found)}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
+                f"{advice}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
             )
 
     def _warn_once(self, kind: str, text: str) -> None:
@@ -240,21 +220,14 @@ class Planning:
         self._warned.add(kind)
 
 
-def _planned(planner: Planner, wish: Wish, offers: Sequence[Offer]) -> Plan:
+def _planned(planner: Planner, trace: Trace, offers: Sequence[Offer], limits: Limits) -> Plan:
     """Return a plan within the limits, and within the device's memory whatever they are."""
-    trace = replace(wish.trace, resources=slowest([offer.resources for offer in offers]))
-    room_bytes = min(offer.room_bytes for offer in offers)
+    trace = replace(trace, resources=slowest([offer.resources for offer in offers]))
+    room_bytes = min(offer.limits.room_bytes for offer in offers)
     # The drives of another machine may be more worn than the leader's.
-    limits = replace(wish.limits, write_limit_bytes_per_step=min(offer.write_limit_bytes for offer in offers))
+    write_limit_bytes = min(offer.limits.write_limit_bytes_per_step for offer in offers)
+    limits = replace(limits, write_limit_bytes_per_step=write_limit_bytes)
     plan = planner(trace, limits)
     if limits.activation_budget_bytes is None and plan.prediction.peak_saved_bytes > room_bytes:
         plan = planner(trace, replace(limits, activation_budget_bytes=int(room_bytes)))
     return plan
-
-
-def _recompute_advice(found: Plan) -> str:
-    if not found.limits.recompute:
-        return '"recompute": true, '
-    if all(block.is_recomputable for block in found.trace.blocks):
-        return ""
-    return "blocks that are neither checkpointed nor compiled as a whole, so that they can be recomputed, "

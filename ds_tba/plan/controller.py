@@ -19,15 +19,13 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
-
 from ds_tba.config import Placement
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import ForwardHooks
-from ds_tba.plan.agreement import Planning, Wish
+from ds_tba.plan.agreement import Planning
 from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
 from ds_tba.plan.machine import Machine
-from ds_tba.plan.plan import Plan
+from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Trace
 from ds_tba.recompute.checkpoint import Blocks
@@ -164,9 +162,6 @@ class Controller:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Open a forward: of a micro-step of its own, or one more before the backward of the last one."""
-        if not torch.is_grad_enabled():
-            yield
-            return
         self._blocks.end_backward()  # one that raised, or of another micro-batch
         continues = self._step is not None and self._cache.expects_forward
         if not continues:
@@ -317,25 +312,19 @@ class Controller:
     # ---- a plan -------------------------------------------------------------------------------------------------
 
     def _make_plan(self) -> None:
-        wish = None
+        trace, limits = None, Limits()
         with self._answering("this rank has no part in a plan now"):
-            wish = self._wish()
-        found = self._planning.make(wish)
+            if self._trace is not None:
+                corrected = replace(self.feedback.corrected(self._trace), resources=self._machine.resources())
+                limits = replace(self._machine.limits(corrected.step_s), movable_share=self.feedback.share)
+                trace = corrected
+        found = self._planning.make(trace, limits)
         if isinstance(found, Plan):
             self._follow(found)
             return
         self._is_over = found.is_final  # the last one stays in force
         if self._planning.makes_plans and self.in_force is None:
             self._safe = Always(list(self._stores.values()), wait=False, rematerialize=True)
-
-    def _wish(self) -> Wish | None:
-        """Return this rank's part in the next plan; None where nothing was recorded."""
-        if self._trace is None:
-            return None
-        machine = self._machine
-        trace = replace(self.feedback.corrected(self._trace), resources=machine.resources())
-        limits = replace(machine.limits(trace.step_s), movable_share=self.feedback.share)
-        return Wish(trace, limits, machine.room_bytes())
 
     def _follow(self, found: Plan) -> None:
         is_new = self.in_force is None or found.identity != self.in_force.identity  # on every rank alike

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -34,17 +34,12 @@ COPY_BYTES = 16 << 20  # about the size of a storage
 TIMES = 5
 
 
-class CopyRates(NamedTuple):
-    """The rates of one copy at a time, in bytes per second."""
-
-    out_bytes_per_s: float
-    in_bytes_per_s: float
-
-
 def measure_copies(
     accelerator: Accelerator, copies: Copies, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
-) -> CopyRates:
-    """Return the best of a few copies each way, done as the stores do them; takes some tens of milliseconds.
+) -> tuple[float, float]:
+    """Return the rates of one copy at a time out of the device and into it, in bytes per second.
+
+    The best of a few each way, done as the stores do them; takes some tens of milliseconds.
 
     Args:
         copies: theirs, which no store uses.
@@ -62,7 +57,7 @@ def measure_copies(
         copied_out_s = clock()
         copies.into(staged, copies.allocate(staged.numel(), device)).wait()
         out_s, in_s = min(out_s, copied_out_s - began_s), min(in_s, clock() - copied_out_s)
-    return CopyRates(staged.numel() / out_s, staged.numel() / in_s)
+    return staged.numel() / out_s, staged.numel() / in_s
 
 
 class Places(Protocol):
@@ -83,7 +78,7 @@ class Machine:
     """See the head.
 
     Attributes:
-        copies: the rates of copies between the device and host memory.
+        copies: the rates of copies out of the device and into it, in bytes per second.
         memory: of everything but saved tensors.
         clock: of the training device.
         is_synchronous: the device is the host.
@@ -93,7 +88,7 @@ class Machine:
 
     config: OffloadConfig
     tiers: Places
-    copies: CopyRates
+    copies: tuple[float, float]
     memory: MemoryMeter
     clock: Clock
     is_synchronous: bool = False
@@ -104,12 +99,11 @@ class Machine:
         """Return the rates of now; a path that failed is left out."""
         return Resources(
             tuple(PathRates(*path) for path in self.tiers.rates()),
-            self.copies.out_bytes_per_s,
-            self.copies.in_bytes_per_s,
+            *self.copies,
             slots_bytes_of(self.config),
             is_synchronous=self.is_synchronous,
             compute_s_per_byte=(
-                self.tiers.lane_s_per_byte() if self.is_synchronous else LINK_FRACTION / self.copies.out_bytes_per_s
+                self.tiers.lane_s_per_byte() if self.is_synchronous else LINK_FRACTION / self.copies[0]
             ),
         )
 
@@ -119,9 +113,10 @@ class Machine:
         # In bytes of storages, as plans count.
         write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s) / stored_share
         host_bytes = self.tiers.host.limit_bytes if self.tiers.host is not None else 0
-        found = Limits.of(self.config, write_limit)
-        return replace(found, endurance_tbw=left_tbw, stored_share=stored_share, host_budget_bytes=host_bytes)
-
-    def room_bytes(self) -> float:
-        """Return the device memory that is free for this rank's activations at the beginning of a step."""
-        return self.memory.room_bytes() / self.sharers
+        return replace(
+            Limits.of(self.config, write_limit),
+            endurance_tbw=left_tbw,
+            stored_share=stored_share,
+            host_budget_bytes=host_bytes,
+            room_bytes=self.memory.room_bytes() / self.sharers,  # at the beginning of a step
+        )

@@ -34,6 +34,7 @@ class Limits:
         min_life_days: days that the user asks the drives to last; quoted where the limit of wear gives way.
         endurance_tbw: terabytes that the drives still take, as one rank's share; tells how long they last.
         stored_share: bytes that a drive is written for a byte of storages; below 1 with compression.
+        room_bytes: of the device for activations; the budget where a plan without one would not fit.
     """
 
     max_step_overhead: float = 0.02
@@ -46,6 +47,7 @@ class Limits:
     min_life_days: float | None = None
     endurance_tbw: float | None = None
     stored_share: float = 1.0
+    room_bytes: float = math.inf
 
     @classmethod
     def of(cls, config: OffloadConfig, write_limit_bytes_per_step: float) -> Limits:
@@ -59,7 +61,7 @@ class Limits:
             config.host_budget_bytes or 0,
             write_limit_bytes_per_step,
             config.recompute is True,
-            config.rematerialize_enabled,
+            config.rematerialize is not False,
             min_life_days=config.ssd.min_life_days,
         )
 
@@ -77,7 +79,6 @@ class Prediction:
         forwarded_bytes: handed over from staging instead of read.
         host_bytes: most bytes that the host tier holds at once.
         rematerialized_s: in which storages are made again from others.
-        rematerialized_bytes: of these storages.
     """
 
     peak_saved_bytes: int
@@ -90,7 +91,6 @@ class Prediction:
     host_bytes: int
     peak_staging_bytes: int
     rematerialized_s: float = 0.0
-    rematerialized_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ from ds_tba.remat.where import RunningModule
 RECORDINGS = 2
 # Steps that are recorded at most until there are so many.
 MAX_RECORDED_STEPS = 5
+NO_BACKWARD = -1  # of PyTorch, outside of backwards
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
 
@@ -166,6 +167,7 @@ class Recorder:
         forwards: the numbers of the next pause and the next storage when each forward began.
         uses: pause of each unpack, and the number of the pass that saved it.
         ended: mark of the end of backward.
+        is_whole: backward was there, and no error has ended it before its end.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -174,6 +176,8 @@ class Recorder:
         self.forwards: list[tuple[int, int]] = []
         self.uses: list[tuple[int, int]] = []
         self.ended: object = None
+        self.is_whole = False
+        self._backward = NO_BACKWARD
         self._passes: list[_Pass] = []
         # Acted on at both ends of each pause, so that an end in between has the number of the next pause.
         self._ends = Ends(self._note)
@@ -231,6 +235,10 @@ class Recorder:
     def unpack(self, recorded: Recorded) -> torch.Tensor:
         if self.ended is not None:  # a graph that outlives its micro-step has no times in the trace
             return self._hooks[1](recorded.held)
+        backward = torch._C._current_graph_task_id()
+        if backward not in (NO_BACKWARD, self._backward):  # another one, also inside of the one before
+            self._backward, self.is_whole = backward, False
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # not called after an error
         with self._pause():
             tensor = self._hooks[1](recorded.held)
             now = len(self.pauses)
@@ -245,6 +253,9 @@ class Recorder:
                 elif view is not None:  # a plan cannot move what has no graph and is in use elsewhere
                     storage.is_movable &= view.record.has_graph or not view.record.refusal
             return tensor
+
+    def _end_backward(self) -> None:
+        self.is_whole = True
 
     def end(self) -> None:
         """End the recording: backward is over. Idempotent."""
@@ -421,11 +432,11 @@ class Recording:
         self._backward_ended = self._clock.mark()
 
     def _keep(self) -> None:
-        """Keep the recorder of the last micro-step, whose end a loop need not tell, if it had a backward."""
+        """Keep the recorder of the last micro-step, whose end a loop need not tell, if it had a whole backward."""
         recorder, self.current = self.current, None
         if recorder is not None:
             recorder.end()
-            if recorder.uses:
+            if recorder.is_whole:
                 self._done.append(recorder)
 
     def end_step(self, ended: object, *, has_compiled: bool = False) -> None:

@@ -338,7 +338,6 @@ class _Replay:
             ),
             self._peak_staging_bytes,
             float(timeline.rematerialize_s[self._made].sum()) * times,
-            int(timeline.nbytes[self._made].sum()) * times,
         )
 
     def _peak_device_bytes(self, beside: Spans | None) -> int:

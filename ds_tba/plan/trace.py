@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import TypeVar
 
-FORMAT = 1
+FORMAT = 2  # of the JSON
 OUTSIDE = -1
 
 
@@ -135,7 +135,7 @@ class Trace:
         storages: in the order in which they were packed.
         blocks: in the order in which their forward began.
         end_s: the end of backward.
-        optimizer_s: the time of a step outside of its micro-steps; ``rest_s`` in JSON.
+        optimizer_s: the time of a step outside of its micro-steps.
         micro_steps: of one step.
         forwards: number of the first storage of each forward, where the micro-step is one of several interleaved
             forwards and backwards; see [Note: Micro-steps] in ``ds_tba/core/prefetch.py``.
@@ -173,29 +173,13 @@ class Trace:
 
     def to_json(self) -> str:
         """Return the trace as text; times and rates are read back exactly."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "end_s": self.end_s,
-                "rest_s": self.optimizer_s,
-                "micro_steps": self.micro_steps,
-                "forwards": self.forwards,
-                "resources": asdict(self.resources),
-                "blocks": _table(self.blocks, BlockTrace),
-                "storages": _table(self.storages, StorageTrace),
-            }
-        )
+        return json.dumps({"format": FORMAT, **asdict(self)})
 
 
 def _stretched(row: Row, factor: float) -> Row:
     """Return a row with all its times, whose names end in ``_s``, times a factor."""
     times = {field.name: getattr(row, field.name) for field in fields(row) if field.name.endswith("_s")}
     return replace(row, **{name: at_s * factor for name, at_s in times.items() if at_s is not None})
-
-
-def _table(rows: Sequence[Row], kind: type[Row]) -> dict[str, list[object]]:
-    """Return the rows column by column: a fifth of the size of one object for each."""
-    return {field.name: [getattr(row, field.name) for row in rows] for field in fields(kind)}
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.report import ReportFile, Writer
+from ds_tba.report import ReportFile
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import HostAdam, Powers, is_exact
@@ -39,7 +39,7 @@ class InterleavedUpdate:
         refuse_unsupported(zero)
         self._pid = os.getpid()
         self._is_closed = False
-        file = ReportFile("report.path", config.report.path, Writer(rank, steps=1))
+        file = ReportFile("report.path", config.report.path, rank)
         counts, adam, device = UpdateReport(rank=rank), zero.optimizer, accelerator.device()
         self.config = config = _with_exact_share(config, accelerator, adam, counts)
         registry = Registry(CudaDriver(), config.pinned_bytes) if device.type == "cuda" else None

@@ -167,7 +167,7 @@ class Updater:
             self.registry.close()
         self.counts.state = "finished"
         if self.file is not None:
-            self.file.write(self.report().to_dict())
+            self.file.refresh(lambda: self.report().to_dict(), now=True)
         if self.counts.rank == 0 and self.counts.steps:
             logger.info("%s", self.report().line())
 

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 pytestmark = pytest.mark.engine
 
-ADVICE = "moving activations does not lower their peak"
 # Saved by the whole model in the script, which is compiled as one graph.
 STEP_BYTES = 21 << 20
 STEPS = 10
@@ -153,19 +152,18 @@ def test_the_same_is_compiled_with_us_and_without(tmp_path: Path, stage: int, op
 
 
 def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
-    found, output = train(tmp_path, 2, [{}, {"placement": "nvme"}], way="blocks", backend="inductor")
+    found, _ = train(tmp_path, 2, [{}, {"placement": "nvme"}], way="blocks", backend="inductor")
     same(found)
     for run in found[1:]:
         report = run["report"]
         # Half, and the model's input, which leaves when the operation that saves it is over.
         assert report["peak_saved_bytes"] < 0.51 * report["peak_saved_bytes_without"]
-    assert ADVICE not in output
 
 
 @pytest.mark.thorough
-def test_of_a_model_that_is_one_graph_plans_move_nothing_and_that_is_said_once(tmp_path: Path) -> None:
+def test_of_a_model_that_is_one_graph_plans_move_nothing(tmp_path: Path) -> None:
     budget = {"activation_budget_bytes": STEP_BYTES // 2}
-    found, output = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], way="engine")
+    found, _ = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], way="engine")
     same(found)
     adaptive, held, nvme = (run["report"] for run in found[1:])
     assert nvme["offloaded_bytes"] == STEPS * STEP_BYTES
@@ -173,4 +171,3 @@ def test_of_a_model_that_is_one_graph_plans_move_nothing_and_that_is_said_once(t
         assert report["plans"] >= 1 and report["offloaded_bytes"] < 0.6 * STEPS * STEP_BYTES
     for report in (adaptive, held, nvme):
         assert report["peak_saved_bytes"] >= report["peak_saved_bytes_without"]
-    assert output.count(ADVICE) == 3 and "layer.compile()" in output  # once in each run

@@ -35,7 +35,7 @@ def test_what_filled_the_memory_is_told_and_the_error_stays(
     report = json.loads((tmp_path / "report.json").read_text())
     assert any(one["module"] == "layers.*.down" for one in report["holders"])
     # Three steps have gone well: each has its row with DeepSpeed's own monitor.
-    (scalars,) = (tmp_path / "csv").rglob("*ActivationOffload_peak_saved_bytes.csv")
+    (scalars,) = (tmp_path / "csv").rglob("*ActivationOffload_step_peak_saved_bytes.csv")
     assert len(scalars.read_text().splitlines()) == 1 + 3
 
 

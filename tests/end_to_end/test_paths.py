@@ -7,7 +7,7 @@ import pytest
 from support.disks import Disk, run
 
 from ds_tba.errors import PathError
-from ds_tba.report import rank_path
+from ds_tba.report import checked_path
 from ds_tba.storage.swap_file import check_directories, file_system_of
 
 
@@ -61,7 +61,7 @@ def test_environment_variables_and_the_home_directory(tmp_path: Path, monkeypatc
     for name in ("$SCRATCH_OF_JOB/swap", "${SCRATCH_OF_JOB}/swap", "~/swap", "$HOME/swap"):
         (directory,) = check_directories((name,), 1, 1)
         assert directory.path == tmp_path / "swap"
-    assert rank_path("$SCRATCH_OF_JOB/report.json", 1) == tmp_path / "report.json.rank1"
+    assert checked_path("report.path", "$SCRATCH_OF_JOB/report.json", 1) == tmp_path / "report.json.rank1"
 
 
 def test_an_environment_variable_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

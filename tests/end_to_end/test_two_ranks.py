@@ -64,7 +64,7 @@ def offloader_of(model: torch.nn.Module, rank: int, where: str, case: str) -> Ac
 
 
 def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
-    found = offloader._rooms.controller.in_force if offloader._rooms.controller is not None else None
+    found = offloader.controller.in_force if offloader.controller is not None else None
     if found is None:
         return None
     (path,) = found.trace.resources.paths

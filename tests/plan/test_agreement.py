@@ -27,7 +27,7 @@ found = [
     ranks.broadcast([rank, None], 2),
     ranks.broadcast("from 0" if rank == 0 else "from another", 0),
 ]
-part = Ranks.of_part([[1], [0, 2]], "stage")
+part = Ranks.of_stage([[1], [0, 2]])
 found += [part.rank, part.size, part.where, part.all_reduce_max(rank), part.all_gather(rank)]
 found += [part.broadcast(rank, part.size - 1)]
 print(json.dumps(found), flush=True)

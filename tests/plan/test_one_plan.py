@@ -9,24 +9,25 @@ import pytest
 from planners import PLANNERS
 from support.traces import SIZE, TRACE, one_block, resources, storage
 
-from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Wish
+from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning
 from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.trace import Trace
-
-WISH = Wish(TRACE, Limits())
+from ds_tba.plan.trace import Resources, Trace
 
 
 class Besides(Alone):
-    """One of two ranks, and the other offers this instead."""
+    """One of two ranks, and the other offers these resources instead, or has these limits."""
 
     size = 2
 
-    def __init__(self, **other: Any) -> None:
-        self.other = other
+    def __init__(self, resources: Resources | None = None, **limits: Any) -> None:
+        self.resources, self.limits = resources, limits
 
     def all_gather(self, value: Any) -> list[Any]:
-        return [value, replace(value, **self.other)] if isinstance(value, Offer) else [value, value]
+        if not isinstance(value, Offer):
+            return [value, value]
+        limits = replace(value.limits, **self.limits)
+        return [value, replace(value, resources=self.resources or value.resources, limits=limits)]
 
 
 class Lacking(Alone):
@@ -52,8 +53,8 @@ class Seeing:
         return self._planner(trace, limits)
 
 
-def made(planner: Planner, wish: Wish = WISH, agreement: Alone | None = None) -> Plan:
-    found = Planning(planner, agreement or Alone()).make(wish)
+def made(planner: Planner, agreement: Alone | None = None, **limits: Any) -> Plan:
+    found = Planning(planner, agreement or Alone()).make(TRACE, Limits(**limits))
     assert isinstance(found, Plan)
     return found
 
@@ -75,27 +76,27 @@ def test_the_least_room_counts() -> None:
 def test_the_drives_that_may_write_least_count() -> None:
     """Those of another machine may be more worn."""
     planner = Seeing()
-    made(planner, agreement=Besides(write_limit_bytes=1000.0))
+    made(planner, agreement=Besides(write_limit_bytes_per_step=1000.0))
     assert planner.limits[0].write_limit_bytes_per_step == 1000.0
 
 
 def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
     why = "has no part in one (its log says why)"
-    assert Planning(PLANNERS["keep"], Lacking()).make(WISH) == NoPlan(f"rank 1 {why}", is_final=False)
-    assert Planning(PLANNERS["keep"], Alone()).make(None) == NoPlan(f"rank 0 {why}", is_final=False)
+    assert Planning(PLANNERS["keep"], Lacking()).make(TRACE, Limits()) == NoPlan(f"rank 1 {why}", is_final=False)
+    assert Planning(PLANNERS["keep"], Alone()).make(None, Limits()) == NoPlan(f"rank 0 {why}", is_final=False)
 
 
 def test_a_planner_that_fails_is_not_asked_again() -> None:
     def failing(trace: Trace, limits: Limits) -> Plan:
         raise ZeroDivisionError("a bug")
 
-    found = Planning(failing, Alone()).make(WISH)
+    found = Planning(failing, Alone()).make(TRACE, Limits())
     assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
 
 
 def test_the_share_is_a_limit_of_the_plan() -> None:
     planner = Seeing()
-    found = made(planner, replace(WISH, limits=Limits(movable_share=0.25)))
+    found = made(planner, movable_share=0.25)
     assert planner.limits[-1].movable_share == found.limits.movable_share == 0.25
 
 
@@ -108,12 +109,11 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
     room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
     limits = Limits(
         activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
-        recompute=False, min_life_days=1000.0, endurance_tbw=1.0,
+        recompute=False, min_life_days=1000.0, endurance_tbw=1.0, room_bytes=float("inf") if is_set else room_bytes,
     )  # fmt: skip
-    wish = Wish(trace, limits, float("inf") if is_set else room_bytes)
     made = Planning(adaptive, Alone())
     for _ in range(3):
-        found = made.make(wish)
+        found = made.make(trace, limits)
     assert isinstance(found, Plan) and found.prediction.written_bytes > 2 * limit_bytes
     (said,) = [one.message for one in caplog.records if "gives way" in one.message]
     found_days = 1e12 / (found.prediction.written_bytes * 86400 / found.prediction.step_s)
@@ -125,5 +125,5 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     tight = Planning(PLANNERS["keep"], Alone())
     for _ in range(3):
-        tight.make(replace(WISH, limits=Limits(activation_budget_bytes=1)))
+        tight.make(TRACE, Limits(activation_budget_bytes=1))
     assert sum("no plan fits 1 bytes" in record.message for record in caplog.records) == 1

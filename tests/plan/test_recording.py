@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -102,6 +103,24 @@ def test_a_forward_without_backward_is_no_recording(cache: TensorCache) -> None:
     assert recording.recorded(MACHINE, 1) is None
     recording.end_step(ticks.mark())
     assert recording.begin() is not None and recording.steps == 1
+
+
+def test_a_backward_that_raises_is_no_recording(cache: TensorCache) -> None:
+    """The loop catches it, and its next forward ends the micro-step."""
+    ticks = Ticks()
+    recording, model = Recording(Scene(cache, ticks, RunningModule())), Stack(ticks)
+    for fails in (True, False):
+        recorder = recording.begin()
+        assert recorder is not None
+        with cache.saving(around=recorder.around):
+            x = torch.randn(ROWS, WIDTH, requires_grad=True)
+            if fails:
+                x.register_hook(lambda _: 1 / 0)
+            loss = model(x, recorder)
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            loss.backward()
+    recording.end_micro_step()
+    assert recorder.uses and recording._done == [recorder]
 
 
 def test_what_was_recorded_in_a_step_that_compiled_is_dropped(cache: TensorCache) -> None:

@@ -179,7 +179,7 @@ def test_a_replay_agrees_with_one_that_is_told_again(trace: Trace, chance: objec
 def test_making_storages_again_never_makes_a_plan_worse(trace: Trace, limits: Limits, machine: bool) -> None:
     trace = on(machine, trace)
     ours, without = adaptive(trace, limits), adaptive(trace, replace(limits, rematerialize=False))
-    assert M not in without.placements and without.prediction.rematerialized_bytes == 0
+    assert M not in without.placements and without.prediction.rematerialized_s == 0
     assert is_allowed(ours.prediction, limits)
     grace_s = SAME_STEP_FRACTION * trace.step_s + GRACE_S  # steps so close are the same to the planner
     assert is_no_worse(ours.prediction, without.prediction, limits, trace, grace_s)

@@ -176,8 +176,8 @@ class Ours(Plain):
         from planners import PLANNERS
 
         self.offloader.watch(net, Alone(), PLANNERS[self._program.planner])
-        if self.offloader._rooms.controller is not None:
-            _surprise(self.offloader._rooms.controller, self._program)
+        if self.offloader.controller is not None:
+            _surprise(self.offloader.controller, self._program)
 
     def saving(self, *inputs: Tensor) -> AbstractContextManager[Any]:
         return self.offloader.saving(inputs)

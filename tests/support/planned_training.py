@@ -27,7 +27,7 @@ class Model(Stack):
 
 
 def controller_of(offloader: ActivationOffloader) -> Controller:
-    controller = offloader._rooms.controller
+    controller = offloader.controller
     assert controller is not None
     return controller
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.plan.replay import replay
 from ds_tba.plan.timeline import Assignment, Timeline
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
+from ds_tba.plan.trace import FORMAT, OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
 
 SIZE = 4096 * 1000
 TICK_S = 2.0**-10
@@ -171,21 +171,15 @@ def limits(draw: st.DrawFn) -> Limits:
 def read(text: str) -> Trace:
     """Return the trace that ``Trace.to_json`` has written."""
     data = json.loads(text)
+    assert data.pop("format") == FORMAT
     machine = data["resources"] | {"paths": tuple(PathRates(**path) for path in data["resources"]["paths"])}
-    return Trace(
-        tuple(StorageTrace(**row) for row in _rows(data["storages"], "blocks", "sources")),
-        tuple(BlockTrace(**row) for row in _rows(data["blocks"], "inputs")),
-        Resources(**machine),
-        data["end_s"],
-        data["rest_s"],
-        data["micro_steps"],
-        tuple(data["forwards"]),
-    )
+    rows = {"storages": _rows(StorageTrace, data["storages"]), "blocks": _rows(BlockTrace, data["blocks"])}
+    return Trace(**data | rows | {"resources": Resources(**machine), "forwards": tuple(data["forwards"])})
 
 
-def _rows(table: dict[str, list[Any]], *tuples: str) -> list[dict[str, Any]]:
-    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
-    return [row | {name: tuple(row[name]) for name in tuples} for row in rows]
+def _rows(kind: type[Any], rows: list[dict[str, Any]]) -> tuple[Any, ...]:
+    lists = [{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()} for row in rows]
+    return tuple(kind(**row) for row in lists)
 
 
 def simulate(trace: Trace, plan: Plan) -> Prediction:
