@@ -340,9 +340,6 @@ def stack(blocks: int = 4, head_bytes: int = SIZE, rate: float = FAST, staging_b
     return Trace(tuple(storages), tuple(passes), machine, end_s)
 
 
-FOUR_MICRO_STEPS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
-
-
 def setup_of(trace: Trace, memory_bytes: int | None = None, **others: Any) -> Setup:
     run = run_of(trace, temporary=others.pop("temporary", 0))
     block = others.pop("block", {})
