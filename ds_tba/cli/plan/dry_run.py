@@ -263,7 +263,7 @@ def cuda_kernels() -> Iterator[None]:
     Changes PyTorch's dispatch table for tensors of the meta device that need a gradient, in all threads.
     """
     # Taken back at the end: the table is the process's, and every later tensor on this device would run these kernels.
-    with _scoped_library("aten", "IMPL") as library:  # type: ignore[no-untyped-call]
+    with _scoped_library("aten", "IMPL") as library:
         library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
         library.impl("dropout", _dropout, "AutogradMeta")
         yield

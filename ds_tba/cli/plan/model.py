@@ -84,7 +84,7 @@ def recipe_of(
     quantization = {"bits": bits} if bits else getattr(config, "quantization_config", None) or {}
     named = {"load_in_4bit": 4, "load_in_8bit": 8}  # by bitsandbytes
     bits = next((one for key, one in named.items() if quantization.get(key)), quantization.get("bits"))
-    element_bytes, remarks = _ELEMENT_BYTES.get(bits, 0.0), []
+    element_bytes, remarks = _ELEMENT_BYTES.get(bits or 0, 0.0), []
     if element_bytes:
         remarks = [f"linear layers but the head are of {bits} bits, with scales; each is of the dtype above in use"]
     elif quantization:
@@ -226,9 +226,9 @@ def fuse_kernels(model: nn.Module) -> bool:
 
 def fuse_loss(model: Any) -> bool:
     """Have the loss of a Hugging Face model made from hidden states and the head's weight, some tokens at a time."""
-    head = getattr(model, "lm_head", None)
-    if not isinstance(head, nn.Linear) or not hasattr(type(model), "loss_function"):
+    if not isinstance(getattr(model, "lm_head", None), nn.Linear) or not hasattr(type(model), "loss_function"):
         return False
+    head = model.lm_head
     head.forward = lambda hidden: hidden  # its loss computes the logits
 
     def loss(logits: torch.Tensor, *_: Any, **__: Any) -> Any:
