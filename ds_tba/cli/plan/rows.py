@@ -121,13 +121,13 @@ class Setup:
     @cached_property
     def loose_bytes(self) -> int:
         """Bytes of a layer that runs again in segments too small for the head; see [Note: Segments]."""
-        by_block, largest = defaultdict[int, int](int), defaultdict[bool, int](int)
+        in_block, largest, outside = defaultdict[int, int](int), 0, 0
         for one in self.run.trace.storages:
-            for block in one.blocks:
-                by_block[block] += one.nbytes
-                largest[block == OUTSIDE] = max(largest[block == OUTSIDE], one.nbytes)
-        del by_block[OUTSIDE]
-        return max(by_block.values(), default=0) if largest[True] > largest[False] else 0
+            if OUTSIDE in one.blocks:
+                outside = max(outside, one.nbytes)
+            for block in set(one.blocks) - {OUTSIDE}:
+                in_block[block], largest = in_block[block] + one.nbytes, max(largest, one.nbytes)
+        return max(in_block.values(), default=0) if outside > largest else 0
 
     @cached_property
     def stored_share(self) -> float:
