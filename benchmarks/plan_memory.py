@@ -17,7 +17,6 @@ import json
 import sys
 import tempfile
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +74,11 @@ def planned(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
     device, recipe = Device("as a CPU", None, 1e11, 1e10, 5e9), recipe_of(folder)
     found: dict[str, list[int]] = {name: [] for name in SETTINGS}
     for sequence in options.lengths:
-        # Without what a GPU's allocator leaves unused.
-        run = replace(dry_run(recipe, 1, sequence, training, device, (PathRates(*RATES),)), loose_bytes=0)
-        setup = Setup(run, training, device, 1, 600.0)
+        run = dry_run(recipe, 1, sequence, training, device, (PathRates(*RATES),))
+        setup = Setup(run, training, device, 600.0)
         for row in (one for one in fixed_rows(setup) if one.name in SETTINGS):
             staging_bytes = io["staging_bytes"] if row.cost.written_bytes else 0
-            moving_bytes = (row.need_bytes - setup.held.nbytes) / (1 + FRAGMENTATION)
+            moving_bytes = (row.need_bytes - setup.account.held.nbytes) / (1 + FRAGMENTATION)
             found[row.name].append(staging_bytes + int(moving_bytes))
     return found
 
@@ -115,7 +113,7 @@ def trained(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, (is_checkpointed, is_offloaded) in SETTINGS.items():
         torch.manual_seed(1)
-        model: Any = recipe(1, 1).to("cpu", torch.float32).model
+        model: Any = recipe(1, 1).model.float()
         if is_checkpointed:
             checkpoint_layers(model)
         for one in model.parameters():

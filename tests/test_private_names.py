@@ -134,8 +134,9 @@ NAMES = [
     Name("._schema", PLAN, "torch.ops.aten.mm.default._schema"),
     *(
         Name(f"._scaled_dot_product_{kind}", PLAN, f"torch.ops.aten._scaled_dot_product_{kind}")
-        for kind in ("attention_math", "efficient_attention", "flash_attention")
+        for kind in ("attention_math", "cudnn_attention", "efficient_attention")
     ),
+    Name("torch.library._scoped_library", PLAN),
     Name("torch.distributed.distributed_c10d._get_default_store", "several ranks"),
     # DeepSpeed
     Name("._config", ALL, f"source of {DEEPSPEED_ENGINE}"),

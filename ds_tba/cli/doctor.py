@@ -53,35 +53,33 @@ def _examine(options: argparse.Namespace) -> Result:
     built = [build_aio()] if options.build else []
     found = [*built, *checks(options.nvme_path, options.staging_bytes)]
     is_good = all(good is not False for good, _ in found)
-    verdict = "ready" if is_good else "not ready: repair what is marked FAIL"
-    lines = [*(f"{_MARKS[good]}  {what}" for good, what in found), verdict]
+    lines = [f"{_MARKS[good]}  {what}" for good, what in found]
+    lines.append("ready" if is_good else "not ready: repair what is marked FAIL")
     return Result(1 - is_good, lines, {"ok": is_good, "checks": [{"ok": good, "what": what} for good, what in found]})
 
 
 def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     """Check versions, the entry point, backends and directories."""
-    import torch
-
-    from ds_tba.device.memory import allocator_advice
     from ds_tba.storage.backends import aio, kvikio
     from ds_tba.storage.swap_file import SwapFile, check_directories
 
     torch_wanted = SpecifierSet(">=2.8", prereleases=True)  # as in NVIDIA's containers: 2.9.0a0+145a3a7
     for package, wanted in (("deepspeed", SUPPORTED_DEEPSPEED), ("torch", torch_wanted)):
-        found = _installed(package).partition("+")[0]
+        found = _installed(package)
         is_right = bool(found) and found in wanted
-        state = found if is_right else f'{found or "missing"} is outside {wanted}: pip install "{package}{wanted}"'
-        yield is_right, f"{package} {state}"
-    yield _entry_point()
-    if not torch.cuda.is_available() and (advice := allocator_advice()):
-        yield None, advice
-    built = aio.is_built()
-    unbuilt = "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
+        repair = "" if is_right else f' is not {wanted}: pip install "{package}{wanted}"'
+        yield is_right, f"{package} {found or 'missing'}{repair}"
+    # A broken one torch refuses by name as it is imported.
+    is_on = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+    is_loaded = is_on and bool(entry_points(group="torch.backends", name="ds_tba"))
+    repair = f"install it again in {sys.prefix}" if is_on else "unset TORCH_DEVICE_BACKEND_AUTOLOAD"
+    yield is_loaded, "torch loads ds_tba" if is_loaded else f"torch does not load ds_tba: {repair}, or import it first"
+    built, unbuilt = aio.is_built(), "is not built, so io.backend null means posix (build it: ds_tba doctor --build)"
     yield built or None, f"DeepSpeed's aio op {'is built' if built else unbuilt}"
     for lock in aio.build_locks(("*",)):
         yield None, _waiting_for(lock)
     if problem := aio.kernel_obstacle(AioConfig()):
-        yield False, f"io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: {problem}"
+        yield None, f"io.backend aio, which ZeRO's NVMe offload takes, too, would fail; null means posix: {problem}"
     problem = kvikio.obstacle()
     yield None if problem else True, f"io.backend kvikio and gds: {problem or 'can be tried by a run'}"
     for path in paths:
@@ -94,28 +92,11 @@ def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
             yield False, str(error)
         else:
             yield True, f"{path}: {directory.file_system}, {directory.free_bytes / 2**30:.1f} GiB free"
-            yield None, f"how fast {path} is, tell ds_nvme_tune (of DeepSpeed) and fio"
+    yield None, "how fast a drive is, DeepSpeed's ds_nvme_tune and fio tell"
 
 
 def _waiting_for(lock: Path) -> str:
-    waits = "another build is running, or was killed, and then whatever loads this op waits for ever"
-    return f"{lock} exists: {waits}. If none is running: rm {lock}"
-
-
-def _entry_point() -> Check:
-    """Check that ``import torch`` will load this package."""
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
-        put = 'unset it, or put "import ds_tba" into the training script'
-        return False, f"TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set: {put}"
-    problem = "there is none"
-    for point in entry_points(group="torch.backends", name="ds_tba"):
-        try:
-            point.load()
-            return True, f"torch loads ds_tba {version('ds_tba')} by its entry point"
-        except (ImportError, AttributeError) as error:
-            problem = str(error)
-    repair = f"{sys.executable} -m pip uninstall ds_tba, until none is left, then pip install it again"
-    return False, f"torch does not load ds_tba by its entry point in {sys.prefix} ({problem}): {repair}"
+    return f"{lock} exists: what loads this op waits for its build. If none is running, rm {lock}"
 
 
 def build_aio() -> Check:
@@ -128,8 +109,7 @@ def build_aio() -> Check:
     env = {"MAX_JOBS": str(os.cpu_count() or 1), **os.environ}
     if subprocess.run([sys.executable, "-c", _BUILD], stdout=2, env=env, check=False).returncode:
         needed = "g++, ninja, python3-dev and libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora)"
-        without = 'without them, train with "io": {"backend": "posix"}'
-        return False, f"DeepSpeed's aio op did not build, as said above. It needs {needed}; {without}"
+        return False, f"DeepSpeed's aio op did not build, as said above. It needs {needed}; else set io.backend posix"
     return True, "DeepSpeed's aio op was built"
 
 
@@ -137,16 +117,10 @@ def _environment(_: argparse.Namespace) -> Result:
     """Return the table in Markdown."""
     import torch
 
-    from ds_tba.storage.backends import aio
-
     found = {"Python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
     found |= {package: _installed(package) or "not installed" for package in PACKAGES}
     found["CUDA of torch"] = torch.version.cuda or "none"
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found["devices"] = ", ".join(names) or "none"
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    found["processors"], found["memory"] = str(os.cpu_count()), f"{pages * page_bytes / 2**30:.0f} GiB"
-    found["DeepSpeed's aio op"] = "built" if aio.is_built() else "not built"
+    found["devices"] = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none"
     found |= {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     rows = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in found.items()]
     return Result(0, ["| | |", "|---|---|", *rows], found)

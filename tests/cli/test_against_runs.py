@@ -102,7 +102,8 @@ def adapted(model: Any, rank: int) -> nn.Module:
 def ran(directory: Path, model: str, way: Way) -> tuple[OffloadReport, int]:
     """What a micro-step with values saved, and the peak of all its tensors."""
     torch.manual_seed(0)
-    subject = made(directory, model, way)(BATCH, SEQUENCE).to("cpu", torch.bfloat16)
+    subject = made(directory, model, way)(BATCH, SEQUENCE)
+    subject.model.to(torch.bfloat16)
     if way.lora_rank is not None:
         subject = Subject(adapted(subject.model, way.lora_rank), subject.inputs)
     block = {"placement": "nvme" if way.offloaded else "keep", "min_tensor_bytes": MIN_BYTES, "rematerialize": False}
@@ -143,12 +144,14 @@ def test_what_is_estimated_is_what_a_gpu_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, dropout: float
 ) -> None:
     monkeypatch.setitem(MODELS, model, small(model.partition(",")[0], 3, 512, SEQUENCE, dropout))
-    subject = made(tmp_path, model, Way())(BATCH, SEQUENCE).to("cuda", torch.bfloat16)
+    with torch.device("cuda"):
+        subject = made(tmp_path, model, Way())(BATCH, SEQUENCE)
+    subject.model.to(torch.bfloat16)
     for module in subject.model.modules():
         mark_owned(module)
     cache = TensorCache([], "cuda", MIN_BYTES)
     with cache.saving():
-        output = subject.forward()
+        output = subject.model(**subject.inputs)
     loss_of(output).backward()  # type: ignore[no-untyped-call]
     saved_bytes = fixed(estimated(tmp_path, model, Way()).trace).peak_saved_bytes
     assert saved_bytes == pytest.approx(cache.stats.saved.peak, rel=SAVED_WITHIN)

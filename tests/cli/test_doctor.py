@@ -9,12 +9,10 @@ import resource
 import subprocess
 import sys
 from dataclasses import fields
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from conftest import Cli
 from support.cuda_doubles import FakeKvikio
 from support.planned import LLAMA
@@ -22,7 +20,6 @@ from torch.utils import cpp_extension
 
 from ds_tba.cli import main
 from ds_tba.cli.doctor import build_aio
-from ds_tba.device.memory import allocator_advice
 from ds_tba.report import OffloadReport
 from ds_tba.storage.backends import aio
 
@@ -59,7 +56,7 @@ def test_the_doctor_makes_the_file_that_a_run_would_make(
     [
         ("2.9.0a0+145a3a7bda", "ok    torch 2.9.0a0"),  # as NVIDIA's containers name theirs
         ("2.14.1+cu130", "ok    torch 2.14.1"),
-        ("2.4.1", "FAIL  torch 2.4.1 is outside >=2.8"),
+        ("2.4.1", "FAIL  torch 2.4.1 is not >=2.8"),
     ],
 )
 def test_the_doctor_takes_each_build_of_a_supported_torch(
@@ -76,34 +73,28 @@ def test_the_doctor_tells_of_each_backend_and_who_measures_drives(
     monkeypatch.setattr(aio, "is_built", lambda: False)
     monkeypatch.setattr(aio, "kernel_obstacle", lambda *_: "the kernel refuses io_setup")
     monkeypatch.setattr("ds_tba.storage.backends.kvikio.driver_obstacle", lambda: "there is no NVIDIA driver here")
-    out = cli("doctor", "--nvme-path", str(tmp_path), status=1).out
+    out = cli("doctor", "--nvme-path", str(tmp_path)).out
     assert "--    DeepSpeed's aio op is not built, so io.backend null means posix (build it: ds_tba doctor --b" in out
-    assert (
-        "FAIL  io.backend aio cannot run here, nor ZeRO's NVMe offload; null means posix: the kernel refuses io_setup"
-        in out
-    )
+    assert "takes, too, would fail; null means posix: the kernel refuses io_setup" in out
     assert "--    io.backend kvikio and gds: there is no NVIDIA driver here: install the driver" in out
-    assert "tell ds_nvme_tune (of DeepSpeed) and fio" in out
+    assert "DeepSpeed's ds_nvme_tune and fio tell" in out
     FakeKvikio().install(monkeypatch)
-    assert "io.backend kvikio and gds: can be tried by a run" in cli("doctor", status=1).out
+    assert "io.backend kvikio and gds: can be tried by a run" in cli("doctor").out
 
 
 def test_the_doctor_looks_for_the_entry_point(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "torch loads ds_tba 0" in cli("doctor").out
-    broken = EntryPoint("ds_tba", "ds_tba.autoload:absent", "torch.backends")
-    monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [broken])
-    text = cli("doctor", status=1).out
-    assert "FAIL  torch does not load ds_tba by its entry point in" in text and "has no attribute 'absent'" in text
+    assert "ok    torch loads ds_tba" in cli("doctor").out
     monkeypatch.setattr("ds_tba.cli.doctor.entry_points", lambda **_: [])
-    assert "(there is none): " in cli("doctor", status=1).out
+    assert "FAIL  torch does not load ds_tba: install it again in" in cli("doctor", status=1).out
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    assert "FAIL  TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set" in cli("doctor", status=1).out
+    text = cli("doctor", status=1).out
+    assert "FAIL  torch does not load ds_tba: unset TORCH_DEVICE_BACKEND_AUTOLOAD, or import it first" in text
 
 
 def test_a_script_reads_the_doctor_s_verdicts(cli: Cli) -> None:
     found = json.loads(cli("doctor", "--json", "--nvme-path", "/nowhere", status=1).out)
     assert not found["ok"] and {one["ok"] for one in found["checks"]} >= {True, False}
-    assert found["checks"][-1]["what"].startswith("nvme_path /nowhere does not exist")
+    assert any(one["what"].startswith("nvme_path /nowhere does not exist") for one in found["checks"])
 
 
 @pytest.mark.parametrize("op", [aio.OP, "deepspeed_shm_comm"])
@@ -124,7 +115,7 @@ def test_a_lock_of_any_op_is_told_at_once_with_the_repair(
     assert str(lock) not in cli("doctor").out
     lock.touch()
     told = cli("doctor").out
-    assert f"--    {lock} exists: another build is running, or was killed" in told and f"rm {lock}\n" in told
+    assert f"--    {lock} exists: what loads this op waits" in told and f"rm {lock}\n" in told
 
 
 def test_a_lock_that_stays_ends_the_building_before_it_waits(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,20 +134,6 @@ def test_a_build_that_fails_is_told_with_what_the_compiler_says(
     assert (
         capfd.readouterr().err == "building DeepSpeed's aio op, unless it is built (once; minutes on few cores)\nover\n"
     )
-
-
-def test_on_a_cpu_the_doctor_says_how_the_allocator_gives_memory_back(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.39"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert f"--    {allocator_advice()}" in cli("doctor").out and "MALLOC_MMAP_THRESHOLD_" in allocator_advice()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert "MALLOC_MMAP_THRESHOLD_" not in cli("doctor").out
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    assert "MALLOC_MMAP_THRESHOLD_" not in cli("doctor").out
 
 
 def test_a_pipe_that_closes_ends_a_command_quietly(tmp_path: Path) -> None:

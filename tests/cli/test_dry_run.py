@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ def estimated(recipe: Recipe, **block: Any) -> DryRun:
     return dry_run(recipe, BATCH, SEQUENCE, Training({}, offload), Device("made up", None, 1e12, 1e11, 1e10))
 
 
-def of(model: torch.nn.Module, *rows: int) -> Recipe:
-    return lambda *_: Subject(model, {"x": torch.zeros(*rows)})
+def of(make: Callable[[], torch.nn.Module], *rows: int) -> Recipe:
+    return lambda *_: Subject(make(), {"x": torch.zeros(*rows)})
 
 
 def test_what_the_config_keeps_by_name_is_not_moved_and_its_blocks_are_not_recomputed(tmp_path: Path) -> None:
@@ -47,7 +49,7 @@ def test_a_model_that_needs_values_is_refused_and_told_why() -> None:
             return x * (1.0 if x.sum().item() >= 0 else 2.0)
 
     with pytest.raises(ModelError, match=r"meta tensors.*the values of tensors"):
-        estimated(of(Peeking(), 2))
+        estimated(of(Peeking, 2))
 
 
 def test_buffers_are_the_model_s_and_not_saved_bytes() -> None:
@@ -60,16 +62,15 @@ def test_buffers_are_the_model_s_and_not_saved_bytes() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x) * self.scale
 
-    found = estimated(of(Scaled(), BATCH, SEQUENCE, 64))
+    found = estimated(of(Scaled, BATCH, SEQUENCE, 64))
     assert found.saved_bytes == BATCH * SEQUENCE * 64 * 4  # the input of the product; the buffer is larger
 
 
 def test_temporaries_are_logits_and_gradients_and_nothing_that_is_saved_or_was_there() -> None:
     """A product whose result is not saved: its gradient, and the result itself until the loss is made of it."""
     classes, rows, width = 4096, 256, 32
-
-    head = torch.nn.Linear(width, classes, bias=False)
-    run = estimated(lambda *_: Subject(head, {"input": torch.zeros(rows, width)}))
+    head = partial(torch.nn.Linear, width, classes, bias=False)
+    run = estimated(lambda *_: Subject(head(), {"input": torch.zeros(rows, width)}))
     logits_bytes, weight_bytes = 4 * rows * classes, 4 * classes * width
     assert run.temporary_bytes >= logits_bytes
     # The gradient of a sum is one number, expanded: backward has it whole for the product, and the weight's beside it.

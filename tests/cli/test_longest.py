@@ -23,8 +23,8 @@ from support.traces import resources
 from ds_tba.cli import main
 from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
 from ds_tba.cli.plan.model import Subject, recipe_of
-from ds_tba.cli.plan.rows import FRAGMENTATION, MOST, NEAR, TIGHT, UNIT, Setup, longest_of
-from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, held_of
+from ds_tba.cli.plan.rows import FRAGMENTATION, NEAR, TIGHT, UNIT, Setup, longest_of
+from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
@@ -57,16 +57,21 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int, int
     return recipe_of(str(tmp_path))
 
 
+class OnCpu(Setup):
+    """Without what a GPU's allocator leaves unused."""
+
+    loose_bytes = 0  # type: ignore[assignment]
+
+
 def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callable[[int], Setup]:
     offload = OffloadConfig.model_validate({**BLOCK, "enabled": False})
     training = Training({"optimizer": {"type": "AdamW"}}, offload, torch.bfloat16)
     device = Device("made up", 0, 1e12, 1e11, 1e10)
 
     def setup_of(sequence: int) -> Setup:
-        run = replace(dry_run(recipe, 1, sequence, training, device, (DRIVE,)), loose_bytes=0)  # of a GPU's allocator
-        held_bytes = held_of(training, run, 1).nbytes
-        memory_bytes = int((held_bytes + room_bytes * (1 + FRAGMENTATION)) / TIGHT)
-        return Setup(run, training, device._replace(memory_bytes=memory_bytes), 1, 600.0)
+        setup = OnCpu(dry_run(recipe, 1, sequence, training, device, (DRIVE,)), training, device, 600.0)
+        memory_bytes = int((setup.account.held.nbytes + room_bytes * (1 + FRAGMENTATION)) / TIGHT)
+        return replace(setup, device=device._replace(memory_bytes=memory_bytes))
 
     return setup_of
 
@@ -86,7 +91,8 @@ def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(
     for name, (is_checkpointed, is_offloaded) in SETTINGS.items():
         for part, fits in ((0.9, True), (1.1, False)):
             torch.manual_seed(0)
-            subject = recipe(1, int(part * found[name])).to("cpu", torch.bfloat16)
+            subject = recipe(1, int(part * found[name]))
+            subject.model.to(torch.bfloat16)
             if is_checkpointed:
                 subject.model.gradient_checkpointing_enable({"use_reentrant": False})
             with offloader_in(tmp_path) if is_offloaded else nullcontext() as offloader:
@@ -125,10 +131,10 @@ def made_up(sequence: int, power: int = 1) -> Setup:
     config = {"zero_optimization": {"contiguous_gradients": False}}
     offload = OffloadConfig(enabled=False, rematerialize=False)
     training = Training(config, offload, torch.bfloat16)
-    return Setup(run, training, Device("", MEMORY_BYTES, 1e12, 1e12, 1e12), 1, 600.0)
+    return Setup(run, training, Device("", MEMORY_BYTES, 1e12, 1e12, 1e12), 600.0)
 
 
-@pytest.mark.parametrize("first", [UNIT, 4096, MOST])
+@pytest.mark.parametrize("first", [UNIT, 4096, 1 << 24])
 def test_the_longest_is_what_a_line_by_hand_says(first: int) -> None:
     asked: list[int] = []
 
@@ -154,14 +160,12 @@ def test_what_grows_faster_than_the_sequence_is_found_too() -> None:
     assert longest - max(UNIT, NEAR * longest) - UNIT <= found <= longest
 
 
-def test_where_nothing_fits_or_nothing_grows_that_is_said() -> None:
+def test_where_nothing_fits_that_is_said() -> None:
     def without(sequence: int) -> Setup:
         setup = made_up(sequence)
         return replace(setup, device=setup.device._replace(memory_bytes=100))
 
     assert {sequence for sequence, _ in longest_of(without, 4096)} == {0}
-    constant = longest_of(lambda _: made_up(16), 4096)
-    assert all(sequence == MOST for sequence, _ in constant)
 
 
 def test_the_command_says_the_longest_of_each_setting(tmp_path: Path, cli: Cli) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from ds_tba.cli.plan.dry_run import dry_run
 from ds_tba.cli.plan.model import AIDS, _FusedLoss, recipe_of
-from ds_tba.cli.plan.training import Device, DryRun, Training, held_of
+from ds_tba.cli.plan.rows import Setup
+from ds_tba.cli.plan.training import Device, DryRun, Training, account_of
 from ds_tba.config import OffloadConfig
 from ds_tba.errors import ModelError
 
@@ -25,6 +26,7 @@ TEXT = {
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **TEXT}
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **TEXT, "num_local_experts": 4}
 SEQUENCE = 2048
+DEVICE = Device("made up", None, 1e12, 1e11, 1e10)
 
 
 def planned(
@@ -38,25 +40,24 @@ def planned(
 ) -> DryRun:
     (directory / "config.json").write_text(json.dumps(config))
     training = Training({}, OffloadConfig(enabled=False, min_tensor_bytes=4096), torch.bfloat16)
-    device = Device("made up", None, 1e12, 1e11, 1e10)
     recipe = recipe_of(str(directory), lora_rank=lora, lora_targets=targets, aids=aids, **changes)
-    return dry_run(recipe, 1, length, training, device)
+    return dry_run(recipe, 1, length, training, DEVICE)
 
 
 def test_a_fused_loss_holds_a_chunk_of_logits_and_saves_gradients(tmp_path: Path) -> None:
-    plain, fused = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, aids=("--fused-loss",))
+    plain, fused = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, aids=("fused_loss",))
     logits = SEQUENCE * WORDS
     assert plain.temporary_bytes > 4 * logits and plain.saved_bytes > fused.saved_bytes + 3.9 * logits
     # A chunk of logits, the gradient of the head by it, and hidden states; Liger: as many logits as hidden states.
     assert fused.temporary_bytes < 2 * (SEQUENCE * WIDTH + 2 * WORDS * WIDTH) + 8 * SEQUENCE * MIDDLE
     assert fused.parameters == plain.parameters == fused.trained
     assert fused.trace.end_s == pytest.approx(plain.trace.end_s, rel=0.25)  # as many products
-    lora = planned(tmp_path, LLAMA, 4, ("--fused-loss",))
+    lora = planned(tmp_path, LLAMA, 4, ("fused_loss",))
     assert lora.trained < plain.trained and lora.saved_bytes < fused.saved_bytes  # no gradient of the head
 
 
 def test_liger_s_kernels_save_their_inputs_alone(tmp_path: Path) -> None:
-    fused, liger = (planned(tmp_path, LLAMA, aids=(aid,)) for aid in ("--fused-loss", "--liger"))
+    fused, liger = (planned(tmp_path, LLAMA, aids=(aid,)) for aid in ("fused_loss", "liger"))
     # SwiGLU saves no activation. A norm saves its BF16 input, if nobody else does, and no FP32 copy of 4 bytes.
     swiglu, norm = 2 * SEQUENCE * MIDDLE, 4 * SEQUENCE * WIDTH
     least, most = LAYERS * (swiglu + 1.0 * norm), LAYERS * (swiglu + 2.5 * norm) + 2 * norm
@@ -66,15 +67,19 @@ def test_liger_s_kernels_save_their_inputs_alone(tmp_path: Path) -> None:
 
 
 def test_layers_leave_segments_where_logits_are_larger_than_what_they_hold(tmp_path: Path) -> None:
-    whole, fused = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, aids=("--fused-loss",))
+    def loose_bytes(run: DryRun) -> int:
+        return Setup(run, Training({}, OffloadConfig(enabled=False)), DEVICE, 600.0).loose_bytes
+
+    whole, fused = planned(tmp_path, LLAMA), planned(tmp_path, LLAMA, aids=("fused_loss",))
     narrow = planned(tmp_path, {**LLAMA, "vocab_size": MIDDLE // 2})
-    # Two to four tensors of an MLP are there at once in a forward that saves nothing.
-    assert 2 * 2 * SEQUENCE * MIDDLE <= whole.loose_bytes <= 4 * 2 * SEQUENCE * MIDDLE
-    assert fused.loose_bytes < whole.loose_bytes and narrow.loose_bytes == 0
+    saved = [one for one in whole.trace.storages if one.blocks == (0,)]
+    assert loose_bytes(whole) == pytest.approx(sum(one.nbytes for one in saved), rel=0.05)
+    assert loose_bytes(whole) > 4 * 2 * SEQUENCE * MIDDLE
+    assert loose_bytes(fused) == loose_bytes(narrow) == 0
 
 
 def test_bits_are_those_of_a_quantized_config(tmp_path: Path) -> None:
-    quantized = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}}
+    quantized = {"quantization_config": {"load_in_4bit": True}}
     given, read = planned(tmp_path, LLAMA, 4, bits=4), planned(tmp_path, {**LLAMA, **quantized}, 4)
     assert given.parameter_bytes == read.parameter_bytes < planned(tmp_path, LLAMA, 4).parameter_bytes
     with pytest.raises(ModelError, match="--bits"):
@@ -84,19 +89,20 @@ def test_bits_are_those_of_a_quantized_config(tmp_path: Path) -> None:
 def test_adapters_are_on_the_layers_that_are_named(tmp_path: Path) -> None:
     named = planned(tmp_path, LLAMA, 4, targets=("q_proj", "v_proj"))
     assert named.trained == LAYERS * 2 * 4 * 2 * WIDTH < planned(tmp_path, LLAMA, 4).trained
-    with pytest.raises(ModelError, match=r"named qproj was found .*leave --lora-targets out"):
+    with pytest.raises(ModelError, match=r"named qproj was found .*leave --lora or its targets out"):
         planned(tmp_path, LLAMA, 4, targets=("qproj",))
 
 
 @pytest.mark.parametrize("aid", list(AIDS))
 def test_a_model_without_a_place_for_an_aid_is_refused(tmp_path: Path, aid: str) -> None:
     bert = {"model_type": "bert", "architectures": ["BertModel"], **TEXT}
-    with pytest.raises(ModelError, match=f"{aid}: BertModel has no .*: leave {aid} out"):
+    option = f"--{aid.replace('_', '-')}"
+    with pytest.raises(ModelError, match=f"{option}: BertModel has no .*: leave {option} out"):
         planned(tmp_path, bert, aids=(aid,), length=128)
 
 
 def test_tiled_mlps_hold_one_tile(tmp_path: Path) -> None:
-    plain, tiled = (planned(tmp_path, LLAMA, aids=("--fused-loss", *more)) for more in ((), ("--tiled-mlp",)))
+    plain, tiled = (planned(tmp_path, LLAMA, aids=("fused_loss", *more)) for more in ((), ("tiled_mlp",)))
     # Gate, its activation, up and their product are saved no more in any layer.
     assert plain.saved_bytes - tiled.saved_bytes == pytest.approx(LAYERS * 4 * 2 * SEQUENCE * MIDDLE, rel=0.05)
     assert tiled.temporary_bytes <= plain.temporary_bytes and tiled.trace.end_s > plain.trace.end_s
@@ -116,7 +122,6 @@ def test_what_a_fused_loss_computes_is_what_the_whole_does() -> None:
     ("quantization", "element_bytes"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5 + 4 / 64),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}, 0.5 + 65 / 4096),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1.0),
         ({"quant_method": "gptq", "bits": 4}, 0.5 + 4 / 64),
     ],
@@ -130,7 +135,8 @@ def test_weights_of_a_few_bits_count_as_such(
     assert plain.parameter_bytes - found.parameter_bytes == pytest.approx(linears * (2 - element_bytes), abs=2)
     assert found.temporary_bytes == plain.temporary_bytes + 2 * WIDTH * MIDDLE  # one of them as it is used
     training = Training({}, OffloadConfig(enabled=False), torch.bfloat16)
-    assert held_of(training, found, 1).always["gradients"] == 2 * found.trained  # adapters are not quantized
+    gradient_bytes = account_of(training, found, DEVICE).held.always["gradients"]
+    assert gradient_bytes == 2 * found.trained  # adapters are not quantized
     with pytest.raises(ModelError, match="--lora 16"):
         planned(tmp_path, {**LLAMA, "quantization_config": quantization}, length=128)
 
@@ -138,7 +144,7 @@ def test_weights_of_a_few_bits_count_as_such(
 def test_a_fused_loss_leaves_the_head_as_it_is(tmp_path: Path) -> None:
     """Issue: 4.66 GiB of parameters were told of 5.39, as the head's wrapper was left out, not the head."""
     config = {**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    plain, fused = (planned(tmp_path, config, 4, aids, 128) for aids in ((), ("--fused-loss",)))
+    plain, fused = (planned(tmp_path, config, 4, aids, 128) for aids in ((), ("fused_loss",)))
     assert fused.parameter_bytes == plain.parameter_bytes
 
 
@@ -153,7 +159,7 @@ def test_the_text_model_of_a_multimodal_config_is_planned(tmp_path: Path) -> Non
     vision = {"model_type": "llama4_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = {"model_type": "llama4", "text_config": text, "vision_config": vision}
     found = planned(tmp_path, {**config, "architectures": ["Llama4ForCausalLM"]}, length=128)
-    assert found.hidden_size == WIDTH and found.trace.blocks
+    assert found.trace.blocks
 
 
 def test_the_largest_module_is_that_of_all_experts(tmp_path: Path) -> None:

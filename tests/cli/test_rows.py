@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from support.placed import fixed
 from support.traces import SIZE, resources
 from torch.nn import functional
 
-from ds_tba.cli.plan import _endurance, _instructions
-from ds_tba.cli.plan.dry_run import OpClock, attention_of, cuda_kernels
+from ds_tba.cli.plan import _instructions
+from ds_tba.cli.plan.dry_run import OpClock, cuda_kernels
 from ds_tba.cli.plan.model import loss_of, recipe_of
 from ds_tba.cli.plan.rows import (
     ADAPTIVE,
@@ -28,7 +27,7 @@ from ds_tba.cli.plan.rows import (
     holders,
     recommended,
 )
-from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, gpu_of, held_of, read_training
+from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, account_of, gpu_of, read_training
 from ds_tba.config import ASSUMED_RATIO, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.explain.account import REMEDIES, SAVED
@@ -42,11 +41,10 @@ from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({}, r"architectures.* are None: they must be a list"),
-        ({"architectures": []}, r"architectures.* are \[\]"),
-        ({"architectures": "LlamaForCausalLM"}, r"are 'LlamaForCausalLM'"),
-        ({"architectures": [3]}, r"are \[3\]"),
-        ({"architectures": ["Nonsense"]}, r"are \['Nonsense'\].* transformers \d.* must have the first"),
+        ({}, r'with "architectures" that transformers'),
+        ({"architectures": []}, r'with "architectures" that transformers'),
+        ({"architectures": [3]}, r'with "architectures" that transformers'),
+        ({"architectures": ["Nonsense"]}, r'with "architectures" that transformers.* Nonsense'),
         ({"hidden_size": 63, "num_attention_heads": 4}, "cannot be read.*not a multiple"),
         ({"hidden_size": "big"}, "cannot be read.*hidden_size"),
         ({"model_type": "nonsense"}, "cannot be read.*nonsense"),
@@ -64,10 +62,7 @@ def test_an_hf_config_that_is_wrong_is_refused(tmp_path: Path, config: Any, says
 def test_the_loss_is_found() -> None:
     x = torch.ones(3, requires_grad=True)
     three, one = x * 1, x.sum()
-    assert loss_of(SimpleNamespace(loss=one)) == one and loss_of((three, x)) == loss_of({"logits": three}) == 3
-    for wrong in ((), (x.detach(),), {}):
-        with pytest.raises(ModelError, match="without a loss"):
-            loss_of(wrong)
+    assert loss_of((one, three)) == one and loss_of((x.detach(), three)) == loss_of({"logits": three}) == 3
 
 
 # ---- what the config says -------------------------------------------------------------------------------------------
@@ -90,16 +85,18 @@ def test_the_config_tells_how_it_is_trained(tmp_path: Path) -> None:
             "activation_nvme_offload": {"placement": "keep", "min_tensor_bytes": 5},
         },
     )
-    assert (found.micro_steps, found.dtype, found.stage) == (2, torch.bfloat16, 3)
-    assert found.number("train_micro_batch_size_per_gpu") == 4
+    assert (found.dtype, found.stage) == (torch.bfloat16, 3)
+    assert (
+        found.number("train_micro_batch_size_per_gpu", 1) == 4 and found.number("gradient_accumulation_steps", 1) == 2
+    )
     assert found.offloads("param") and not found.offloads("optimizer")
-    assert found.offload.min_tensor_bytes == 5 and not found.notes and found.state_bytes == 12
+    assert found.offload.min_tensor_bytes == 5 and not found.notes
 
 
 def test_without_the_block_its_defaults_are_taken_and_that_is_said(tmp_path: Path) -> None:
     found = training_of(tmp_path / "ds.json", {"train_micro_batch_size_per_gpu": "auto"})
     assert found.offload.min_tensor_bytes == 1 << 20 and found.dtype is None
-    assert found.number("train_micro_batch_size_per_gpu") is None
+    assert found.number("train_micro_batch_size_per_gpu", 1) == 1
     assert any("its defaults are used" in note for note in found.notes)
     assert any(
         "the states of Adam and the temporary tensors of PyTorch's AdamW are counted" in note for note in found.notes
@@ -118,7 +115,7 @@ def test_without_the_block_its_defaults_are_taken_and_that_is_said(tmp_path: Pat
 def test_auto_is_taken_as_on_and_said(tmp_path: Path, config: Any, dtype: torch.dtype | None) -> None:
     found = training_of(tmp_path / "ds.json", config)
     assert found.dtype is dtype
-    assert any('"bf16.enabled" is "auto"' in note for note in found.notes) is (dtype is torch.bfloat16)
+    assert any("bf16.enabled" in note for note in found.notes) is (config["bf16"]["enabled"] == "auto")
 
 
 def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -130,13 +127,14 @@ def test_comments_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{ // of one GPU\n "bf16": {"enabled": true}, /* more */ "gradient_accumulation_steps": 4 }')
     found = read_training(path)
-    assert found.dtype is torch.bfloat16 and found.micro_steps == 4
+    assert found.dtype is torch.bfloat16 and found.at("gradient_accumulation_steps") == 4
 
 
 # ---- what the device holds, by hand ---------------------------------------------------------------------------------
 
 ALL, TRAINED = 8_030_261_248, 41_943_040  # Llama 3.1 8B; adapters of rank 16 on its linear layers
 BUCKET_BYTES = 2 * 500_000_000
+H100 = Device("H100", 80 << 30, 4e14, 3.35e12, 50e9)
 
 
 def run_of(trace: Trace, parameters: int = 1000, trained: int = 1000, temporary: int = 0) -> DryRun:
@@ -144,7 +142,7 @@ def run_of(trace: Trace, parameters: int = 1000, trained: int = 1000, temporary:
     spans = Spans(np.zeros(1), np.full(1, trace.end_s), np.full(1, temporary))
     return DryRun(
         trace=trace, temporary=spans, parameters=parameters, parameter_bytes=2 * parameters, trained=trained,
-        trained_bytes=2 * trained, hidden_size=4096,
+        trained_bytes=2 * trained,
     )  # fmt: skip
 
 
@@ -156,7 +154,8 @@ def training_with(zero: Any, **config: Any) -> Training:
 def held(zero: Any, ranks: int = 1, trained: int = ALL, **config: Any) -> list[int]:
     """Parameters, gradients, states, gathered parameters, buckets; in the optimizer's step."""
     empty = Trace((), (), resources(), 0.0)
-    found = held_of(training_with(zero, **config), run_of(empty, ALL, trained), ranks)
+    training = replace(training_with(zero, **config), ranks=ranks)
+    found = account_of(training, run_of(empty, ALL, trained), H100).held
     assert found.always["CUDA context"] == CONTEXT_BYTES
     always = [found.always[key] for key in ("parameters", "gradients", "optimizer states")]
     return [*always, *found.passing.values(), found.stepping_bytes]
@@ -183,7 +182,7 @@ def test_the_temporary_tensors_of_pytorch_s_adamw_count_where_the_config_names_n
     run = run_of(Trace((), (), resources(), 0.0), ALL, ALL)
     needs = {}
     for optimizer in ({}, {"type": "AdamW"}, {"type": "AdamW", "params": {"torch_adam": True}}):
-        found = held_of(training_with({"stage": 3}, optimizer=optimizer), run, 8)
+        found = account_of(replace(training_with({"stage": 3}, optimizer=optimizer), ranks=8), run, H100).held
         needs[str(optimizer)] = (sum(found.always.values()) + found.stepping_bytes) / 2**30
     assert list(needs.values()) == pytest.approx([23.4, 19.7, 23.4], abs=0.05)
     assert needs["{}"] * 2**30 > 0.98 * (gpu_of("24GB", torch.bfloat16).memory_bytes or 0)  # not by NCCL's
@@ -215,7 +214,7 @@ def test_what_zero_offloads_is_not_on_the_device() -> None:
 
 def test_buckets_are_as_the_config_has_them() -> None:
     assert held({"stage": 2, "overlap_comm": True, "reduce_bucket_size": 1e6})[4] == 4 * 10**6
-    assert held({"stage": 2, "reduce_bucket_size": "auto"})[4] == 2 * 4096**2  # of the hidden size, as Trainer sets it
+    assert held({"stage": 2, "reduce_bucket_size": "auto"})[4] == 0  # the square of the hidden size, as Trainer sets it
     assert held({"stage": 2, "contiguous_gradients": False})[4] == 0
     gradients = held({"stage": 2}, data_types={"grad_accum_dtype": "fp32"})[1]
     assert gradients == 4 * ALL
@@ -291,26 +290,34 @@ def test_kernels_of_cuda_on_meta_and_nothing_is_left_behind() -> None:
     assert plain == [4 * 64 * 4] == saved_bytes(lambda: functional.dropout(x, 0.1))
 
 
-def test_attention_of_a_cuda_device_that_is_not_here() -> None:
-    def chosen(dtype: torch.dtype = torch.bfloat16, mask: bool = False, width: int = 64, heads: int = 4) -> str:
-        q = torch.empty(2, 4, 16, width, dtype=dtype, device="meta")
-        k = torch.empty(2, heads, 16, width, dtype=dtype, device="meta")
-        given = torch.empty(16, 16, device="meta") if mask else None
-        return attention_of((q, k, k), given)
-
-    assert chosen() == chosen(torch.float16) == chosen(heads=2) == "flash"
-    assert chosen(torch.float32) == chosen(mask=True) == chosen(width=512) == "efficient"
-    assert chosen(torch.float32, heads=2) == chosen(torch.float64) == "math"
+def attended(dtype: torch.dtype, heads: int, masked: bool = False) -> list[int]:
+    """Bytes of each saved tensor of an attention of 4 heads for queries."""
+    q = torch.empty(2, 4, 16, 64, dtype=dtype, device="meta", requires_grad=True)
+    k = torch.empty(2, heads, 16, 64, dtype=dtype, device="meta", requires_grad=True)
+    mask = torch.empty(16, 16, dtype=torch.bool, device="meta") if masked else None
+    attend = functional.scaled_dot_product_attention
+    with cuda_kernels():
+        return saved_bytes(lambda: attend(q, k, k, mask, is_causal=not masked, enable_gqa=heads != 4))
 
 
-def test_questions_about_masks_are_answered_and_no_others() -> None:
+def test_attention_saves_rows_and_no_scores_but_of_grouped_heads_in_fp32() -> None:
+    scores = 2 * 4 * 16 * 16
+    for given in ((torch.bfloat16, 4), (torch.bfloat16, 2), (torch.float32, 4)):
+        itemsize, heads = given[0].itemsize, given[1]
+        inputs = 2 * 16 * 64 * itemsize
+        saved = [nbytes for nbytes in attended(*given) if nbytes > 64]  # without seeds
+        assert sorted(saved) == sorted([4 * inputs, heads * inputs, heads * inputs, 4 * inputs, 2 * 4 * 16 * 4])
+    assert scores * 4 in attended(torch.float32, 2)
+    assert 2 * scores in attended(torch.bfloat16, 4, masked=True)  # the bias that a mask becomes
+
+
+def test_questions_for_a_truth_are_answered_and_no_others() -> None:
     mask = torch.empty(4, 4, dtype=torch.bool, device="meta")
     with OpClock(1.0, 1.0):
         assert mask.all() and (mask == 0).all() and not mask.any()
-        assert mask.sum() == 16 and not mask.sum().eq(3)  # as transformers asks
-        for question in (mask.sum(), mask.float().sum() == 16, mask.sum(0)[0] == 4):
-            with pytest.raises(RuntimeError, match="meta"):
-                question.item()
+        assert mask.sum() == 16  # as transformers asks
+        with pytest.raises(RuntimeError, match="meta"):
+            mask.sum().item()
 
 
 # ---- what it comes to -----------------------------------------------------------------------------------------------
@@ -333,15 +340,12 @@ def stack(blocks: int = 4, head_bytes: int = SIZE, rate: float = FAST, staging_b
     return Trace(tuple(storages), tuple(passes), machine, end_s)
 
 
-FOUR_MICRO_STEPS = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
-
-
 def setup_of(trace: Trace, memory_bytes: int | None = None, **others: Any) -> Setup:
     run = run_of(trace, temporary=others.pop("temporary", 0))
     block = others.pop("block", {})
     offload = OffloadConfig.model_validate({"nvme_path": "/local_nvme", **block})
     training = replace(training_with(others.pop("zero", {})), offload=offload)
-    return Setup(run, training, Device("small GPU", memory_bytes, 1e12, 1e12, FAST), 1, 600.0)
+    return Setup(run, training, Device("small GPU", memory_bytes, 1e12, 1e12, FAST), 600.0)
 
 
 def rows_of(setup: Setup) -> list[Row]:
@@ -373,13 +377,10 @@ def test_everything_goes_to_nvme_whatever_its_size() -> None:
     assert fixed(small).written_bytes == 0 and fixed(small).peak_saved_bytes == 8 * (SIZE + 8) + SIZE
 
 
-def test_checkpointing_runs_each_block_again_and_one_that_is_checkpointed_already_not() -> None:
+def test_checkpointing_runs_each_block_again() -> None:
     trace = stack(8)
     cost = fixed(trace, recompute=True)
-    inputs_too = replace(
-        trace, blocks=tuple(replace(one, inputs=(2 * at, 2 * at + 1)) for at, one in enumerate(trace.blocks))
-    )
-    assert cost.step_s == fixed(trace).step_s + 8.0 and fixed(inputs_too, recompute=True).step_s == fixed(trace).step_s
+    assert cost.step_s == fixed(trace).step_s + 8.0
 
 
 def test_the_inputs_of_checkpointed_blocks_go_to_nvme_also_where_nothing_else_saves_them() -> None:
@@ -466,10 +467,12 @@ def test_host_memory_is_recommended_before_a_drive_where_it_is_enough() -> None:
 
 def test_what_layers_leave_to_the_allocator_counts_with_checkpointing_alone() -> None:
     setup = setup_of(stack(4))
-    loose = replace(setup, run=replace(setup.run, loose_bytes=12345))
-    rows, more = (by_name(one) for one in (setup, loose))
-    assert more["as it is"].need_bytes == rows["as it is"].need_bytes
-    assert more["+ checkpointing"].need_bytes == rows["+ checkpointing"].need_bytes + 12345
+    whole = setup_of(stack(4, head_bytes=2 * SIZE))
+    assert (setup.loose_bytes, whole.loose_bytes) == (0, SIZE + 8)
+    kept, again = (by_name(whole)[name] for name in ("as it is", "+ checkpointing"))
+    for row, loose_bytes in ((kept, 0), (again, SIZE + 8)):
+        peak_bytes = int(1.05 * row.cost.peak_saved_bytes)
+        assert row.need_bytes == whole.account.held.nbytes + loose_bytes + peak_bytes
 
 
 @pytest.mark.usefixtures("no_context")
@@ -482,33 +485,17 @@ def test_the_budget_is_the_room_that_is_left() -> None:
     OffloadConfig.model_validate(block)
 
 
-@pytest.mark.parametrize(("backend", "on_device"), [("gds", True), ("posix", False)])
-def test_staging_counts_where_it_is_memory_of_the_device(backend: str, on_device: bool) -> None:
-    there, sizes = stack(2), (1 << 20, 3 << 20)
-    blocks = ({"io": {"backend": backend, "staging_bytes": nbytes}} for nbytes in sizes)
-    less, more = (setup_of(there, 1 << 32, block=block) for block in blocks)
-    before, after = (fixed_rows(setup) for setup in (less, more))
-    assert {row.name for row in before if row.cost.written_bytes} >= {"+ checkpointing and NVMe", "offload all"}
-    for one, other in zip(before, after, strict=True):
-        grown_bytes = sizes[1] - sizes[0] if one.cost.written_bytes else 0
-        assert other.need_bytes - one.need_bytes == (grown_bytes if on_device else 0)
-        assert other.host_bytes - one.host_bytes == (0 if on_device else grown_bytes)
-    room = [one.limits.activation_budget_bytes or 0 for one in (less, more)]
-    assert room[0] - room[1] == pytest.approx((sizes[1] - sizes[0]) / 1.05 if on_device else 0, abs=1)
-
-
 def test_a_step_is_no_shorter_than_what_zero_moves_over_pcie() -> None:
     """Issue: 0.865 s for Qwen3-30B with parameters in host memory, which take 2.4 s."""
     empty = Trace((), (), resources(), 0.865)
     run = run_of(empty, 30_532_122_624, 1_000_000)
-    device = Device("H100", 80 << 30, 4e14, 3.35e12, 50e9)
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    setup = Setup(run, training_with(zero), device, 1, 600.0)
+    setup = Setup(run, training_with(zero), H100, 600.0)
     moved_s = 2 * 2 * 30_532_122_624 / 50e9
     row, *_ = rows_of(setup)
     assert moved_s == pytest.approx(2.44, rel=0.01) and row.cost.step_s == pytest.approx(moved_s, rel=0.01)
     assert row.host_bytes == 2 * 30_532_122_624 + 16 * 1_000_000 and not row.swap_bytes
-    eighth, *_ = rows_of(replace(setup, ranks=8))  # each rank's link carries its own part
+    eighth, *_ = rows_of(replace(setup, training=replace(setup.training, ranks=8)))  # its link carries its own part
     assert eighth.cost.step_s == pytest.approx(0.865, rel=0.01)
     kept, *_ = rows_of(replace(setup, training=training_with({"stage": 3})))
     assert kept.cost.step_s == pytest.approx(0.865, rel=0.01) and not kept.host_bytes
@@ -536,7 +523,7 @@ def test_what_zero_keeps_on_drives_is_said_with_its_wear_and_its_time() -> None:
 )
 def test_all_parameters_of_a_module_are_gathered_at_once(model: str, largest: int, gib: float) -> None:
     run = replace(run_of(Trace((), (), resources(), 0.0), 60 * largest, 1000), largest_module=largest)
-    held = held_of(training_with({"stage": 3}), run, 8)
+    held = account_of(replace(training_with({"stage": 3}), ranks=8), run, H100).held
     assert held.passing["gathered parameters"] / 2**30 == pytest.approx(gib, rel=0.02)
 
 
@@ -563,17 +550,6 @@ def test_wear_is_told_by_day_and_compression_counts_in_it_and_in_its_limit() -> 
     ssd = {"rated_endurance_tbw": 600, "min_life_days": 365}
     limits = [setup_of(trace, block={"ssd": ssd, **more}).limits.write_limit_bytes_per_step for more in ({}, packing)]
     assert limits[1] == pytest.approx(limits[0] / ASSUMED_RATIO)
-
-
-def test_a_node_s_rating_is_as_given_or_that_of_each_of_its_drives() -> None:
-    two = {"nvme_path": ["/no/a", "/no/b"]}
-    for ssd, told in (
-        ({}, (1200.0, "600 TBW assumed each, 2 of them")),
-        ({"rated_endurance_tbw": 70}, (140.0, "70 TBW each, 2 of them")),
-    ):
-        training = replace(training_with({}), offload=OffloadConfig.model_validate({**two, "ssd": ssd}))
-        assert _endurance(None, training) == told
-        assert _endurance(50.0, training) == (50.0, "50 TBW as given")
 
 
 @pytest.mark.parametrize(

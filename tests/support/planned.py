@@ -50,6 +50,6 @@ def peak_of(subject: Subject, offloader: ActivationOffloader | None, kind: type[
     held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
     with kind(held) as meter:
         with nullcontext() if offloader is None else offloader.saving():
-            loss = loss_of(subject.forward())
+            loss = loss_of(subject.model(**subject.inputs))
         loss.backward()  # type: ignore[no-untyped-call]
     return meter.peak_bytes

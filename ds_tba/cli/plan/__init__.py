@@ -17,9 +17,7 @@ from ds_tba.cli.plan.dry_run import dry_run
 from ds_tba.cli.plan.model import AIDS, recipe_of
 from ds_tba.cli.plan.rows import (
     FRAGMENTATION,
-    MOST,
     SAME_STEP,
-    SHORT_LIFE_DAYS,
     TIGHT,
     UNIT,
     Row,
@@ -29,31 +27,29 @@ from ds_tba.cli.plan.rows import (
     longest_of,
     recommended,
 )
-from ds_tba.cli.plan.training import CONTEXT_BYTES, Training, gpu_of, read_training
-from ds_tba.config import ASSUMED_RATIO, BLOCK
+from ds_tba.cli.plan.training import CONTEXT_BYTES, gpu_of, read_training
 from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import REMEDIES
 from ds_tba.plan.trace import PathRates
 from ds_tba.stats import aligned, expanded, readable
 from ds_tba.storage.staging import with_staging
-from ds_tba.wear import ASSUMED_TBW, drive_of, rated
+from ds_tba.wear import ASSUMED_TBW, drive_of
 
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
 FIRST_LENGTH = 4096  # of --longest without --seq
-# The fields of a dry run that the JSON has.
-_TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "temporary_bytes", "attention")
+# The fields of a dry run that the JSON has, and the options that the title has.
+_TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "temporary_bytes")
+_TITLED = ("lora", "lora_targets", "bits", *AIDS, "sequence_parallel")
 
 
 def planned(options: argparse.Namespace) -> Result:
     """Return what each setting needs and costs, and the one to take; with ``--longest`` its longest sequence."""
-    if options.longest and options.gpu is None:
-        raise ConfigError("--longest needs --gpu: its memory or name, such as --gpu 24GB.")
-    if options.seq is None and not options.longest:
-        raise ConfigError("--seq is missing: give the tokens of a sequence, such as --seq 32k, or --longest.")
-    setup_of, title, notes = setups(options)
+    if (options.gpu if options.longest else options.seq) is None:
+        raise ConfigError("give the tokens of a sequence, such as --seq 32k, or --longest and --gpu 24GB.")
+    setup_of, kind, notes = setups(options)
     if options.longest:
         found = longest_of(setup_of, options.seq or FIRST_LENGTH)
         sequence, longest = max(found, key=itemgetter(0))
@@ -63,14 +59,15 @@ def planned(options: argparse.Namespace) -> Result:
         setup, tokens = setup_of(options.seq), f" x {options.seq} tokens"
         found = [(options.seq, row) for row in [*fixed_rows(setup), setup.planned_row()]]
         chosen = recommended([row for _, row in found])
-        such = "fits and lets the drives last for a year" if chosen and chosen.spares_drives else "fits"
-        why = f"no setting that {such} is more than {SAME_STEP - 1:.0%} faster"
-    title = f"{options.model}, batch {options.batch}{tokens}, {title}"
-    notes += [*setup.run.notes, f"attention: {', '.join(setup.run.attention) or 'none of PyTorch'}"]
+        why = f"no setting that fits, and spares the drives if any does, is more than {SAME_STEP - 1:.0%} faster"
+    given = {name.replace("_", "-"): getattr(options, name) for name in _TITLED}
+    said = [name if value is True else f"{name} {value}" for name, value in given.items() if value]
+    title = ", ".join([options.model, f"batch {options.batch}{tokens}", kind, *said])
+    notes += setup.run.notes
     lines = _text(setup, found, chosen, why)
     told = {"title": title, "batch": options.batch, "gpu_bytes": setup.device.memory_bytes, "notes": notes}
     told |= {key: getattr(setup.run, key) for key in _TOLD}
-    told["held"] = asdict(setup.held)
+    told["held"] = asdict(setup.account.held)
     told["rows"] = [{"sequence": sequence, **asdict(row)} for sequence, row in found]
     told["recommended"] = None if chosen is None else chosen.name
     shown = [f"model       {title}", *lines, "", "assumed", *(f"  {note}" for note in notes)]
@@ -78,38 +75,35 @@ def planned(options: argparse.Namespace) -> Result:
 
 
 def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, list[str]]:
-    """Return the setups by the length of the sequence, a title, and what figures rest on.
+    """Return the setups by the length of the sequence, the dtype, and what figures rest on.
 
     Options and config are looked at first: what is wrong with them is told before transformers is imported.
     """
-    training = read_training(options.config)
-    options.batch = options.batch or training.number("train_micro_batch_size_per_gpu") or 1
+    sharers = options.gpus_per_node
+    training = replace(read_training(options.config), ranks=options.ranks or sharers)
+    options.batch = options.batch or training.number("train_micro_batch_size_per_gpu", 1)
+    parts = options.sequence_parallel or training.number("sequence_parallel_size", 1)
     offload = with_staging(training.offload, math.inf, is_host=False)
     if options.nvme_path:
         offload = offload.model_copy(update={"nvme_path": options.nvme_path})
     training = replace(training, offload=offload)
     device = gpu_of(options.gpu, training.dtype or torch.float32)
-    sharers = options.gpus_per_node
     write, read = options.write_gbps or WRITE_BYTES_PER_S, options.read_gbps or READ_BYTES_PER_S
     rates = write / sharers, read / sharers
     paths = (PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates)),)
-    tbw, rating = _endurance(options.drive_tbw, training)
+    drives = {drive_of(expanded(path)) for path in offload.nvme_paths if expanded(path).exists()}
+    each_tbw = offload.ssd.rated_endurance_tbw or ASSUMED_TBW
+    tbw = options.drive_tbw or each_tbw * (len(drives) or max(1, len(offload.nvme_paths)))
     host_memory_bytes = options.host_memory or available_bytes()
-    sequence_ranks = options.sequence_parallel or training.number("sequence_parallel_size") or 1
     targets = options.lora_targets.split(",") if options.lora_targets else ()
-    aids = frozenset(name for name in AIDS if getattr(options, name[2:].replace("-", "_")))
+    aids = [name for name in AIDS if getattr(options, name)]
     recipe = recipe_of(options.model, bits=options.bits, lora_rank=options.lora, lora_targets=targets, aids=aids)
 
     @cache
     def setup_of(sequence: int) -> Setup:
-        run = dry_run(recipe, options.batch, -(-sequence // sequence_ranks), training, device, paths)
-        return Setup(run, training, device, options.ranks or sharers, tbw / sharers, sharers, host_memory_bytes)
+        run = dry_run(recipe, options.batch, -(-sequence // parts), training, device, paths)
+        return Setup(run, training, device, tbw / sharers, sharers, host_memory_bytes)
 
-    kind = "dtypes of the model" if training.dtype is None else str(training.dtype).removeprefix("torch.")
-    adapted = f", LoRA of rank {options.lora}{f' on {options.lora_targets}' if targets else ''}" if options.lora else ""
-    adapted += f", tokens divided by {sequence_ranks}" if sequence_ranks > 1 else ""
-    each = f"; each GPU has 1/{sharers} of them" if sharers > 1 else ""
-    packed = f"; compression leaves {ASSUMED_RATIO} of what is written" if offload.io.compression else ""
     notes = [
         *training.notes,
         f"GPU peak: {FRAGMENTATION:.0%} of saved and temporary tensors are lost to fragmentation, "
@@ -118,27 +112,16 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         f"{device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s; communication "
         "between GPUs is left out",
         f"the drives of a node write {write / 1e9:.3g} and read {read / 1e9:.3g} GB/s, {CONCURRENT_FRACTION} of each "
-        f"while both run (--write-gbps, --read-gbps; ds_nvme_tune and fio measure them){each}",
-        f"the drives of a node are rated {rating} (--drive-tbw has yours, together){packed}",
+        f"while both run (--write-gbps, --read-gbps; ds_nvme_tune and fio measure them), and are rated {tbw:.4g} TBW "
+        f"together (--drive-tbw, else the config's, else {ASSUMED_TBW:g} each); its {sharers} GPUs share them",
         f"TB a day, host memory and swap space are one GPU's; nothing is taken as rematerialized; a node has "
-        f"{readable(host_memory_bytes)} of host memory free{'' if options.host_memory else ', as this machine'} "
-        "(--host-memory)",
+        f"{readable(host_memory_bytes)} of host memory free (--host-memory, else this machine's)",
     ]
-    title = f"{kind}{adapted}{''.join(f', {name[2:]}' for name in sorted(aids))}"
-    return setup_of, title, notes
-
-
-def _endurance(given: float | None, training: Training) -> tuple[float, str]:
-    """Return the terabytes that all drives of a node are rated for, as a number and in words."""
-    paths, tbw = training.offload.nvme_paths, training.offload.ssd.rated_endurance_tbw
-    if given:
-        return given, f"{given:.4g} TBW as given"
-    drives = len({drive_of(expanded(path)) for path in paths if expanded(path).exists()}) or max(1, len(paths))
-    return drives * (tbw or ASSUMED_TBW), f"{rated(tbw)}{f' each, {drives} of them' if drives > 1 else ''}"
+    return setup_of, "dtypes of the model" if training.dtype is None else str(training.dtype), notes
 
 
 def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, why: str) -> Iterator[str]:
-    run, device, held = setup.run, setup.device, setup.held
+    run, device, held = setup.run, setup.device, setup.account.held
     yield f"parameters  {run.parameters / 1e6:,.1f} M, of which {run.trained / 1e6:,.1f} M are trained"
     named = [f"{name} {readable(nbytes)}" for name, nbytes in {**held.always, **held.passing}.items() if nbytes]
     yield f"held        {', '.join(named)}"
@@ -148,10 +131,10 @@ def _text(setup: Setup, found: Sequence[tuple[int, Row]], chosen: Row | None, wh
     costs = ("activations", "GPU peak", "verdict", "s a step", "TB a day", "drives last", "host", "swap")
     cells: list[tuple[str, ...]] = [("setting", "tokens", *costs)]
     for sequence, row in found:
-        tokens = f"{'more than ' if sequence == MOST else ''}{sequence:,}" if sequence else f"not {UNIT}"
+        tokens = f"{sequence:,}" if sequence else f"not {UNIT}"
         sizes = readable(row.cost.peak_saved_bytes), readable(row.need_bytes), row.verdict or "?"
         per_day, life = row.written_bytes_per_day / 1e12, row.life_days
-        days = "-" if life is None else f"{life:.0f} days" if life < 2 * 365 else f"{life / 365:.0f} years"
+        days = "-" if life is None else f"{life:,.0f} days"
         wear = f"{row.cost.step_s:.3g}", f"{per_day:.2f}" if per_day else "-", days
         beside = (readable(nbytes) if nbytes else "-" for nbytes in (row.host_bytes, row.swap_bytes))
         cells.append((row.name, tokens, *sizes, *wear, *beside))
@@ -181,6 +164,4 @@ def _instructions(row: Row) -> Iterator[str]:
     elif not row.advice:
         yield "            nothing has to be changed"
     if not row.spares_drives:
-        keys = f'"ssd": {{"rated_endurance_tbw": ..., "min_life_days": {SHORT_LIFE_DAYS:g}}}'
-        less = f": with {keys} plans write less" if row.merged.get(BLOCK, {}).get("placement") == "adaptive" else ""
-        yield f"            IT WEARS the drives out in {row.life_days:.0f} days{less}"
+        yield f"            IT WEARS the drives out in {row.life_days:.0f} days: ssd.min_life_days has plans write less"

@@ -8,15 +8,9 @@ and outputs at the rate of device memory, or as its launch, whichever is longest
 and communication between ranks.
 
 [Note: Which kernels] What is saved depends on the kernel. A CUDA device has fused kernels for attention (which save the
-inputs, the output and a log-sum-exp per row, not the probabilities) and dropout (a mask of one byte per element).
-PyTorch's rules are applied: flash for 16-bit dtypes without a mask, memory-efficient for others, plain products for
-shapes that neither supports. Blind spots: cuDNN's attention, which saves as much as flash does, and the fused kernel of
+inputs, the output and a log-sum-exp per row, not the probabilities) and dropout (a mask of one byte per element). Plain
+products stand for attention that no fused kernel takes: of grouped heads in FP32. Blind spot: the fused kernel of
 ``torch.nn.RMSNorm``, which models of transformers do not use.
-
-[Note: Segments] PyTorch's allocator serves a tensor from one segment that is free in one piece. What a checkpointed
-layer takes in forward lies in segments that are too small for whole logits, so the head gets new ones beside them
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management). A fused loss makes nothing larger than layers
-do. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True all of it is one segment, and less is taken.
 """
 
 from __future__ import annotations
@@ -30,17 +24,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.library import Library
+from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ds_tba.cli.plan.model import Recipe, Subject, loss_of, quantized_linears
-from ds_tba.cli.plan.training import Device, DryRun, Training
+from ds_tba.cli.plan.model import Recipe, Subject, loss_of
+from ds_tba.cli.plan.training import LAUNCH_S, Device, DryRun, Training
+from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import mark_inputs, mark_owned
-from ds_tba.errors import ConfigError, ModelError
+from ds_tba.core.tensors import mark_all_owned, mark_inputs
+from ds_tba.errors import ConfigError, DsTbaError, ModelError
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
@@ -69,62 +63,54 @@ def dry_run(
     offload = training.offload
     # No stores: everything is kept and recorded, and the settings are replayed from that.
     cache = TensorCache([], "meta", offload.min_tensor_bytes)
-    clock = OpClock(device.flops, device.memory_bytes_per_s, device.launch_s, cache.stats.saved)
-    doing = "making the model"
+    clock = OpClock(device.flops, device.memory_bytes_per_s, LAUNCH_S, cache.stats.saved)
     try:
         with torch.device("meta"):
-            subject = recipe(batch, sequence).to("meta", training.dtype)
-            quantized = quantized_linears(subject)
-        doing = "forward and backward"
-        blocks = find_blocks(subject.model, offload.blocks)
-        with cuda_kernels() as attention:
-            recorder = _micro_step(subject, blocks, training, cache, clock)
-            loose_bytes = left_by_layers(subject, blocks) if blocks else 0
-    except (ConfigError, ModelError):
+            subject = recipe(batch, sequence)
+        subject.model.to(dtype=training.dtype)
+        with cuda_kernels():
+            recorder = _micro_step(subject, offload, cache, clock)
+    except DsTbaError:
         raise
     except Exception as error:  # the model may raise anything
-        where = f" in {clock.last_operation}" if clock.last_operation else ""
-        (first_line, *_) = str(error).splitlines() or [""]
-        values = ". The model runs on shapes alone here: its forward may not read the values of tensors"
-        what = f"{doing} failed{where}: {type(error).__name__}: {first_line}{values if 'meta' in first_line else ''}"
-        raise ModelError(what) from error
-    no_blocks = 'no repeated layers were found, so nothing is recomputed: name the layers in "blocks"'
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ModelError(
+            f"the model failed at {clock.last_operation or 'its making'}: {what}. It runs on shapes alone here: its "
+            "forward may not read the values of tensors"
+        ) from error
+    no_blocks = 'no repeated layers that may run again were found: name the layers in "blocks"'
     copy, parameters = device.copy_bytes_per_s, list(subject.model.parameters())
     owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
     trained = [one for one in parameters if one.requires_grad]
-    resources = Resources(paths, copy, copy, slots_bytes_of(offload))
-    whole_bytes = [one.nbytes for one in quantized]  # of each while it is used
-    saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in quantized) * (subject.element_bytes or 0.0))
+    micro_steps = training.number("gradient_accumulation_steps", 1)
+    trace = recorder.trace(Resources(paths, copy, copy, slots_bytes_of(offload)), micro_steps=micro_steps)
+    whole_bytes = [one.nbytes for one in subject.quantized]  # of each while it is used
+    saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in subject.quantized) * subject.element_bytes)
     return DryRun(
-        trace=recorder.trace(resources, micro_steps=training.micro_steps),
+        trace=trace,
         temporary=clock.temporary(max(whole_bytes, default=0)),
-        loose_bytes=loose_bytes,
         parameters=sum(one.numel() for one in parameters),
         parameter_bytes=sum(one.nbytes for one in parameters) - saved_by_bits,
         trained=sum(one.numel() for one in trained),
         trained_bytes=sum(one.nbytes for one in trained),
         largest_module=max(sum(one.numel() for one in each) for each in owned),
-        hidden_size=subject.hidden_size,
-        attention=sorted(attention),
-        notes=subject.notes if blocks else (*subject.notes, no_blocks),
+        notes=subject.notes if trace.blocks else (*subject.notes, no_blocks),
     )
 
 
-def _micro_step(
-    subject: Subject, blocks: Mapping[str, nn.Module], training: Training, cache: TensorCache, clock: OpClock
-) -> Recorder:
+def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, clock: OpClock) -> Recorder:
     """Run one forward and one backward."""
     model = subject.model
     running = RunningModule()
     running.watch(model)
-    chosen = ChosenModules(running, training.offload.patterns)
+    chosen = ChosenModules(running, offload.patterns)
     for problem in chosen.watch(model).values():
         raise ConfigError(f"{problem}.")
     cache.gate.excluded_by = chosen.reason
-    blocks = {path: block for path, block in blocks.items() if not chosen.excludes_part_of(block)}
+    found = find_blocks(model, offload.blocks)
+    blocks = {path: block for path, block in found.items() if not chosen.excludes_part_of(block)}
     recorder = Recorder(Scene(cache, clock, running))
-    for module in model.modules():
-        mark_owned(module)
+    mark_all_owned(model)
     mark_inputs(subject.inputs)
     # Without them a gradient would count as temporary here, and again among what the device holds.
     for one in model.parameters():  # gradients exist, as in all micro-steps but the first
@@ -136,26 +122,13 @@ def _micro_step(
             cache.saving(Always((), wait=False), recorder.around),
             Blocks(blocks, cache).forward(recorder),
         ):
-            output = subject.forward()
+            output = model(**subject.inputs)
         loss = loss_of(output)
         del output
         loss.backward()  # type: ignore[no-untyped-call]
         recorder.end()
     cache.settle()
     return recorder
-
-
-def left_by_layers(subject: Subject, blocks: Mapping[str, nn.Module]) -> int:
-    """Return the memory that checkpointed layers leave in segments too small for the head; see [Note: Segments]."""
-    seen: list[tuple[int, int]] = []
-    with torch.no_grad(), OpClock(1.0, 1.0) as clock:
-        clock.ignore(one.untyped_storage() for one in subject.model.parameters())
-        hook = list(blocks.values())[-1].register_forward_hook(
-            lambda *_: seen.append((clock.peak_bytes - clock.now_bytes, clock.largest_bytes))
-        )
-        subject.forward()
-    hook.remove()
-    return seen[-1][0] if seen and clock.largest_bytes > seen[-1][1] else 0
 
 
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -168,7 +141,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ignored: storages that existed before.
 
     Attributes:
-        now_bytes, peak_bytes, largest_bytes: now, the peak so far, and of one storage.
+        now_bytes, peak_bytes: now, and the peak so far.
         observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
     """
 
@@ -176,7 +149,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, ignored: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now_bytes = self.peak_bytes = self.largest_bytes = 0
+        self.now_bytes = self.peak_bytes = 0
         self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
         self._seen: dict[int, object] = {}
         self.ignore(ignored)
@@ -204,7 +177,6 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._seen:
             self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
             self.now_bytes += nbytes
-            self.largest_bytes = max(self.largest_bytes, nbytes)
 
     def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         self._freed.append((key, nbytes))
@@ -213,8 +185,8 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
     """The time, too, that the operations run inside would take on the device; see [Note: The roofline].
 
-    On the meta device it answers ``all()`` with true and ``any()`` with false, so that masks do not stop a model; a
-    mask's ``sum()`` is compared with a number as if all were true.
+    On the meta device it answers ``any()`` with false and all other questions for a truth with true, so that masks do
+    not stop a model.
 
     Args:
         saved: level of the saved tensors, which are not temporary: inputs, buffers, logits and gradients are left.
@@ -252,15 +224,11 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         self.last_operation, name, kwargs = str(func), func._schema.name, kwargs or {}
-        if name == "aten::_local_scalar_dense" and hasattr(args[0], _ANSWER):
-            return getattr(args[0], _ANSWER)
+        if name == "aten::_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool:
+            return not hasattr(args[0], _OF_ANY)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if name in _OF_ALL and result.is_meta:
-            setattr(result, _ANSWER, _OF_ALL[name])
-        elif name == "aten::sum" and args[0].dtype is torch.bool and not result.dim():
-            setattr(result, _COUNT, args[0].numel())
-        elif name == "aten::eq" and hasattr(args[0], _COUNT):
-            setattr(result, _ANSWER, getattr(args[0], _COUNT) == args[1])
+        if name == "aten::any":
+            setattr(result, _OF_ANY, True)
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
@@ -284,69 +252,34 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: 
     return flops / 2 if (args[at] if at < len(args) else kwargs.get("is_causal", False)) else flops
 
 
-_ANSWER, _COUNT = "_ds_tba_answer", "_ds_tba_count"
-_OF_ALL = {"aten::all": True, "aten::any": False}
-
-
+_OF_ANY = "_ds_tba_of_any"
 _aten = torch.ops.aten
-FLASH_HEAD_DIM = 256
 
 
 @contextmanager
-def cuda_kernels() -> Iterator[set[str]]:
-    """Have operations inside save what CUDA's kernels would save; yields the attention kernels that ran.
+def cuda_kernels() -> Iterator[None]:
+    """Have operations inside save what CUDA's kernels would save; see [Note: Which kernels].
 
     Changes PyTorch's dispatch table for tensors of the meta device that need a gradient, in all threads.
     """
-    taken: set[str] = set()
-    library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    try:
-        library.impl("scaled_dot_product_attention", partial(_attend, taken), "AutogradMeta")
+    # Taken back at the end: the table is the process's, and every later tensor on this device would run these kernels.
+    with _scoped_library("aten", "IMPL") as library:
+        library.impl("scaled_dot_product_attention", _attend, "AutogradMeta")
         library.impl("dropout", _dropout, "AutogradMeta")
-        yield taken
-    finally:
-        # The table is the process's: every later tensor on this device would run these kernels.
-        library._destroy()
+        yield
 
 
-def _attend(
-    taken: set[str],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Run ``scaled_dot_product_attention`` by the kernel of a CUDA device; see [Note: Which kernels]."""
-    given, mask = (query, key, value), attn_mask
-    chosen = attention_of(given, mask)
-    taken.add(chosen)
+def _attend(query: Any, key: Any, value: Any, mask: Any = None, *more: Any, **options: Any) -> Any:
+    """Run ``scaled_dot_product_attention``; ``more`` are its dropout and whether it is causal."""
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype)  # the kernels save the bias that a mask becomes
-    if chosen == "math":
-        attend = partial(_aten._scaled_dot_product_attention_math, *given, mask, enable_gqa=enable_gqa)
-    elif chosen == "flash":
-        attend = partial(_aten._scaled_dot_product_flash_attention, *given)
-    else:
-        mask = None if mask is None else mask.expand(*query.shape[:3], key.shape[-2])
-        attend = partial(_aten._scaled_dot_product_efficient_attention, *given, mask, True)
-    found: torch.Tensor = attend(dropout_p, is_causal, scale=scale)[0]
-    return found
-
-
-def attention_of(given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], mask: torch.Tensor | None) -> str:
-    """Return the kernel for query, key and value: ``flash``, ``efficient`` or ``math``."""
-    query, key, value = given
-    if any(one.dim() != 4 or one.stride(-1) != 1 for one in given) or query.dtype is torch.float64:
-        return "math"
-    is_one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if mask is None and query.itemsize == 2 and is_one_width and query.shape[-1] <= FLASH_HEAD_DIM:
-        return "flash"
-    return "efficient" if query.shape[1] == key.shape[1] == value.shape[1] else "math"
+    if query.itemsize != 2 and query.shape[1] != key.shape[1]:
+        return _aten._scaled_dot_product_attention_math(query, key, value, mask, *more, **options)[0]
+    options.pop("enable_gqa", None)
+    if mask is None:
+        return _aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, *more, **options)[0]
+    mask = mask.expand(*query.shape[:3], key.shape[-2])
+    return _aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, *more, **options)[0]
 
 
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:

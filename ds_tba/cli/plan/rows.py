@@ -3,33 +3,36 @@
 [Note: Need] Forward and backward need what is held, and what is saved and temporary, with ``FRAGMENTATION`` of the
 latter for what the allocator cannot use; the optimizer's step may need more. A need above ``TIGHT`` of the memory is
 tight. Settings that make no plan are replayed beside the temporary tensors of each operation; for a plan both peaks are
-added. Layers that run again leave memory unused: [Note: Segments] in ``dry_run.py``. Staging counts where it is memory
-of the training device.
+added. Staging counts as host memory.
 
-[Note: Traffic] What ZeRO moves over PCIe and to drives by its own offloads shares them with activations. Forward and
-backward take as long as all that crosses PCIe in one direction at least, and the optimizer's step as long as what is on
-a drive takes to be read and written.
+[Note: Segments] PyTorch's allocator serves a tensor from one segment that is free in one piece. What a layer takes that
+runs again lies in segments that are too small for whole logits, so the head gets new ones beside them
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management): the need has what one layer saves once more. A
+fused loss makes nothing larger than layers do. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True less is taken.
+
+[Note: Traffic] What ZeRO moves over PCIe by its own offloads shares it with activations: forward and backward take as
+long as all that crosses it in one direction at least.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 
-from ds_tba.cli.plan.training import Beside, Device, DryRun, Training, beside, held_of
+from ds_tba.cli.plan.training import Account, Device, DryRun, Training, account_of
 from ds_tba.config import ASSUMED_RATIO, BLOCK, DsConfig, Placement
-from ds_tba.explain.account import SAVED, TEMPORARY, ModelMemory
+from ds_tba.explain.account import SAVED, TEMPORARY
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import replay
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.timeline import Assignment, Timeline
-from ds_tba.plan.trace import Trace
+from ds_tba.plan.trace import OUTSIDE, Trace
 from ds_tba.wear import DAY_S, life_days, write_limit_bytes_per_step
 
 FRAGMENTATION = 0.05
@@ -39,7 +42,7 @@ SAME_STEP = 1.05
 SHORT_LIFE_DAYS = 365.0  # a row that wears drives out sooner is not recommended while another fits
 CHECKPOINTING = "turn on gradient checkpointing (model.gradient_checkpointing_enable())"
 NO_CHECKPOINTING = "gradient checkpointing must be off (model.gradient_checkpointing_disable())"
-UNIT, MOST, NEAR = 16, 1 << 24, 0.01  # answers of --longest: multiples, bound, and no closer one is sought
+UNIT, NEAR = 16, 0.01  # answers of --longest: multiples, and no closer one is sought
 ADAPTIVE = "+ adaptive in a budget"
 HOST_FULL = "lacks host memory"
 HOST_AIR = 1.1  # of host_budget_bytes: segments of memory are not filled to the last byte
@@ -77,25 +80,15 @@ class Row:
         return self.life_days is None or self.life_days >= SHORT_LIFE_DAYS
 
 
-class Setting(NamedTuple):
-    """A setting that makes no plan: its row's name, the placement of what is saved, and what else to do.
-
-    With ``recompute`` layers are checkpointed, and the placement is of what they then save.
-    """
-
-    name: str
-    placement: Placement = Placement.KEEP
-    advice: str = ""
-    recompute: bool = False
-
-
-SETTINGS = (
-    Setting("as it is"),
-    Setting("+ checkpointing", Placement.KEEP, CHECKPOINTING, recompute=True),
-    Setting("+ checkpointing and host", Placement.HOST, CHECKPOINTING, recompute=True),
-    Setting("+ checkpointing and NVMe", Placement.NVME, CHECKPOINTING, recompute=True),
-    Setting("offload all", Placement.NVME, NO_CHECKPOINTING),
-)
+# Settings that make no plan, by their names: the placement of what is saved; whether layers are checkpointed, so that
+# it is of what they then save.
+SETTINGS = {
+    "as it is": (Placement.KEEP, False),
+    "+ checkpointing": (Placement.KEEP, True),
+    "+ checkpointing and host": (Placement.HOST, True),
+    "+ checkpointing and NVMe": (Placement.NVME, True),
+    "offload all": (Placement.NVME, False),
+}
 
 
 @dataclass(frozen=True)
@@ -111,41 +104,35 @@ class Setup:
     run: DryRun
     training: Training
     device: Device
-    ranks: int
     tbw: float
     sharers: int = 1
     host_memory_bytes: float = math.inf
 
     @cached_property
-    def held(self) -> ModelMemory:
-        """The bytes that the device holds all the time, and in forward and backward."""
-        return held_of(self.training, self.run, self.ranks)
-
-    @cached_property
-    def zero(self) -> Beside:
-        """The bytes that ZeRO's own offloads hold and move."""
-        return beside(self.training, self.run, self.ranks)
+    def account(self) -> Account:
+        """The bytes that this rank holds beside activations, and what ZeRO moves."""
+        return account_of(self.training, self.run, self.device)
 
     @cached_property
     def trace(self) -> Trace:
-        """The trace with the optimizer's time; see [Note: Traffic]."""
-        update_s, zero = self.training.update_s(self.run.trained, self.ranks, self.device), self.zero
-        machine = self.run.trace.resources
-        if zero.swap_bytes and machine.paths:
-            read_s = zero.read_bytes / machine.drives.read_bytes_per_s
-            update_s = max(update_s, read_s + zero.written_bytes / machine.drives.write_bytes_per_s)
-        return replace(self.run.trace, optimizer_s=update_s)
+        """The trace with the optimizer's time."""
+        return replace(self.run.trace, optimizer_s=self.account.update_s)
+
+    @cached_property
+    def loose_bytes(self) -> int:
+        """Bytes of a layer that runs again in segments too small for the head; see [Note: Segments]."""
+        in_block, largest, outside = defaultdict[int, int](int), 0, 0
+        for one in self.run.trace.storages:
+            if OUTSIDE in one.blocks:
+                outside = max(outside, one.nbytes)
+            for block in set(one.blocks) - {OUTSIDE}:
+                in_block[block], largest = in_block[block] + one.nbytes, max(largest, one.nbytes)
+        return max(in_block.values(), default=0) if outside > largest else 0
 
     @cached_property
     def stored_share(self) -> float:
         """Bytes that the drives are written for a byte of saved tensors."""
         return 1.0 if self.training.offload.io.compression is None else ASSUMED_RATIO
-
-    @cached_property
-    def staging_on_device(self) -> int:
-        """Bytes of staging that are memory of the training device: with GPUDirect Storage all are."""
-        io = self.training.offload.io
-        return io.ring_bytes if io.backend == "gds" else 0
 
     @cached_property
     def limits(self) -> Limits:
@@ -158,7 +145,7 @@ class Setup:
         limits = Limits.of(offload, write_limit / self.stored_share)
         if device.memory_bytes is None:
             return limits
-        room = TIGHT * device.memory_bytes - self.held.nbytes - self.staging_on_device
+        room = TIGHT * device.memory_bytes - self.account.held.nbytes
         budget_bytes = max(0, int(room / (1 + FRAGMENTATION) - self.run.temporary_bytes))
         return replace(limits, activation_budget_bytes=budget_bytes, recompute=True)
 
@@ -173,40 +160,39 @@ class Setup:
         Args:
             moving_bytes: the peak of saved and temporary tensors together.
         """
-        held, zero = self.held, self.zero
-        linked_bytes = zero.link_bytes + cost.read_bytes + cost.forwarded_bytes
-        linked_s = linked_bytes / self.device.copy_bytes_per_s + self.trace.optimizer_s
+        account, held, memory_bytes = self.account, self.account.held, self.device.memory_bytes
+        linked_bytes = account.link_bytes + cost.read_bytes + cost.forwarded_bytes
+        linked_s = linked_bytes / self.device.copy_bytes_per_s + account.update_s
         cost = replace(cost, step_s=max(cost.step_s, linked_s))
-        staging_bytes = self.training.offload.io.ring_bytes if cost.written_bytes else 0
-        staged_on_device = min(staging_bytes, self.staging_on_device)
-        loose_bytes = self.run.loose_bytes if cost.recomputed_s else 0
+        loose_bytes = self.loose_bytes if cost.recomputed_s else 0
         stepping = sum(held.always.values()) + held.stepping_bytes
-        need = staged_on_device + max(stepping, held.nbytes + loose_bytes + int(moving_bytes * (1 + FRAGMENTATION)))
-        written_bytes = self.stored_share * cost.written_bytes + zero.written_bytes
-        per_day = written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
-        host_bytes = zero.host_bytes + staging_bytes - staged_on_device + cost.host_bytes
+        need = max(stepping, held.nbytes + loose_bytes + int(moving_bytes * (1 + FRAGMENTATION)))
+        per_day = (self.stored_share * cost.written_bytes + account.written_bytes) * DAY_S / cost.step_s
+        staging_bytes = self.training.offload.io.ring_bytes if cost.written_bytes else 0
+        host_bytes = account.host_bytes + staging_bytes + cost.host_bytes
         host_filled = host_bytes * self.sharers / self.host_memory_bytes if cost.host_bytes else 0.0
-        filled = need / (self.device.memory_bytes or math.inf)
+        filled = need / (memory_bytes or math.inf)
         verdict = HOST_FULL if host_filled > 1 else "tight" if filled > TIGHT else "fits"
-        if self.device.memory_bytes is None or filled > 1:
-            verdict = "does not fit" if filled > 1 else ""
-        swap_bytes = zero.swap_bytes + cost.written_bytes // self.training.micro_steps
-        life = life_days(self.tbw, per_day)
-        filled = max(host_filled, filled / TIGHT)
-        return Row(name, cost, need, verdict, filled, per_day, life, merged, advice, host_bytes, swap_bytes)
+        verdict = "does not fit" if filled > 1 else verdict
+        swap_bytes = account.swap_bytes + cost.written_bytes // self.trace.micro_steps
+        return Row(
+            name, cost, need, verdict if memory_bytes else "", max(host_filled, filled / TIGHT), per_day,
+            life_days(self.tbw, per_day), merged, advice, host_bytes, swap_bytes,
+        )  # fmt: skip
 
-    def fixed_row(self, setting: Setting) -> Row:
-        """Return the row of a setting that makes no plan; see :func:`assign`."""
-        assigned = assign(self.trace, setting.placement, recompute=setting.recompute)
+    def fixed_row(self, name: str, placement: Placement, recompute: bool) -> Row:
+        """Return the row of one of :data:`SETTINGS`; see :func:`assign`."""
+        assigned = assign(self.trace, placement, recompute=recompute)
         cost = replay(*assigned).cost
         block: DsConfig = {}
-        if setting.placement is Placement.NVME:
+        if placement is Placement.NVME:
             block = self.block("nvme")
-        elif setting.placement is Placement.HOST:  # null would take half of what is free
+        elif placement is Placement.HOST:  # null would take half of what is free
             host_bytes = int(HOST_AIR * cost.host_bytes)
             block = {BLOCK: {"enabled": True, "placement": "host", "host_budget_bytes": host_bytes}}
         peak_bytes = replay(*assigned, beside=self.run.temporary).cost.peak_saved_bytes
-        return self.row(setting.name, cost, peak_bytes, block, setting.advice)
+        advice = CHECKPOINTING if recompute else NO_CHECKPOINTING if block else ""
+        return self.row(name, cost, peak_bytes, block, advice)
 
     def planned_row(self) -> Row:
         """Return the row of a plan in the budget."""
@@ -219,13 +205,15 @@ class Setup:
 
 def fixed_rows(setup: Setup) -> list[Row]:
     """Return the rows of settings that make no plan; of checkpointing only where there are layers."""
-    return [setup.fixed_row(one) for one in SETTINGS if setup.trace.blocks or not one.recompute]
+    return [
+        setup.fixed_row(name, placement, recompute)
+        for name, (placement, recompute) in SETTINGS.items()
+        if setup.trace.blocks or not recompute
+    ]
 
 
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
     """Give one placement to everything that it is possible for; all else is kept.
-
-    Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest of them.
 
     Args:
         recompute: also every block, and then only what enters blocks is placed.
@@ -234,13 +222,7 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
     placed = [at for at, one in enumerate(trace.storages) if one.is_movable and (not recompute or at in inputs)]
     places = np.full(len(trace.storages), int(Placement.KEEP), np.int8)
     places[placed] = int(placement)
-    largest = max((trace.storages[at].nbytes for at in placed), default=0)
-    staging_bytes = max(trace.resources.staging_bytes, largest + 4096)
-    timeline = Timeline(replace(trace, resources=replace(trace.resources, staging_bytes=staging_bytes)))
-    owned = enumerate(timeline.owner.tolist())
-    owners = {at for index, at in owned if at >= 0 and index not in trace.blocks[at].inputs}  # not checkpointed already
-    again = [recompute and at in owners for at in range(len(trace.blocks))]
-    return timeline, Assignment(places, np.array(again, bool))
+    return Timeline(trace), Assignment(places, np.full(len(trace.blocks), recompute))
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
@@ -257,13 +239,14 @@ def recommended(rows: Sequence[Row]) -> Row | None:
 def holders(row: Row, setup: Setup) -> list[tuple[str, int]]:
     """Return the holders of the device's memory with their bytes, the largest first."""
     moving = {SAVED: row.cost.peak_saved_bytes, TEMPORARY: setup.run.temporary_bytes}
-    return sorted({**setup.held.always, **setup.held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
+    held = setup.account.held
+    return sorted({**held.always, **held.passing, **moving}.items(), key=itemgetter(1), reverse=True)
 
 
 def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, Row]]:
     """Find the longest sequence of each setting that makes no plan, and its row; each was run on shapes.
 
-    Where not even ``UNIT`` tokens fit it is 0, with the row of those; longer ones than ``MOST`` are not tried.
+    Where not even ``UNIT`` tokens fit it is 0, with the row of those.
 
     Args:
         setup_of: what a micro-step of a length takes; called once for each length.
@@ -276,15 +259,15 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
 
     def longest(name: str) -> tuple[int, Row]:
         """Double or halve until one length fits and another does not, then try on the line through the two."""
-        filled: dict[int, float] = {}
-        fits, fails, guess = 0, MOST + UNIT, first
+        filled: dict[float, float] = {}
+        fits, fails, guess = 0, math.inf, first
         while fails - fits > max(UNIT, NEAR * fits):
             filled[guess] = rows(guess)[name].filled
             fits, fails = (guess, fails) if filled[guess] <= 1 else (fits, guess)
-            if fails > MOST:
-                guess = min(MOST, 2 * fits)
+            if fails == math.inf:
+                guess = 2 * fits
             elif not fits:
-                guess = max(UNIT, fails // 2)
+                guess = max(UNIT, int(fails) // 2)
             else:
                 least = max(UNIT, NEAR / 2 * fits)  # away from both, or the line would come ever nearer to one
                 part = (1 - filled[fits]) / (filled[fails] - filled[fits])
@@ -292,5 +275,5 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
             guess = guess // UNIT * UNIT
         return fits, rows(fits or UNIT)[name]
 
-    first = min(MOST, max(UNIT, first // UNIT * UNIT))
+    first = max(UNIT, first // UNIT * UNIT)
     return [longest(name) for name in rows(first)]

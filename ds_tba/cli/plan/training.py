@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ ONE_MOMENT = ("sgd", "lion", "adagrad", "muon")
 # Of optimizer states in host memory: master and moments read and written, the gradient read, the parameter written.
 HOST_UPDATE_BYTES, HOST_BYTES_PER_S = 30, 60e9
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DECIDED_LATER = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16.enabled", "fp16.enabled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +52,18 @@ class DryRun:
 
     Attributes:
         temporary: tensors beside saved ones, by time.
-        loose_bytes: that checkpointed layers leave to the allocator, and the head cannot use.
         parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
-        hidden_size: of the model's config, else 0.
-        attention, notes: the attention kernels that ran, and limitations of this result, for the reader.
+        notes: limitations of this result, for the reader.
     """
 
     trace: Trace
     temporary: Spans = field(compare=False)
-    loose_bytes: int = 0
     parameters: int
     parameter_bytes: int
     trained: int
     trained_bytes: int
     largest_module: int = 0
-    hidden_size: int = 0
-    attention: Sequence[str] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -109,8 +105,7 @@ LAUNCH_S = 10e-6  # of one operation in eager mode, from Python
 class Device(NamedTuple):
     """The GPU: whose rates are taken, and what PyTorch has of its memory, if known.
 
-    Rates are per second, of matrix products, of its memory and of copies from and to the host; ``launch_s`` is the time
-    to launch an operation.
+    Rates are per second, of matrix products, of its memory and of copies from and to the host.
     """
 
     name: str
@@ -118,7 +113,6 @@ class Device(NamedTuple):
     flops: float
     memory_bytes_per_s: float
     copy_bytes_per_s: float
-    launch_s: float = 0.0
 
 
 def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
@@ -144,7 +138,7 @@ def gpu_of(text: str | None, dtype: torch.dtype) -> Device:
     named_gib, gib, tflops, tflops_32_bit, memory_gbps, copy_gbps = GPUS[name]
     memory_bytes = None if text is None else int((asked_gib or named_gib) * 2**30 * gib / named_gib)
     flops = 1e12 * (tflops if dtype.itemsize == 2 else tflops_32_bit)
-    return Device(name, memory_bytes, flops, 1e9 * memory_gbps, 1e9 * copy_gbps, LAUNCH_S)
+    return Device(name, memory_bytes, flops, 1e9 * memory_gbps, 1e9 * copy_gbps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +149,14 @@ class Training:
         config: the whole ``ds_config.json``.
         offload: the block, or its defaults where there is none.
         dtype: of parameters; None where they stay as the model has them.
+        ranks: that ZeRO divides among.
         notes: assumptions, for the reader.
     """
 
     config: Mapping[str, Any]
     offload: OffloadConfig
     dtype: torch.dtype | None = None
+    ranks: int = 1
     notes: tuple[str, ...] = ()
 
     def at(self, path: str) -> Any:
@@ -170,50 +166,23 @@ class Training:
             found = found.get(key) if isinstance(found, Mapping) else None
         return found
 
-    def number(self, path: str) -> int | None:
-        """Return the number above 0 that is there; None for anything else, such as "auto"."""
+    def number(self, path: str, usual: int) -> int:
+        """Return the number above 0 that is there; ``usual`` for anything else, such as "auto"."""
         value = self.at(path)
-        return int(value) if isinstance(value, (int, float)) and value > 0 and value is not True else None
-
-    @property
-    def micro_steps(self) -> int:
-        return self.number("gradient_accumulation_steps") or 1
+        return int(value) if isinstance(value, (int, float)) and value > 0 and value is not True else usual
 
     @property
     def stage(self) -> int:
-        return self.number("zero_optimization.stage") or 0
+        return self.number("zero_optimization.stage", 0)
 
     def offloads(self, what: str) -> str:
         """Return where ZeRO keeps the ``optimizer`` or the parameters (``param``): ``cpu``, ``nvme``, or empty."""
         device = self.at(f"zero_optimization.offload_{what}.device")
         return "" if device in (None, "none") else str(device)
 
-    def part(self, elements: float, ranks: int, divided_from: int = 1) -> int:
-        """Return the elements or bytes that one of ``ranks`` ranks has of what ZeRO divides from a stage on."""
-        return -(-int(elements) // ranks) if self.stage >= divided_from else int(elements)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's states, for each trained parameter: moments in FP32, and the master copy."""
-        moments = 1 if any(name in str(self.at("optimizer.type")).lower() for name in ONE_MOMENT) else 2
-        return MASTER_BYTES * (moments + (self.dtype is not None))
-
-    @property
-    def stepping_bytes(self) -> int:
-        """Bytes for each parameter in the optimizer's step alone: its gradient for the master, and temporary ones.
-
-        PyTorch's AdamW updates many tensors at once, with the roots of all second moments beside them. DeepSpeed's own
-        FusedAdam, which it takes for the config's name, has none.
-        """
-        of_torch = not self.at("optimizer.type") or self.at("optimizer.params.torch_adam") is True
-        return MASTER_BYTES * ((self.dtype is not None) + of_torch)
-
-    def update_s(self, trained: int, ranks: int, device: Device) -> float:
-        """Return the seconds of the optimizer's update of so many parameters, where its states are."""
-        trained = self.part(trained, ranks)
-        if self.offloads("optimizer"):
-            return trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
-        return trained * 2 * (self.state_bytes + MASTER_BYTES) / device.memory_bytes_per_s
+    def part(self, whole: int, from_stage: int) -> int:
+        """Return the elements or bytes that one rank has of what ZeRO divides from a stage on."""
+        return -(-whole // self.ranks) if self.stage >= from_stage else whole
 
 
 def read_training(path: Path | None) -> Training:
@@ -247,84 +216,92 @@ def read_training(path: Path | None) -> Training:
     changed = [key for key in _NOT_COUNTED if training.at(key) is True or training.at(key) not in (None, False, 0, 1)]
     if changed:
         notes.append(f"NOT COUNTED, though they change memory: {', '.join(changed)}")
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if found.get(key) == "auto":
-            notes.append(f'"{key}" is "auto", which the trainer decides: 1 is assumed')
+    if undecided := [key for key in _DECIDED_LATER if training.at(key) == "auto"]:
+        notes.append(f'"auto", which the trainer decides, is taken as 1 or as on: {", ".join(undecided)}')
     wanted = ((name, value) for value in (True, "auto") for name in _DTYPES)
-    name, value = next((one for one in wanted if training.at(f"{one[0]}.enabled") == one[1]), ("", None))
-    if value == "auto":
-        notes.append(f'"{name}.enabled" is "auto", which the trainer decides: taken as on')
-    return replace(training, dtype=_DTYPES.get(name), notes=tuple(notes))
+    dtype = next((_DTYPES[name] for name, value in wanted if training.at(f"{name}.enabled") == value), None)
+    return replace(training, dtype=dtype, notes=tuple(notes))
 
 
-def held_of(training: Training, run: DryRun, ranks: int) -> ModelMemory:
-    """Return the bytes that one of ``ranks`` ranks holds."""
-    stage, is_on_host = training.stage, training.offloads("optimizer")
-    element_bytes = run.parameter_bytes / max(1, run.parameters)
-    named = str(training.at("data_types.grad_accum_dtype"))
-    gradient_bytes = {"fp32": 4, "bf16": 2, "fp16": 2}.get(named, run.trained_bytes / max(1, run.trained))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """The bytes that one rank holds beside activations, and what ZeRO's own offloads move in a step.
 
-    def part(divided_from: int, nbytes: float) -> int:
-        return training.part(nbytes, ranks, divided_from)
-
-    def elements(key: str, usual: float) -> float:
-        if training.at(f"zero_optimization.{key}") == "auto" and run.hidden_size:  # as the Trainer of transformers
-            return run.hidden_size**2
-        return training.number(f"zero_optimization.{key}") or usual
-
-    gathered_bytes = bucket_bytes = 0.0
-    if stage == 3 and (ranks > 1 or training.offloads("param")):
-        live = min(run.parameters, elements("stage3_max_live_parameters", 1e9))
-        gathered_bytes = max(live, run.largest_module) * element_bytes  # a module's are there together, however many
-    if stage and training.at("zero_optimization.contiguous_gradients") in (None, True):
-        buffers = 2 if stage < 3 and training.at("zero_optimization.overlap_comm") is True else 1
-        bucket_bytes = buffers * elements("reduce_bucket_size", 5e8) * gradient_bytes
-    stepping = 0 if is_on_host else part(1, run.trained)
-    # ZeRO-3 steps through one sub-group at a time: the whole would be counted many times too large.
-    if stage == 3:
-        stepping = min(stepping, int(elements("sub_group_size", 1e9)))
-    return ModelMemory(
-        {
-            PARAMETERS: 0 if stage == 3 and training.offloads("param") else part(3, run.parameter_bytes),
-            GRADIENTS: 0 if is_on_host and stage >= 2 else part(2, run.trained * gradient_bytes),
-            STATES: 0 if is_on_host and stage else part(1, run.trained * training.state_bytes),
-            "CUDA context": CONTEXT_BYTES,
-        },
-        {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
-        training.stepping_bytes * stepping,
-    )
-
-
-class Beside(NamedTuple):
-    """Bytes that ZeRO keeps off the device of one rank, and moves in a step.
-
-    ``host_bytes`` and ``swap_bytes`` are held; ``link_bytes`` cross the link to the host in the busier direction;
-    ``read_bytes`` and ``written_bytes`` are the drive's.
+    Attributes:
+        held: on the device.
+        host_bytes, swap_bytes: off it, in host memory and on drives.
+        link_bytes: over the link to the host, in the busier direction.
+        written_bytes: to drives.
+        update_s: seconds of the optimizer's step.
     """
 
+    held: ModelMemory
     host_bytes: int
     swap_bytes: int
     link_bytes: int
-    read_bytes: int
     written_bytes: int
+    update_s: float
 
 
-def beside(training: Training, run: DryRun, ranks: int) -> Beside:
-    """Return what ZeRO's own offloads take of one of ``ranks`` ranks.
+def account_of(training: Training, run: DryRun, device: Device) -> Account:
+    """Return what one rank holds and moves.
 
-    Parameters go to the device in forward and again in backward of each micro-step, each rank's part over its own link;
-    gradients leave it in each. States on a drive are read and written in each step, with the gradients in FP32.
+    Offloaded parameters go to the device in forward and again in backward of each micro-step, each rank's part over its
+    own link; gradients leave it in each. States on a drive are read and written in each step, with the gradients in
+    FP32: the step takes at least that long.
     """
-    param = training.offloads("param") if training.stage == 3 else ""
-    optimizer, times = training.offloads("optimizer"), training.micro_steps
-    parameters = training.part(run.parameter_bytes, ranks) if param else 0
-    states = training.part(run.trained, ranks) * (training.state_bytes + MASTER_BYTES) if optimizer else 0
-    gradients = training.part(run.trained_bytes, ranks, 2) if optimizer else 0
-    parameters_there, states_there = parameters * (param == "nvme"), states * (optimizer == "nvme")
-    return Beside(
-        host_bytes=parameters + states - parameters_there - states_there,
-        swap_bytes=parameters_there + states_there,
-        link_bytes=times * max(2 * parameters, gradients),
-        read_bytes=states_there + 2 * times * parameters_there,
-        written_bytes=states_there + (training.part(run.trained_bytes, ranks) if param == "nvme" else 0),
+    stage, times, part = training.stage, run.trace.micro_steps, training.part
+    param = training.offloads("param") if stage == 3 else ""
+    optimizer = training.offloads("optimizer") if stage else ""
+    parameters, trained = part(run.parameter_bytes, 3), part(run.trained, 1)
+    is_fp32 = training.at("data_types.grad_accum_dtype") == "fp32"
+    gradient_bytes = MASTER_BYTES * run.trained if is_fp32 else run.trained_bytes
+    gradients = part(gradient_bytes, 2)
+
+    gathered_bytes = bucket_bytes = 0.0
+    if stage == 3 and (training.ranks > 1 or param):
+        live = min(run.parameters, training.number("zero_optimization.stage3_max_live_parameters", 10**9))
+        # A module's are there together, however many.
+        gathered_bytes = max(live, run.largest_module) * run.parameter_bytes / max(1, run.parameters)
+    is_small = training.at("zero_optimization.reduce_bucket_size") == "auto"  # the square of the hidden size
+    if stage and training.at("zero_optimization.contiguous_gradients") in (None, True) and not is_small:
+        buffers = 2 if stage < 3 and training.at("zero_optimization.overlap_comm") is True else 1
+        elements = training.number("zero_optimization.reduce_bucket_size", 5 * 10**8)
+        bucket_bytes = buffers * elements * gradient_bytes / max(1, run.trained)
+    moments = 1 if any(name in str(training.at("optimizer.type")).lower() for name in ONE_MOMENT) else 2
+    masters = int(training.dtype is not None)
+    # PyTorch's AdamW updates many tensors at once, with the roots of all second moments beside them. DeepSpeed's own
+    # FusedAdam, which it takes for the config's name, has none.
+    roots = int(not training.at("optimizer.type") or training.at("optimizer.params.torch_adam") is True)
+    # ZeRO-3 steps through one sub-group at a time: the whole would be counted many times too large.
+    stepping = min(trained, training.number("zero_optimization.sub_group_size", 10**9)) if stage == 3 else trained
+    states = trained * MASTER_BYTES * (moments + masters)
+    held = ModelMemory(
+        {
+            PARAMETERS: 0 if param else parameters,
+            GRADIENTS: 0 if optimizer and stage >= 2 else gradients,
+            STATES: 0 if optimizer else states,
+            "CUDA context": CONTEXT_BYTES,
+        },
+        {"gathered parameters": int(gathered_bytes), "ZeRO's buckets": int(bucket_bytes)},
+        0 if optimizer else stepping * MASTER_BYTES * (masters + roots),
+    )
+    updated_bytes = states + trained * MASTER_BYTES
+    update_s = 2 * updated_bytes / device.memory_bytes_per_s
+    if optimizer:
+        update_s = trained * HOST_UPDATE_BYTES / HOST_BYTES_PER_S
+    states_there, parameters_there = updated_bytes * (optimizer == "nvme"), parameters * (param == "nvme")
+    written_bytes = states_there + part(run.trained_bytes, 3) * (param == "nvme")
+    machine = run.trace.resources
+    if written_bytes and machine.paths:
+        read_s = (states_there + 2 * times * parameters_there) / machine.drives.read_bytes_per_s
+        update_s = max(update_s, read_s + written_bytes / machine.drives.write_bytes_per_s)
+    swap_bytes = states_there + parameters_there
+    return Account(
+        held=held,
+        host_bytes=parameters * bool(param) + updated_bytes * bool(optimizer) - swap_bytes,
+        swap_bytes=swap_bytes,
+        link_bytes=times * max(2 * parameters * bool(param), gradients * bool(optimizer)),
+        written_bytes=written_bytes,
+        update_s=update_s,
     )
