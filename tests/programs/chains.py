@@ -1,13 +1,14 @@
 """Chains of ops over a pool of tensors, through a cache that rematerializes and without: two kinds of them.
 
-``cheap``: cheap ops in any order, many ways of backward, stores, a budget, and sometimes a surprise in one late step.
-Every loss and gradient must have the same bits, every error must come in both, and nothing may be left behind.
+Every loss and gradient must have the same bits, every error must come in both, and nothing may be left behind. A kind
+is what a draw chooses from (:data:`KINDS`).
+
+``cheap``: cheap ops in any order, many ways of backward, and sometimes a surprise in one late step.
 
 ``mixed``: what makes a site equal in one step and unequal in another. Ops in place whose second operand has a wider
 dtype, other orders of the same elements, parameters that begin at 0 and 1 and move, graphs carried from one forward
 into the next, an update between two backwards of one forward, statistics that are kept, and changes without a record of
-autograd's that begin in a late step. Around the cache's hooks a copy of each tensor is taken as it is saved, and
-compared as it is wanted again; nothing of the cache's insides is known.
+autograd's that begin in a late step.
 
 [Note: Late changes] An operand that is changed in place in a late step, after its site was proven, may raise
 ``ActivationModifiedError`` where autograd would not have asked for it: cheap programs with a surprise may do so in that
@@ -15,9 +16,9 @@ step. What no op has saved, and is changed under ``no_grad`` or through ``data``
 there: it is drawn in mixed programs only.
 
 [Note: Found later] What is equal at first, and is changed later without a record of autograd's, may be found by checks
-in turn only. Such mixed programs may get wrong tensors for a while if they end with ``RematerializationError`` then:
-they run on for as long as all checks take to come again. They may also raise ``ActivationModifiedError`` in the very
-step in which the first tensor was wrong: no parameter has moved by it.
+in turn only. Such mixed programs may get wrong gradients for a while if a step ends with ``RematerializationError``
+then: they run on for as long as all checks take to come again. They may also raise ``ActivationModifiedError`` in the
+very step that is the first with another result: no parameter has moved by it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ import random
 import tempfile
 import threading
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ from torch import Tensor
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned, whole_storage
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import DsTbaError
 from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
@@ -58,27 +57,14 @@ from programs.kind import Failure, Kind, Outcome, named
 from programs.ops import CHEAP, DTYPES, FUNCTIONS, MAX_SQUARE, MIXED, SURPRISES, UNRECORDED, Boom, State, Table
 
 GRAIN = 1 << 15  # elements that one thread of a CPU takes
-LATE = 3  # the step of a cheap program with a surprise
 SETTLE_S = 1.0
+STEPS_AFTER = 3  # the first late one
 PATIENCE = 64 + 8  # steps from the first late one on, within which all that is checked in turn was checked
 LEARNING_RATE = 0.1
-DTYPE_WEIGHTS = [6, 4, 1, 1]
-SHAPES = [
-    (3, 17), (17, 3), (1, 1), (4, 8), (8, 64), (1, 4099), (3, 1366), (33, 128), (4099, 1), (12, 36), (0, 5), (2, 40000),
-]  # fmt: skip
-SHAPE_WEIGHTS = [6, 6, 3, 8, 10, 2, 2, 6, 1, 8, 2, 2]
-# Columns in threes, for images; numbers of elements that leave a few behind a CPU's vectors.
-MIXED_SHAPES = [(1, 33), (3, 21), (5, 33), (7, 9), (11, 3), (23, 33), (2, 129), (17, 15)]
-MIXED_SHAPE_WEIGHTS = [4, 4, 6, 4, 2, 3, 3, 4]
-BACKWARDS = [
-    "plain", "plain", "plain", "retained", "two losses", "of a part", "inputs", "double", "double inside", "dropped",
-    "two forwards", "threads", "again", "other threads", "other thread", "accumulated",
-]  # fmt: skip
-MIXED_BACKWARDS = ["at once", "two losses", "step between"]
 WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "other threads", "accumulated"}
 """Ways of backward in which a reentrant checkpoint works."""
 ERRORS = {"boom", "modified", "freed", "no derivative"}
-"""Those that a cheap program may end a step with."""
+"""Those that a program may end a step with."""
 
 
 # ---- a program ------------------------------------------------------------------------------------------------------
@@ -92,6 +78,57 @@ class Line:
     seed: int
     first: int
     second: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a kind of chains is drawn from, with weights.
+
+    Attributes:
+        first: tensors of the pool before the first line.
+        longest: lines.
+        specials: ops that at most one line has, in ``special_part`` of the draws.
+    """
+
+    table: Table
+    first: int
+    longest: int
+    specials: tuple[str, ...]
+    special_part: float
+    shapes: dict[tuple[int, int], int]
+    dtypes: dict[torch.dtype, int]
+    backwards: dict[str, int]
+    stores: dict[tuple[str, ...], int]
+
+
+KINDS = {
+    "cheap": Choices(
+        table=CHEAP,
+        first=3,
+        longest=14,
+        specials=tuple(SURPRISES.ops),
+        special_part=0.4,
+        shapes={(3, 17): 6, (17, 3): 6, (1, 1): 3, (4, 8): 8, (8, 64): 10, (1, 4099): 2, (3, 1366): 2, (33, 128): 6,
+                (4099, 1): 1, (12, 36): 8, (0, 5): 2, (2, 40000): 2},
+        dtypes=dict(zip(DTYPES, (6, 4, 1, 1), strict=True)),
+        backwards={"plain": 3, **dict.fromkeys(
+            ("retained", "two losses", "of a part", "inputs", "double", "double inside", "dropped", "two forwards",
+             "threads", "again", "other threads", "other thread", "accumulated"), 1)},
+        stores={(): 3, ("nvme",): 1, ("host",): 1, ("nvme", "host"): 1, ("host", "nvme"): 1},
+    ),
+    "mixed": Choices(
+        table=MIXED,
+        first=4,
+        longest=8,
+        specials=("late_change",),
+        special_part=0.15,
+        # Columns in threes, for images; numbers of elements that leave a few behind a CPU's vectors.
+        shapes={(1, 33): 4, (3, 21): 4, (5, 33): 6, (7, 9): 4, (11, 3): 2, (23, 33): 3, (2, 129): 3, (17, 15): 4},
+        dtypes={torch.float32: 4, torch.bfloat16: 1},
+        backwards={"at once": 2, "two losses": 1, "step between": 1},
+        stores={(): 7, ("nvme",): 1, ("host", "nvme"): 1},
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,7 +162,7 @@ class Chain:
     threads: int = 1
     refills: bool = False
     freezes: bool = False
-    late: int = LATE
+    late: int = 3
     updates: str = "versions"
 
     @property
@@ -133,13 +170,11 @@ class Chain:
         return self.kind == "mixed"
 
     @property
-    def first(self) -> int:
-        """Tensors of the pool before the first line."""
-        return 4 if self.is_mixed else 3
-
-    @property
     def steps(self) -> int:
-        return 8 if self.is_mixed else 5
+        return self.late + STEPS_AFTER
+
+    def is_late(self, step: int) -> bool:
+        return step >= self.late if self.is_mixed else step == self.late
 
     @property
     def may_raise_more(self) -> bool:
@@ -161,60 +196,43 @@ class Chain:
         shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
         settings = ", ".join(f"{name} {getattr(self, name)!r}" for name in shown)
         ops = "\n".join(
-            f"    {place + self.first}: {line.name}[{line.seed}]({line.first}, {line.second})"
-            for place, line in enumerate(self.lines)
+            f"    {place}: {line.name}[{line.seed}]({line.first}, {line.second})"
+            for place, line in enumerate(self.lines, KINDS[self.kind].first)
         )
         return f"{self.kind} program of seed {self.seed}: {settings}\n{ops}"
 
 
-def draw_cheap(seed: int) -> Chain:
-    r = random.Random(seed)
-    late = r.choice(list(SURPRISES.ops)) if r.random() < 0.4 else ""
-    count = r.randint(2, 14)
-    when = r.randrange(count)
-    lines = _lines(r, CHEAP, count, 3, {when: late} if late else {})
-    last = count + 2
-    some = tuple({r.randrange(last + 1) for _ in range(2)})
-    stores = r.choice([(), (), (), ("nvme",), ("host",), ("nvme", "host"), ("host", "nvme")])
-    shape = r.choices(SHAPES, SHAPE_WEIGHTS)[0]
+def draw(kind: str, seed: int) -> Chain:
+    """The program of a seed: always the same one."""
+    r, choices = random.Random(f"{kind} {seed}"), KINDS[kind]
+    count = r.randint(2, choices.longest)
+    special = {r.randrange(count): r.choice(choices.specials)} if r.random() < choices.special_part else {}
+    lines = _lines(r, choices.table, count, choices.first, special)
+    last = count + choices.first - 1
+    first, second = {last, r.randrange(last + 1)}, {r.randrange(last + 1), *r.choice([(), (last,)])}
+    shape, stores, backward = (_weighed(r, one) for one in (choices.shapes, choices.stores, choices.backwards))
     return Chain(
-        kind="cheap",
+        kind=kind,
         seed=seed,
         shape=shape,
-        dtype=r.choices(DTYPES, DTYPE_WEIGHTS)[0],
+        dtype=_weighed(r, choices.dtypes),
         lines=lines,
-        losses=((last, *some), (r.randrange(last + 1),)),
-        backward=r.choice(BACKWARDS),
+        losses=(tuple(first), tuple(second)),
+        backward=backward,
         stores=stores,
         min_bytes=r.choice([1, 1, 64, 1024]),
         budget_bytes=r.choice([None, None, 0, 1 << 12, 1 << 15]),
         mixes=r.random() < 0.4,
         threads=r.choice([1, 2, 3]) if shape[0] * shape[1] > GRAIN else 1,
-        refills=r.random() < 0.3 and not stores,
+        refills=kind == "cheap" and r.random() < 0.3 and not stores,
         freezes=r.random() < 0.3,
-    )
-
-
-def draw_mixed(seed: int) -> Chain:
-    r = random.Random(f"mixed {seed}")
-    count = r.randint(2, 8)
-    special = {r.randrange(count): "late_change"} if r.random() < 0.15 else {}
-    lines = _lines(r, MIXED, count, 4, special)
-    last = count + 3
-    backward = r.choices(MIXED_BACKWARDS, [2, 1, 1])[0]
-    return Chain(
-        kind="mixed",
-        seed=seed,
-        shape=r.choices(MIXED_SHAPES, MIXED_SHAPE_WEIGHTS)[0],
-        dtype=r.choices([torch.float32, torch.bfloat16], [4, 1])[0],
-        lines=lines,
-        losses=((last, r.randrange(last + 1)), (last, r.randrange(last + 1))),
-        late=r.randint(2, 5),
-        backward=backward,
+        late=r.randint(2, 4),
         updates="data" if backward == "step between" else r.choice(["data", "versions"]),
-        stores=r.choice([()] * 7 + [("nvme",), ("host", "nvme")]),
-        min_bytes=r.choice([1, 1, 64]),
     )
+
+
+def _weighed(r: random.Random, weights: dict[Any, int]) -> Any:
+    return r.choices([*weights], [*weights.values()])[0]
 
 
 def _lines(r: random.Random, table: Table, count: int, size: int, special: dict[int, str]) -> tuple[Line, ...]:
@@ -228,101 +246,10 @@ def _lines(r: random.Random, table: Table, count: int, size: int, special: dict[
     return tuple(lines)
 
 
-# ---- what backward gets ---------------------------------------------------------------------------------------------
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    integers = INTEGERS[one.dtype.itemsize]
-    return torch.equal(one.view(integers), other.view(integers))
-
-
-@dataclass
-class Saved:
-    """A tensor as it was saved.
-
-    Attributes:
-        memory: of the tensor, while it lives: what autograd would return. Not held, or nothing would leave.
-        number: among those of its forward.
-    """
-
-    copy: Tensor
-    memory: weakref.ref[torch.UntypedStorage]
-    node: str
-    step: int
-    number: int
-
-
-@dataclass
-class Watch:
-    """Looks at what goes through a cache's hooks.
-
-    Attributes:
-        wrong: what was returned with other bits, in words.
-        outcomes: of each tensor that was rematerialized, whether it was right, over all steps.
-        made_again: tensors that were returned in another memory.
-    """
-
-    saved: dict[int, Saved] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
-    outcomes: dict[tuple[int, str], set[bool]] = field(default_factory=dict)
-    step: int = 0
-    number: int = 0
-    packed: int = 0
-    made_again: int = 0
-
-    def around(self, hooks: Any) -> Any:
-        """Hooks around those of the cache, which return the same objects."""
-        pack, unpack = hooks
-
-        def watched_pack(tensor: Tensor) -> Any:
-            held = pack(tensor)
-            # An object that went before may have had the same number.
-            node = type(tensor.grad_fn).__name__
-            self.saved[id(held)] = Saved(
-                tensor.detach().clone(), weakref.ref(tensor.untyped_storage()), node, self.step, self.number
-            )
-            self.number += 1
-            self.packed += 1
-            return held
-
-        def watched_unpack(held: Any) -> Tensor:
-            tensor: Tensor = unpack(held)
-            self.look(self.saved[id(held)], tensor.detach())
-            return tensor
-
-        return watched_pack, watched_unpack
-
-    def look(self, saved: Saved, found: Tensor) -> None:
-        # The memory itself may have been changed since, without a record: autograd would return what it is now.
-        is_other = saved.memory() is not found.untyped_storage()
-        is_right = not is_other or same_bits(found, saved.copy)
-        self.made_again += is_other
-        if is_other:
-            self.outcomes.setdefault((saved.number, saved.node), set()).add(is_right)
-        if not is_right:
-            look = f"{saved.node} {tuple(saved.copy.shape)} {saved.copy.dtype}"
-            self.wrong.append(f"step {self.step}: tensor {saved.number} of step {saved.step}, {look}")
-
-    @property
-    def mixed(self) -> Iterator[str]:
-        """Sites that were right in one step and wrong in another."""
-        return (node for (_, node), outcome in self.outcomes.items() if len(outcome) == 2)
-
-    def allows(self, error: Exception | None) -> bool:
-        """Return whether a program may end so; see [Note: Found later]."""
-        name = type(error).__name__
-        in_this_step = all(look.startswith(f"step {self.step}:") for look in self.wrong)
-        is_ours = isinstance(error, DsTbaError)
-        return is_ours and (name == "RematerializationError" or (name == "ActivationModifiedError" and in_this_step))
-
-
 # ---- running one ----------------------------------------------------------------------------------------------------
 
 Result = list[Any]
+PARAMETERS = ("vector", "full", "scalar", "square", "zeros", "ones", "zero")
 
 
 class Drawn:
@@ -341,14 +268,12 @@ class Run:
 
     Attributes:
         results: of each step, losses, gradients and errors.
-        error: with which a mixed program ended.
     """
 
     def __init__(self, program: Chain, cache: TensorCache | None = None, stores: Sequence[Store[Any]] = ()) -> None:
-        self.program, self.cache, self.watch = program, cache, Watch()
+        self.program, self.cache = program, cache
         self.calls: Counter[str] = Counter()
         self.results: list[Result] = []
-        self.error: Exception | None = None
         self._stores = stores
         self._generator = torch.Generator().manual_seed(program.seed)
         self._numbers = numpy.zeros(program.shape, dtype=numpy.float32)
@@ -369,13 +294,9 @@ class Run:
         self.zeros, self.ones, self.zero = (
             torch.nn.Parameter(made) for made in (torch.zeros(columns), torch.ones(columns), torch.zeros(rows, columns))
         )
-        self.parameters = [self.vector, self.full, self.scalar, self.square]
-        if program.is_mixed:
-            self.parameters += [self.zeros, self.ones, self.zero]
-            self.frozen = torch.randn(columns, generator=self._generator)
-        else:
-            filled = torch.zeros if program.freezes else torch.ones
-            self.frozen = torch.nn.Parameter(filled(columns, dtype=dtype), requires_grad=False)
+        self.parameters = [getattr(self, name) for name in PARAMETERS]
+        filled = torch.zeros if program.freezes else torch.ones
+        self.frozen = torch.nn.Parameter(filled(columns, dtype=dtype), requires_grad=False)
         self._owner = torch.nn.ParameterList(self.parameters)
 
     def run(self, steps: range) -> None:
@@ -387,22 +308,20 @@ class Run:
     def _run(self, steps: range) -> None:
         torch.set_num_threads(self.program.threads)
         for step in steps:
-            if self.error is not None:
-                return
             torch.manual_seed(step)
-            self.watch.step, self.watch.number = step, 0
-            if step == self.program.late and not self.program.is_mixed:
+            if step == self.program.late:
                 with torch.no_grad():
                     self.frozen.add_(0.5)
             self.results.append([])
             logged, self._logged = self._logged, []
             try:
                 self._step(step, self.results[-1], logged)
+                self._update()
             except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
                 self.results[-1].append(kind_of(error))
-                self.error = error if self.program.is_mixed else None
                 del error
-            self._update()
+            for one in self.parameters:  # how far a backward comes that fails is nobody's business
+                one.grad = None
 
     def _step(self, step: int, result: Result, logged: list[tuple[Tensor, Tensor]]) -> None:
         getattr(self, "_" + self.program.backward.replace(" ", "_"))(step, result)
@@ -528,14 +447,13 @@ class Run:
             yield
             return
         policy = Drawn(self._stores, self.program.seed + step) if self.program.mixes else None
-        with self.cache.saving(policy=policy, around=self.watch.around if self.program.is_mixed else None):
+        with self.cache.saving(policy=policy):
             yield
 
     def _forward(self, step: int, result: Result, *, opens: bool = True) -> tuple[Tensor, Tensor]:
         x = self._input()
         mark_inputs(x)
-        if self.program.is_mixed:
-            mark_owned(self._owner)
+        mark_owned(self._owner)
         with self._saving(step) if opens else contextlib.nullcontext():
             losses = self._model(step, x)
         result.append([bits(loss) for loss in losses])
@@ -550,7 +468,7 @@ class Run:
 
     def _model(self, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
         program = self.program
-        is_late = step >= program.late if program.is_mixed else step == program.late
+        is_late = program.is_late(step)
         state = State(
             step, is_late, self.vector, self.square, self.full, self.scalar, self.zeros, self.ones, self.zero,
             self.frozen, x, self.calls, program.may_reenter, self._carried, self._logged,
@@ -567,9 +485,8 @@ class Run:
             for loss in program.losses
         )
         assert isinstance(one, Tensor) and isinstance(two, Tensor)
-        if not program.is_mixed:
-            one = one + sum(parameter.float().sum() * 0 for parameter in self.parameters)
-        return one + self.full.float().sum() * 0, two + self.full.float().sum() * 0
+        one = one + sum(parameter.float().sum() * 0 for parameter in self.parameters)
+        return one, two + self.full.float().sum() * 0
 
     def _backward(self, loss: Tensor, result: Result, **options: Any) -> None:
         loss.backward(**options)
@@ -654,7 +571,13 @@ class Stores:
 
 
 class Chains(Kind[Chain]):
-    """Chains over stores that all of them share."""
+    """Chains of a kind, over stores that all of them share."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def draw(self, seed: int) -> Chain:
+        return draw(self.kind, seed)
 
     def open(self, directory: str) -> None:
         self._left = contextlib.ExitStack()
@@ -689,28 +612,16 @@ class Chains(Kind[Chain]):
         cache.limit(program.budget_bytes)
         ours = Run(program, cache, used)
         ours.run(range(program.steps))
-        is_wrong = bool(ours.watch.wrong)
-        if is_wrong and program.may_be_found_later:
+        failures = list(failures_of(program, plain, ours))
+        if failures and program.may_be_found_later:
             ours.run(range(program.steps, program.late + PATIENCE))
-        tally += counted(program, plain, ours, sites)
-        if program.may_be_found_later and ours.watch.allows(ours.error):
-            tally["found later"] += is_wrong
-            failures = []
-        else:
-            failures = list(failures_of(program, plain, ours))
+            tally["found later"] = is_found(plain, ours)
+            failures = [] if tally["found later"] else failures
+        tally += counted(program, plain, sites)
+        tally["made again"] = cache.stats.rematerialized_bytes > 0
         del plain, ours
         left = after_a_while(lambda: held(cache, self.stores.nvme, self.stores.host), SETTLE_S)
         return Outcome(failures + ([Failure("left", left)] if left else []), tally)
-
-
-class CheapChains(Chains):
-    def draw(self, seed: int) -> Chain:
-        return draw_cheap(seed)
-
-
-class MixedChains(Chains):
-    def draw(self, seed: int) -> Chain:
-        return draw_mixed(seed)
 
 
 WARM_UP = Chain(
@@ -724,48 +635,53 @@ WARM_UP = Chain(
 )
 
 
-def counted(program: Chain, plain: Run, ours: Run, sites: Sites) -> Counter[str]:
+def counted(program: Chain, plain: Run, sites: Sites) -> Counter[str]:
     """Return what was exercised."""
-    summary, watch = sites.summary(), ours.watch
+    summary = sites.summary()
     tally = named("proven", Counter(summary["rematerialized_sites"]))
     tally += named("refused", Counter(summary["refused_sites"])) + named("op", (line.name for line in program.lines))
-    tally += named("mixed", watch.mixed)
-    tally += named("error", (one for result in plain.results for one in result if isinstance(one, str)))
-    tally["packed"] += watch.packed
-    tally["made again"] += watch.made_again
+    tally += named("error", errors_in(plain.results))
     tally["finite"] += not any(is_infinite(one) for result in plain.results for one in result)
     return tally
 
 
+def errors_in(results: Iterable[Result]) -> list[str]:
+    return [one for result in results for one in result if isinstance(one, str)]
+
+
+def is_found(plain: Run, ours: Run) -> bool:
+    """Return whether a program may differ so; see [Note: Found later]."""
+    pairs = enumerate(zip(plain.results, ours.results, strict=False))
+    first = next((step for step, (one, other) in pairs if one != other), len(plain.results))
+    later = errors_in(ours.results[first:])
+    return "modified" in errors_in(ours.results[first : first + 1]) or any(
+        one.startswith("RematerializationError") for one in later
+    )
+
+
 def failures_of(program: Chain, plain: Run, ours: Run) -> Iterator[Failure]:
     """Yield what is wrong."""
-    if ours.watch.wrong:
-        yield from (Failure("tensor", text) for text in ours.watch.wrong[:3])
-        return
     yield from _differences(program, plain, ours)
     for name, count in ours.calls.items():
         if count > plain.calls[name]:
             yield Failure("calls", f"{name}: {count} instead of {plain.calls[name]}")
-    for one in () if program.is_mixed else (one for result in plain.results for one in result):
-        if isinstance(one, str) and one not in ERRORS:
-            yield Failure("program", one)
+    yield from (Failure("program", one) for one in errors_in(plain.results) if one not in ERRORS)
 
 
 def _differences(program: Chain, plain: Run, ours: Run) -> Iterator[Failure]:
-    names = ["vector", "full", "scalar", "square", "zeros", "ones", "zero"]
     for step, (expected, found) in enumerate(zip(plain.results, ours.results, strict=False)):
         if expected == found:
             continue
         pairs = enumerate(zip(expected, found, strict=False))
         place = next((one for one, (a, b) in pairs if a != b), min(len(expected), len(found)))
         a, b = ((some[place : place + 1] or ["nothing"])[0] for some in (expected, found))
-        if b == "modified" and a != b and step == LATE and program.may_raise_more:
+        if b == "modified" and a != b and step == program.late and program.may_raise_more:
             return  # what comes after is not comparable: the parameters are others
         if isinstance(a, str) or isinstance(b, str):
             a, b = (one if isinstance(one, str) else "no error" for one in (a, b))
             yield Failure("error", f"step {step}, {place}: {b} instead of {a}")
         else:
-            where = [name for name, one, two in zip(names, a, b, strict=False) if one != two]
+            where = [name for name, one, two in zip(PARAMETERS, a, b, strict=False) if one != two]
             yield Failure("difference", f"step {step}, {place} of {len(expected)}: {where}")
         return
 
