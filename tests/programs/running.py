@@ -158,14 +158,18 @@ class _Held:
 
 
 class Ours(Plain):
-    """Training with an offloader, as an engine would drive it."""
+    """Training with an offloader, as an engine would drive it.
+
+    Attributes:
+        peaks: bytes of activations of each step.
+    """
 
     def __init__(self, program: Program, directory: str, budget_bytes: int | None = None) -> None:
         self._program = program
         self._budget_bytes = budget_bytes
         self._failures: list[Failure] = []
         self._others = set(threading.enumerate())
-        self._step = 0
+        self.peaks: list[int] = []
         self.warnings = Warnings()
         logging.getLogger("ds_tba").addHandler(self.warnings)
         self.device = LateDevice(longest_pause_s=LATE_S) if program.device == "late" else None
@@ -189,16 +193,17 @@ class Ours(Plain):
         self.offloader.note_step()
         if self._budget_bytes is not None and not self._failures:
             self._check_budget(self._budget_bytes)
-        self._step += 1
+        if self._program.lengths:
+            self.offloader.cache.settle()
+        self.peaks.append(self.offloader.report().step_peak_saved_bytes)
 
     def _check_budget(self, budget_bytes: int) -> None:
         """Kept so far, or a warning has said why not."""
         peak_bytes = self.offloader.report().peak_saved_bytes
         if peak_bytes > budget_bytes and not any(BUDGET in text for text in self.warnings.texts):
-            self._failures.append(
-                Failure("budget", f"step {self._step}: {peak_bytes} bytes of activations, budget {budget_bytes}, and "
-                                  f"no warning; plans so far: {self.offloader.report().plans}")
-            )  # fmt: skip
+            plans = f"no warning; plans so far: {self.offloader.report().plans}"
+            text = f"step {len(self.peaks)}: {peak_bytes} bytes of activations, budget {budget_bytes}, and {plans}"
+            self._failures.append(Failure("budget", text))
 
     def end(self) -> list[Failure]:
         """Close the offloader, and return what it had left."""
@@ -247,7 +252,11 @@ class Training:
         self._tape = tape
         parts.reset_states(program.seed)
         self._data = torch.Generator().manual_seed(program.seed + 2)
-        self._net = parts.Net(program.stem, program.blocks, program.width, TOKENS)
+        self._net: Any = (
+            parts.Lengths(program.lengths, program.width)
+            if program.lengths
+            else parts.Net(program.stem, program.blocks, program.width, TOKENS)
+        )
         side.watch(self._net)
         kind = torch.optim.AdamW if program.optimizer == "AdamW" else torch.optim.SGD
         self._optimizer = kind(self._net.parameters(), lr=1e-3)
@@ -294,6 +303,12 @@ class Training:
             return
         while losses:
             self._backward(losses.pop(0 if step.how == "in order" else -1))
+
+    def lengths(self, step: Step, number: int) -> None:
+        """Micro-steps of forwards of several lengths before one backward, and graphs that are kept."""
+        for rows in step.forwards:
+            self._backward(torch.stack([self._forward(self._fresh(one)) for one in rows]).sum())
+        self._held = [(number + 2, self._forward(self._fresh(step.rows))) for _ in range(step.keeps)]
 
     def dropped(self, step: Step, number: int) -> None:
         """A graph without a backward, before the usual one."""
@@ -384,7 +399,7 @@ class Training:
         loss = self._forward(self._batch(step.rows))
         tapped, self._net.tapped, self._net.tap = self._net.tapped, None, None
         with torch.no_grad():
-            tapped.add_(1)  # type: ignore[union-attr]
+            tapped.add_(1)
         del tapped
         self._backward(loss)
 
@@ -520,12 +535,20 @@ class _Collecting:
 
 
 def check(program: Program, directory: str) -> Outcome:
-    """Run a program without us, with us, and where it has a budget with everything kept before that."""
+    """Run a program without us and with us; return what is wrong."""
+    return run(program, directory)[0]
+
+
+def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
+    """Run a program without us, with us, and where its budget is a part of the peak with everything kept before that.
+
+    Return what is wrong, and the side with us.
+    """
     outcome = Outcome()
     reference = train(program, Plain())
     outcome.tally["steps that must fail"] = len(reference.messages)
     outcome.tally["not finite"] = not reference.is_finite
-    budget_bytes = None
+    budget_bytes = program.budget_bytes
     if program.budget_part is not None:
         kept = replace(program, placement="keep", device="cpu", host_bytes=0, planner="adaptive")
         side = Ours(kept, directory)
@@ -543,7 +566,7 @@ def check(program: Program, directory: str) -> Outcome:
         if counted.left:
             outcome.failures = [one for one in outcome.failures if one.kind != "left"]
     outcome.tally["plans"] = side.offloader.report().plans
-    return outcome
+    return outcome, side
 
 
 def _compare(outcome: Outcome, reference: Tape, program: Program, side: Ours, prefix: str) -> None:
