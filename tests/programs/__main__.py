@@ -28,14 +28,13 @@ from typing import Any
 
 import torch
 
-from programs.budgets import Budgets
+from programs import budgets, running, trainings
 from programs.chains import Chains
 from programs.kind import Kind, Outcome, shown
-from programs.running import Trainings
 
 KINDS: dict[str, Callable[[], Kind[Any]]] = {
-    "trainings": Trainings,
-    "budgets": Budgets,
+    "trainings": partial(Kind, trainings.draw, running.check),
+    "budgets": partial(Kind, budgets.draw, budgets.check),
     "cheap": partial(Chains, "cheap"),
     "mixed": partial(Chains, "mixed"),
 }

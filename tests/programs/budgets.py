@@ -12,7 +12,7 @@ import random
 from dataclasses import replace
 
 from programs import running
-from programs.kind import Failure, Kind, Outcome
+from programs.kind import Failure, Outcome
 from programs.running import Ours
 from programs.trainings import Program, Step
 
@@ -99,13 +99,3 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
     outcome.tally["wear gave way"] = bool(wears)
     outcome.tally["larger than staging"] = largest_bytes(program) > program.staging_bytes
     return outcome, side
-
-
-class Budgets(Kind[Program]):
-    """Trainings under budgets."""
-
-    def draw(self, seed: int) -> Program:
-        return draw(seed)
-
-    def check(self, program: Program) -> Outcome:
-        return check(program, self.directory)

@@ -32,6 +32,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -575,11 +576,10 @@ class Chains(Kind[Chain]):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-
-    def draw(self, seed: int) -> Chain:
-        return draw(self.kind, seed)
+        super().__init__(partial(draw, kind), self._check)
 
     def open(self, directory: str) -> None:
+        super().open(directory)
         self._left = contextlib.ExitStack()
         self._left.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -593,15 +593,15 @@ class Chains(Kind[Chain]):
     def close(self) -> None:
         self._left.close()
 
-    def check(self, program: Chain) -> Outcome:
+    def _check(self, program: Chain, _directory: str) -> Outcome:
         present = torch.get_num_threads()
         torch.set_num_threads(program.threads)
         try:
-            return self._check(program)
+            return self._compare(program)
         finally:
             torch.set_num_threads(present)
 
-    def _check(self, program: Chain) -> Outcome:
+    def _compare(self, program: Chain) -> Outcome:
         tally: Counter[str] = Counter()
         plain = Run(program)
         plain.run(range(program.steps))

@@ -29,8 +29,8 @@ from ds_tba.plan.agreement import Alone
 from ds_tba.plan.controller import Controller
 from ds_tba.plan.feedback import Action
 from programs import parts
-from programs.kind import Failure, Kind, Outcome
-from programs.trainings import Program, Step, draw
+from programs.kind import Failure, Outcome
+from programs.trainings import Program, Step
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # has the planners of the papers
 
@@ -583,13 +583,3 @@ def _compare(outcome: Outcome, reference: Tape, program: Program, side: Ours, pr
         outcome.failures += [Failure("error", prefix + text) for text in tape.ours]
     del tape
     outcome.failures += [Failure(one.kind, prefix + one.text) for one in side.end()]
-
-
-class Trainings(Kind[Program]):
-    """Random models in random training loops."""
-
-    def draw(self, seed: int) -> Program:
-        return draw(seed)
-
-    def check(self, program: Program) -> Outcome:
-        return check(program, self.directory)

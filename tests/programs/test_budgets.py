@@ -12,8 +12,8 @@ from support.doubles import ScriptedBackend
 
 from ds_tba.core.residency import Residency
 from ds_tba.storage.backends.select import Selection
-from programs.budgets import BASE, KIB, MIB, Budgets, run, step
-from programs.kind import check_all
+from programs.budgets import BASE, KIB, MIB, check, draw, run, step
+from programs.kind import Kind, check_all
 from programs.running import Ours
 from programs.trainings import Program
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) -> None:
-    budgets = Budgets()
-    budgets.directory = str(tmp_path)
+    budgets = Kind(draw, check)
+    budgets.open(str(tmp_path))
     tally, failed = check_all(budgets, range(chunk * DRAWS, (chunk + 1) * DRAWS))
     print(dict(tally))
     assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
