@@ -8,7 +8,7 @@ from typing import Any
 
 import programs_deepspeed
 import pytest
-from compare import PLANNED, RECOMPUTED, compare, refusal, row
+from compare import PLANNED, RECOMPUTED, compare, row
 from forked import Program
 from programs_plain import plain_loop
 from support.runs import plain_config
@@ -81,14 +81,3 @@ def test_excluded_ops_are_saved(tmp_path: Path) -> None:
     block = {**ALONE, "rematerialize": {"exclude": ops}}
     compared = compare(plain_loop, config_of(2), tmp_path, block=block, must_move=False, has_cache=False)
     assert not set(compared.reports[0]["rematerialized_sites"]) & set(ops)
-
-
-def test_false_switches_it_off(tmp_path: Path) -> None:
-    compared = compare(plain_loop, config_of(2), tmp_path, block={"rematerialize": False}, has_cache=False)
-    assert compared.rematerialized_bytes == 0
-    assert compared.reports[0]["rematerialized_sites"] == {}
-
-
-def test_an_op_that_there_is_not(tmp_path: Path) -> None:
-    message = refusal(plain_loop, config_of(2), tmp_path, "", block={"rematerialize": {"exclude": ["silly"]}})
-    assert "rematerialize.exclude" in message and "silly" in message and "silu" in message
