@@ -308,7 +308,8 @@ class Training:
         """Micro-steps of forwards of several lengths before one backward, and graphs that are kept."""
         for rows in step.forwards:
             self._backward(torch.stack([self._forward(self._fresh(one)) for one in rows]).sum())
-        self._held = [(number + 2, self._forward(self._fresh(step.rows))) for _ in range(step.keeps)]
+        self._held.clear()
+        self._held += [(number + 2, self._forward(self._fresh(step.rows))) for _ in range(step.keeps)]
 
     def dropped(self, step: Step, number: int) -> None:
         """A graph without a backward, before the usual one."""
