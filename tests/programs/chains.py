@@ -31,18 +31,18 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy
 import torch
 from support.leftovers import after_a_while, held
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import mark_inputs, mark_owned, whole_storage
+from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
@@ -55,16 +55,18 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from programs.kind import Failure, Kind, Outcome, named
-from programs.ops import CHEAP, DTYPES, FUNCTIONS, MAX_SQUARE, MIXED, SURPRISES, UNRECORDED, Boom, State, Table
+from programs.ops import CHEAP, DTYPES, FUNCTIONS, MAX_SQUARE, MIXED, SURPRISES, UNRECORDED, State, Table
+from programs.running import Plain, Tape, Training, kind_of
+from programs.trainings import Step
 
 GRAIN = 1 << 15  # elements that one thread of a CPU takes
 SETTLE_S = 1.0
 STEPS_AFTER = 3  # the first late one
 PATIENCE = 64 + 8  # steps from the first late one on, within which all that is checked in turn was checked
 LEARNING_RATE = 0.1
-WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "other threads", "accumulated"}
-"""Ways of backward in which a reentrant checkpoint works."""
-ERRORS = {"boom", "modified", "freed", "no derivative"}
+WHOLE = {"usual", "retain", "two_losses", "dropped", "several", "other_threads"}
+"""Kinds of steps in which a reentrant checkpoint works."""
+ERRORS = {"Boom", "modified", "freed", "no derivative"}
 """Those that a program may end a step with."""
 
 
@@ -98,7 +100,7 @@ class Choices:
     special_part: float
     shapes: dict[tuple[int, int], int]
     dtypes: dict[torch.dtype, int]
-    backwards: dict[str, int]
+    steps: dict[Step, int]
     stores: dict[tuple[str, ...], int]
 
 
@@ -112,9 +114,14 @@ KINDS = {
         shapes={(3, 17): 6, (17, 3): 6, (1, 1): 3, (4, 8): 8, (8, 64): 10, (1, 4099): 2, (3, 1366): 2, (33, 128): 6,
                 (4099, 1): 1, (12, 36): 8, (0, 5): 2, (2, 40000): 2},
         dtypes=dict(zip(DTYPES, (6, 4, 1, 1), strict=True)),
-        backwards={"plain": 3, **dict.fromkeys(
-            ("retained", "two losses", "of a part", "inputs", "double", "double inside", "dropped", "two forwards",
-             "threads", "again", "other threads", "other thread", "accumulated"), 1)},
+        steps={
+            Step("usual"): 3,
+            **dict.fromkeys(map(Step, ("retain", "two_losses", "of_a_part", "threads", "again", "other_threads",
+                                       "other_thread")), 1),
+            Step("usual", micro_steps=2): 1, Step("inputs", how="backward"): 1, Step("double", how="outside"): 1,
+            Step("double", how="inside"): 1, Step("dropped", how="at once"): 1,
+            Step("several", micro_steps=2, how="reversed"): 1,
+        },
         stores={(): 3, ("nvme",): 1, ("host",): 1, ("nvme", "host"): 1, ("host", "nvme"): 1},
     ),
     "mixed": Choices(
@@ -126,7 +133,7 @@ KINDS = {
         # Columns in threes, for images; numbers of elements that leave a few behind a CPU's vectors.
         shapes={(1, 33): 4, (3, 21): 4, (5, 33): 6, (7, 9): 4, (11, 3): 2, (23, 33): 3, (2, 129): 3, (17, 15): 4},
         dtypes={torch.float32: 4, torch.bfloat16: 1},
-        backwards={"at once": 2, "two losses": 1, "step between": 1},
+        steps={Step("at_once"): 2, Step("two_losses"): 1, Step("step_between"): 1},
         stores={(): 7, ("nvme",): 1, ("host", "nvme"): 1},
     ),
 }  # fmt: skip
@@ -155,7 +162,7 @@ class Chain:
     dtype: torch.dtype
     lines: tuple[Line, ...]
     losses: tuple[tuple[int, ...], tuple[int, ...]]
-    backward: str
+    step: Step
     stores: tuple[str, ...] = ()
     min_bytes: int = 1
     budget_bytes: int | None = None
@@ -165,14 +172,24 @@ class Chain:
     freezes: bool = False
     late: int = 3
     updates: str = "versions"
+    set_to_none: ClassVar[bool] = True
+    input_grad: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        return self.shape[1]
+
+    @property
+    def batches(self) -> str:
+        return "numpy" if self.refills else "fresh"
 
     @property
     def is_mixed(self) -> bool:
         return self.kind == "mixed"
 
     @property
-    def steps(self) -> int:
-        return self.late + STEPS_AFTER
+    def steps(self) -> list[Step]:
+        return [self.step] * (self.late + STEPS_AFTER)
 
     def is_late(self, step: int) -> bool:
         return step >= self.late if self.is_mixed else step == self.late
@@ -191,7 +208,7 @@ class Chain:
     def may_reenter(self) -> bool:
         """A reentrant checkpoint works, and PyTorch leaves nothing of it behind, as it does after errors."""
         names = {line.name for line in self.lines}
-        return self.backward in WHOLE and not names & set(SURPRISES.ops)
+        return self.step.kind in WHOLE and not names & set(SURPRISES.ops)
 
     def __str__(self) -> str:
         shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
@@ -211,7 +228,7 @@ def draw(kind: str, seed: int) -> Chain:
     lines = _lines(r, choices.table, count, choices.first, special)
     last = count + choices.first - 1
     first, second = {last, r.randrange(last + 1)}, {r.randrange(last + 1), *r.choice([(), (last,)])}
-    shape, stores, backward = (_weighed(r, one) for one in (choices.shapes, choices.stores, choices.backwards))
+    shape, stores, step = (_weighed(r, one) for one in (choices.shapes, choices.stores, choices.steps))
     return Chain(
         kind=kind,
         seed=seed,
@@ -219,7 +236,7 @@ def draw(kind: str, seed: int) -> Chain:
         dtype=_weighed(r, choices.dtypes),
         lines=lines,
         losses=(tuple(first), tuple(second)),
-        backward=backward,
+        step=replace(step, rows=shape[0]),
         stores=stores,
         min_bytes=r.choice([1, 1, 64, 1024]),
         budget_bytes=r.choice([None, None, 0, 1 << 12, 1 << 15]),
@@ -228,7 +245,7 @@ def draw(kind: str, seed: int) -> Chain:
         refills=kind == "cheap" and r.random() < 0.3 and not stores,
         freezes=r.random() < 0.3,
         late=r.randint(2, 4),
-        updates="data" if backward == "step between" else r.choice(["data", "versions"]),
+        updates="data" if step.kind == "step_between" else r.choice(["data", "versions"]),
     )
 
 
@@ -249,9 +266,6 @@ def _lines(r: random.Random, table: Table, count: int, size: int, special: dict[
 
 # ---- running one ----------------------------------------------------------------------------------------------------
 
-Result = list[Any]
-PARAMETERS = ("vector", "full", "scalar", "square", "zeros", "ones", "zero")
-
 
 class Drawn:
     """A policy that draws anew for each storage."""
@@ -264,30 +278,21 @@ class Drawn:
         return Choice(stores, True, "drawn", self._random.random() < 0.8)
 
 
-class Run:
-    """The steps of a program, through a cache or without.
+class Net(torch.nn.Module):
+    """Runs a program's lines; returns the first of its losses.
 
     Attributes:
-        results: of each step, losses, gradients and errors.
+        logged: statistics of the forward, with the tensors that they are of.
+        calls: how often hooks and functions of the user were called.
     """
 
-    def __init__(self, program: Chain, cache: TensorCache | None = None, stores: Sequence[Store[Any]] = ()) -> None:
-        self.program, self.cache = program, cache
-        self.calls: Counter[str] = Counter()
-        self.results: list[Result] = []
-        self._stores = stores
-        self._generator = torch.Generator().manual_seed(program.seed)
-        self._numbers = numpy.zeros(program.shape, dtype=numpy.float32)
-        self._carried: dict[int, Tensor] = {}
-        self._logged: list[tuple[Tensor, Tensor]] = []
-        self._make_parameters()
-
-    def _make_parameters(self) -> None:
-        program, (rows, columns) = self.program, self.program.shape
+    def __init__(self, program: Chain) -> None:
+        super().__init__()
+        self.program, (rows, columns) = program, program.shape
         dtype = torch.float32 if program.is_mixed else program.dtype
 
         def parameter(*shape: int, scale: float = 1.0) -> torch.nn.Parameter:
-            return torch.nn.Parameter((torch.randn(shape, generator=self._generator) * scale).to(dtype))
+            return torch.nn.Parameter((torch.randn(shape) * scale).to(dtype))
 
         width = columns if columns <= MAX_SQUARE else 1
         self.vector, self.full, self.scalar = parameter(columns), parameter(rows, columns), parameter()
@@ -295,184 +300,21 @@ class Run:
         self.zeros, self.ones, self.zero = (
             torch.nn.Parameter(made) for made in (torch.zeros(columns), torch.ones(columns), torch.zeros(rows, columns))
         )
-        self.parameters = [getattr(self, name) for name in PARAMETERS]
         filled = torch.zeros if program.freezes else torch.ones
         self.frozen = torch.nn.Parameter(filled(columns, dtype=dtype), requires_grad=False)
-        self._owner = torch.nn.ParameterList(self.parameters)
+        self.step = 0
+        self.calls: Counter[str] = Counter()
+        self.carried: dict[int, Tensor] = {}
+        self.logged: list[tuple[Tensor, Tensor]] = []
 
-    def run(self, steps: range) -> None:
-        """Run in a thread of its own: what an error in backward left in the thread's queue goes with the thread."""
-        worker = threading.Thread(target=self._run, args=(steps,))
-        worker.start()
-        worker.join()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.losses(x)[0]
 
-    def _run(self, steps: range) -> None:
-        torch.set_num_threads(self.program.threads)
-        for step in steps:
-            torch.manual_seed(step)
-            if step == self.program.late:
-                with torch.no_grad():
-                    self.frozen.add_(0.5)
-            self.results.append([])
-            logged, self._logged = self._logged, []
-            try:
-                self._step(step, self.results[-1], logged)
-                self._update()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
-                self.results[-1].append(kind_of(error))
-                del error
-            for one in self.parameters:  # how far a backward comes that fails is nobody's business
-                one.grad = None
-
-    def _step(self, step: int, result: Result, logged: list[tuple[Tensor, Tensor]]) -> None:
-        getattr(self, "_" + self.program.backward.replace(" ", "_"))(step, result)
-        for statistic, made in logged:
-            result.append(bits(torch.autograd.grad(statistic, [made])[0]))
-
-    # ---- ways of backward -------------------------------------------------------------------------------------------
-
-    def _plain(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._backward(first, result)
-
-    def _at_once(self, step: int, result: Result) -> None:
-        first, second = self._forward(step, result)
-        self._backward(first + second, result)
-
-    def _accumulated(self, step: int, result: Result) -> None:
-        for _ in range(2):
-            self._plain(step, result)
-
-    def _retained(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._backward(first, result, retain_graph=True)
-        self._backward(first, result)
-
-    def _two_losses(self, step: int, result: Result) -> None:
-        first, second = self._forward(step, result)
-        self._backward(first, result, retain_graph=True)
-        self._backward(second, result)
-
-    def _step_between(self, step: int, result: Result) -> None:
-        """The parameters move between two backwards of one forward."""
-        first, second = self._forward(step, result)
-        self._backward(first, result, retain_graph=True)
-        self._update()
-        self._backward(second, result)
-
-    def _again(self, step: int, result: Result) -> None:
-        """A second backward of a graph that was freed, or of what it shares with another."""
-        first, second = self._forward(step, result)
-        self._backward(first, result)
-        if step % 2:
-            self._backward(second, result)
-
-    def _of_a_part(self, step: int, result: Result) -> None:
-        first, second = self._forward(step, result)
-        result.append(self._grads(first, [self.vector], retain_graph=True))
-        result.append(self._grads(second, [self.full]))
-        self._backward(first, result)
-
-    def _inputs(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._backward(first, result, inputs=[self.vector, self.full], retain_graph=True)
-        self._backward(first, result, inputs=[self.scalar])
-
-    def _double(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._second_order(first, result)
-
-    def _double_inside(self, step: int, result: Result) -> None:
-        with self._saving(step):
-            first, _ = self._forward(step, result, opens=False)
-            self._second_order(first, result)
-
-    def _second_order(self, loss: Tensor, result: Result) -> None:
-        grads = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
-        result.append([bits(one) for one in grads])
-        total = sum((one.float() ** 2).sum() for one in grads if one is not None and one.requires_grad)
-        if isinstance(total, Tensor):
-            self._backward(total, result)
-
-    def _dropped(self, step: int, result: Result) -> None:
-        self._forward(step, result)
-        if step % 2:
-            self._plain(step, result)
-
-    def _two_forwards(self, step: int, result: Result) -> None:
-        one, _ = self._forward(step, result)
-        two, _ = self._forward(step, result)
-        for loss in (two, one) if step % 2 else (one, two):
-            self._backward(loss, result)
-
-    def _threads(self, step: int, result: Result) -> None:
-        """Backwards of several graphs at once."""
-        result += self._at_the_same_time([self._forward(step, result)[0] for _ in range(3)])
-
-    def _other_thread(self, step: int, result: Result) -> None:
-        """Two losses over one trunk, in two threads at once."""
-        result += self._at_the_same_time(self._forward(step, result), retain_graph=True)
-
-    def _at_the_same_time(self, losses: Sequence[Tensor], **options: Any) -> list[Any]:
-        found: list[Any] = [None] * len(losses)
-
-        def backward(place: int) -> None:
-            try:
-                found[place] = self._grads(losses[place], self.parameters, **options)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
-                found[place] = kind_of(error)
-
-        workers = [threading.Thread(target=backward, args=(place,)) for place in range(len(losses))]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return found
-
-    def _other_threads(self, step: int, result: Result) -> None:
-        """Another number of torch's threads in backward."""
-        first, _ = self._forward(step, result)
-        present = torch.get_num_threads()
-        torch.set_num_threads(3 - min(present, 2))
-        try:
-            first.backward()
-        finally:
-            torch.set_num_threads(present)
-        self._note(result)
-
-    # ---- parts of a step --------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _saving(self, step: int) -> Iterator[None]:
-        if self.cache is None:
-            yield
-            return
-        policy = Drawn(self._stores, self.program.seed + step) if self.program.mixes else None
-        with self.cache.saving(policy=policy):
-            yield
-
-    def _forward(self, step: int, result: Result, *, opens: bool = True) -> tuple[Tensor, Tensor]:
-        x = self._input()
-        mark_inputs(x)
-        mark_owned(self._owner)
-        with self._saving(step) if opens else contextlib.nullcontext():
-            losses = self._model(step, x)
-        result.append([bits(loss) for loss in losses])
-        return losses
-
-    def _input(self) -> Tensor:
-        values = torch.randn(*self.program.shape, generator=self._generator)
-        if not self.program.refills:
-            return values.to(self.program.dtype)
-        self._numbers[...] = values.numpy()
-        return torch.from_numpy(self._numbers)
-
-    def _model(self, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, x: Tensor) -> tuple[Tensor, Tensor]:
         program = self.program
-        is_late = program.is_late(step)
         state = State(
-            step, is_late, self.vector, self.square, self.full, self.scalar, self.zeros, self.ones, self.zero,
-            self.frozen, x, self.calls, program.may_reenter, self._carried, self._logged,
+            self.step, program.is_late(self.step), self.vector, self.square, self.full, self.scalar, self.zeros,
+            self.ones, self.zero, self.frozen, x, self.calls, program.may_reenter, self.carried, self.logged,
         )  # fmt: skip
         pool = [self.full * x, (self.full + self.vector).to(program.dtype), torch.tanh(x * self.vector)]
         if program.is_mixed:
@@ -486,48 +328,166 @@ class Run:
             for loss in program.losses
         )
         assert isinstance(one, Tensor) and isinstance(two, Tensor)
-        one = one + sum(parameter.float().sum() * 0 for parameter in self.parameters)
+        one = one + sum(parameter.float().sum() * 0 for parameter in self.parameters())
         return one, two + self.full.float().sum() * 0
 
-    def _backward(self, loss: Tensor, result: Result, **options: Any) -> None:
-        loss.backward(**options)
-        self._note(result)
 
-    def _grads(self, loss: Tensor, wanted: Sequence[Tensor], **options: Any) -> list[Any]:
-        return [bits(one) for one in torch.autograd.grad(loss, wanted, allow_unused=True, **options)]
+class Clamped:
+    """Moves parameters as optimizers do. What is not finite moves nothing."""
 
-    def _note(self, result: Result) -> None:
-        result.append([bits(one.grad) for one in self.parameters])
+    def __init__(self, parameters: Iterable[Tensor], *, has_versions: bool) -> None:
+        self._parameters, self._has_versions = list(parameters), has_versions
 
-    def _update(self) -> None:
-        """Move the parameters as optimizers do. What is not finite moves nothing."""
-        for one in self.parameters:
+    def step(self) -> None:
+        for one in self._parameters:
             if one.grad is not None:
                 change = one.grad.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1) * LEARNING_RATE
                 with torch.no_grad():
-                    (one if self.program.updates == "versions" else one.data).sub_(change)
-                one.grad = None
+                    (one if self._has_versions else one.data).sub_(change)
+
+    def zero_grad(self, **_: Any) -> None:
+        for one in self._parameters:
+            one.grad = None
 
 
-def bits(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    still = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return str(tensor.dtype), tuple(tensor.shape), whole_storage(still).numpy().tobytes()
+class Course(Training):
+    """A chain's steps: the ways of backward that ``running.py`` does not have."""
+
+    @property
+    def calls(self) -> Counter[str]:
+        return self._net.calls
+
+    def _new_net(self) -> Net:
+        return Net(self._program)
+
+    def _new_optimizer(self) -> Clamped:
+        return Clamped(self._net.parameters(), has_versions=self._program.updates == "versions")
+
+    def go_on(self, steps: Iterable[Step]) -> None:
+        """Train in a thread of its own: what an error in backward left in the thread's queue goes with the thread."""
+        worker = threading.Thread(target=super().go_on, args=(steps,))
+        worker.start()
+        worker.join()
+
+    def _do(self, step: Step, number: int) -> None:
+        torch.set_num_threads(self._program.threads)
+        torch.manual_seed(number)
+        self._net.step = number
+        if number == self._program.late:
+            with torch.no_grad():
+                self._net.frozen.add_(0.5)
+        logged, self._net.logged = self._net.logged, []
+        super()._do(step, number)
+        for statistic, made in logged:
+            self._tape.note("statistic", torch.autograd.grad(statistic, [made])[0])
+
+    def _fresh(self, rows: int) -> Tensor:
+        return super()._fresh(rows).to(self._program.dtype)
+
+    def _wanted(self, pick: int) -> list[Tensor]:
+        return [self._net.vector, self._net.full]
+
+    def _note_states(self) -> None:
+        torch.manual_seed(0)  # how many random numbers threads have taken is a matter of luck
+        super()._note_states()
+
+    def _both(self, step: Step) -> tuple[Tensor, Tensor]:
+        batch = self._batch(step.rows)
+        with self._side.saving(batch):
+            losses: tuple[Tensor, Tensor] = self._net.losses(batch)
+        for loss in losses:
+            self._tape.note("loss", loss)
+        return losses
+
+    def at_once(self, step: Step, number: int) -> None:
+        first, second = self._both(step)
+        self._backward(first + second)
+
+    def two_losses(self, step: Step, number: int) -> None:
+        first, second = self._both(step)
+        self._backward(first, retain_graph=True)
+        self._note_grads()
+        self._backward(second)
+
+    def step_between(self, step: Step, number: int) -> None:
+        """The parameters move between two backwards of one forward."""
+        first, second = self._both(step)
+        self._backward(first, retain_graph=True)
+        self._note_grads()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._backward(second)
+
+    def again(self, step: Step, number: int) -> None:
+        """A second backward of what a graph that was freed shares with another."""
+        first, second = self._both(step)
+        self._backward(first)
+        self._note_grads()
+        if number % 2:
+            self._backward(second)
+
+    def of_a_part(self, step: Step, number: int) -> None:
+        first, second = self._both(step)
+        self._note_all(torch.autograd.grad(first, [self._net.vector], retain_graph=True, allow_unused=True))
+        self._note_all(torch.autograd.grad(second, [self._net.full], allow_unused=True))
+        self._backward(first)
+
+    def threads(self, step: Step, number: int) -> None:
+        """Backwards of several graphs at once."""
+        self._at_the_same_time([self._forward(self._batch(step.rows)) for _ in range(3)])
+
+    def other_thread(self, step: Step, number: int) -> None:
+        """Two losses over one trunk, in two threads at once."""
+        self._at_the_same_time(self._both(step), retain_graph=True)
+
+    def other_threads(self, step: Step, number: int) -> None:
+        """Another number of torch's threads in backward."""
+        loss = self._forward(self._batch(step.rows))
+        torch.set_num_threads(3 - min(self._program.threads, 2))
+        try:
+            self._backward(loss)
+        finally:
+            torch.set_num_threads(self._program.threads)
+
+    def _at_the_same_time(self, losses: Sequence[Tensor], **options: Any) -> None:
+        wanted = [one for one in self._net.parameters() if one.requires_grad]
+        found: list[tuple[Any, ...]] = [()] * len(losses)
+
+        def backward(place: int) -> None:
+            try:
+                found[place] = torch.autograd.grad(losses[place], wanted, allow_unused=True, **options)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
+                found[place] = (kind_of(error),)
+
+        workers = [threading.Thread(target=backward, args=(place,)) for place in range(len(losses))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        for one in found:
+            self._note_all(one)
+
+    def _note_all(self, found: Iterable[Any]) -> None:
+        for one in found:
+            self._tape.note("raises" if isinstance(one, str) else "autograd.grad", one)
 
 
-def kind_of(error: BaseException) -> str:
-    """Return the same words for the same situation."""
-    text = str(error)
-    if isinstance(error, Boom):
-        return "boom"
-    if "modified by an inplace operation" in text:
-        return "modified"
-    if "backward through the graph a second time" in text or "after they have already been freed" in text:
-        return "freed"
-    if text.startswith("derivative for"):
-        return "no derivative"
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+class Cached(Plain):
+    """Training through a cache."""
+
+    def __init__(self, program: Chain, cache: TensorCache, stores: Sequence[Store[Any]]) -> None:
+        self._program, self._cache, self._stores = program, cache, stores
+        self._net = torch.nn.Module()
+
+    def watch(self, net: torch.nn.Module) -> None:
+        self._net = net
+
+    def saving(self, *inputs: Tensor) -> AbstractContextManager[Any]:
+        mark_inputs(inputs)
+        mark_owned(self._net)
+        program = self._program
+        policy = Drawn(self._stores, program.seed + self._net.step) if program.mixes else None
+        return self._cache.saving(policy=policy)
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
@@ -603,23 +563,26 @@ class Chains(Kind[Chain]):
 
     def _compare(self, program: Chain) -> Outcome:
         tally: Counter[str] = Counter()
-        plain = Run(program)
-        plain.run(range(program.steps))
+        plain, found = Tape(), Tape()
+        reference = Course(program, Plain(), plain)
+        reference.run()
         used = self.stores.named(program.stores)
         cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
         sites = CountingSites(cache, tally)
         cache.rematerialize(RematStore(cache, sites))
         cache.limit(program.budget_bytes)
-        ours = Run(program, cache, used)
-        ours.run(range(program.steps))
-        failures = list(failures_of(program, plain, ours))
-        if failures and program.may_be_found_later:
-            ours.run(range(program.steps, program.late + PATIENCE))
-            tally["found later"] = is_found(plain, ours)
+        ours = Course(program, Cached(program, cache, used), found)
+        ours.run()
+        failures = list(failures_of(program, plain, found))
+        if program.may_be_found_later and plain.different(found):
+            ours.go_on([program.step] * PATIENCE)
+            tally["found later"] = is_found(plain, found)
             failures = [] if tally["found later"] else failures
+        more_calls = ours.calls - reference.calls
+        failures += [Failure("calls", f"more than without us: {more_calls}")] if more_calls else []
         tally += counted(program, plain, sites)
         tally["made again"] = cache.stats.rematerialized_bytes > 0
-        del plain, ours
+        del reference, ours
         left = after_a_while(lambda: held(cache, self.stores.nvme, self.stores.host), SETTLE_S)
         return Outcome(failures + ([Failure("left", left)] if left else []), tally)
 
@@ -631,62 +594,37 @@ WARM_UP = Chain(
     torch.float32,
     tuple(Line("checkpointed", seed, 0, 1) for seed in range(4)),
     ((6,), (5,)),
-    "plain",
+    Step("usual", 4),
 )
 
 
-def counted(program: Chain, plain: Run, sites: Sites) -> Counter[str]:
+def counted(program: Chain, plain: Tape, sites: Sites) -> Counter[str]:
     """Return what was exercised."""
     summary = sites.summary()
     tally = named("proven", Counter(summary["rematerialized_sites"]))
     tally += named("refused", Counter(summary["refused_sites"])) + named("op", (line.name for line in program.lines))
-    tally += named("error", errors_in(plain.results))
-    tally["finite"] += not any(is_infinite(one) for result in plain.results for one in result)
+    tally += named("error", errors_in(plain))
+    tally["finite"] += plain.is_finite
     return tally
 
 
-def errors_in(results: Iterable[Result]) -> list[str]:
-    return [one for result in results for one in result if isinstance(one, str)]
+def errors_in(tape: Tape) -> list[str]:
+    return [what for _, label, what in tape.entries if label == "raises"]
 
 
-def is_found(plain: Run, ours: Run) -> bool:
+def is_found(plain: Tape, found: Tape) -> bool:
     """Return whether a program may differ so; see [Note: Found later]."""
-    pairs = enumerate(zip(plain.results, ours.results, strict=False))
-    first = next((step for step, (one, other) in pairs if one != other), len(plain.results))
-    later = errors_in(ours.results[first:])
-    return "modified" in errors_in(ours.results[first : first + 1]) or any(
-        one.startswith("RematerializationError") for one in later
-    )
+    first = plain.different(found)[0]
+    of_step = (found.entries[first][0], "raises", "modified")
+    ends = any(text.startswith("RematerializationError") for place, text in found.messages.items() if place >= first)
+    return ends or of_step in found.entries[first:]
 
 
-def failures_of(program: Chain, plain: Run, ours: Run) -> Iterator[Failure]:
+def failures_of(program: Chain, plain: Tape, found: Tape) -> Iterator[Failure]:
     """Yield what is wrong."""
-    yield from _differences(program, plain, ours)
-    for name, count in ours.calls.items():
-        if count > plain.calls[name]:
-            yield Failure("calls", f"{name}: {count} instead of {plain.calls[name]}")
-    yield from (Failure("program", one) for one in errors_in(plain.results) if one not in ERRORS)
-
-
-def _differences(program: Chain, plain: Run, ours: Run) -> Iterator[Failure]:
-    for step, (expected, found) in enumerate(zip(plain.results, ours.results, strict=False)):
-        if expected == found:
-            continue
-        pairs = enumerate(zip(expected, found, strict=False))
-        place = next((one for one, (a, b) in pairs if a != b), min(len(expected), len(found)))
-        a, b = ((some[place : place + 1] or ["nothing"])[0] for some in (expected, found))
-        if b == "modified" and a != b and step == program.late and program.may_raise_more:
-            return  # what comes after is not comparable: the parameters are others
-        if isinstance(a, str) or isinstance(b, str):
-            a, b = (one if isinstance(one, str) else "no error" for one in (a, b))
-            yield Failure("error", f"step {step}, {place}: {b} instead of {a}")
-        else:
-            where = [name for name, one, two in zip(PARAMETERS, a, b, strict=False) if one != two]
-            yield Failure("difference", f"step {step}, {place} of {len(expected)}: {where}")
-        return
-
-
-def is_infinite(result: Any) -> bool:
-    if not isinstance(result, list) or result[0] is None or result[0][0] != "torch.float32" or result[0][1]:
-        return False
-    return not numpy.isfinite(numpy.frombuffer(result[0][2], dtype=numpy.float32)).all()
+    different = plain.different(found)
+    late = (program.late, "raises", "modified")
+    # What comes after such an error is not comparable: the parameters are others.
+    if different and not (program.may_raise_more and found.entries[different[0] : different[0] + 1] == [late]):
+        yield Failure("difference", str(plain.difference(found)))
+    yield from (Failure("program", one) for one in errors_in(plain) if one not in ERRORS)

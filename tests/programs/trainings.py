@@ -29,7 +29,7 @@ class Step:
     """
 
     kind: str
-    rows: int
+    rows: int = 0
     micro_steps: int = 1
     how: str = ""
     pick: int = 0
