@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import PLANNED, SMALL, agrees, row
+from compare import PLANNED, SMALL, Compared, agrees, row
 from support.runs import OPTIMIZER, ROOT, SCRIPTS, environment, with_block
 
 pytestmark = pytest.mark.engine
@@ -70,18 +70,26 @@ def compared(
     train: Callable[[Path, Path], list[dict[str, Any]]], config: dict[str, Any], block: dict[str, Any], directory: Path
 ) -> str:
     """Train with the block switched off and on; return what the row says."""
-    outcomes = []
-    for name, enabled in (("off", False), ("on", True)):
-        place = directory / name
-        place.mkdir()
+
+    def with_json(place: Path, is_on: bool) -> list[dict[str, Any]]:
         path = place / "ds_config.json"
-        path.write_text(json.dumps(with_block(config, place, **{**SMALL, **block, "enabled": enabled})))
-        outcomes.append(train(path, place))
+        path.write_text(json.dumps(with_block(config, place, **{**SMALL, **block, "enabled": is_on})))
+        return train(path, place)
+
+    return str(off_and_on(with_json, directory, steps=STEPS))
+
+
+def off_and_on(train: Callable[[Path, bool], list[dict[str, Any]]], directory: Path, steps: int) -> Compared:
+    """Train without us and with us, each in a place of its own, and compare."""
+    outcomes = []
+    for is_on in (False, True):
+        place = directory / ("on" if is_on else "off")
+        place.mkdir()
+        outcomes.append(train(place, is_on))
     reports = reports_in(directory / "on")
     assert len(reports) == len(outcomes[1]) and not reports_in(directory / "off")
-    found = agrees(outcomes[0], [one | {"report": report} for one, report in zip(outcomes[1], reports, strict=True)])
-    assert all(report["steps"] == STEPS for report in reports), "a report is not complete"
-    return str(found)
+    assert all(report["steps"] == steps for report in reports), "a report is not complete"
+    return agrees(outcomes[0], [one | {"report": report} for one, report in zip(outcomes[1], reports, strict=True)])
 
 
 def by_script(framework: Framework, script: str) -> Callable[[Path, Path], list[dict[str, Any]]]:
@@ -121,17 +129,15 @@ def test_lightning(stage: int, block: dict[str, Any], tmp_path: Path, row_says: 
 )
 def test_the_recipe_of_lightning_without_deepspeed(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     """The class is the page's own code; two micro-batches a step."""
-    outcomes = []
-    for name, page in (("off", "-"), ("on", ROOT / "docs/guides/frameworks.md")):
-        place = tmp_path / name
-        place.mkdir()
+
+    def train(place: Path, is_on: bool) -> list[dict[str, Any]]:
+        page = ROOT / "docs/guides/frameworks.md" if is_on else "-"
         done = LIGHTNING.run("python", SCRIPTS / "frameworks" / "with_lightning_fsdp2.py", page, place, cwd=place)
         assert done.returncode == 0, done.stdout[-8000:]
-        outcomes.append([json.loads(one.read_text()) for one in sorted(place.glob("result?"))])
-    reports = reports_in(tmp_path / "on")
-    assert len(reports) == len(outcomes[1]) == 2
-    found = agrees(outcomes[0], [one | {"report": report} for one, report in zip(outcomes[1], reports, strict=True)])
-    assert all((report["steps"], report["micro_steps"]) == (STEPS // 2, STEPS) for report in reports)
+        return [json.loads(one.read_text()) for one in sorted(place.glob("result?"))]
+
+    found = off_and_on(train, tmp_path, steps=STEPS // 2)
+    assert [report["micro_steps"] for report in found.reports] == [STEPS] * 2
     row_says(str(found))
 
 
