@@ -55,7 +55,7 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from programs.kind import Failure, Kind, Outcome, named
-from programs.ops import CHEAP, DTYPES, FUNCTIONS, MAX_SQUARE, MIXED, SURPRISES, UNRECORDED, State, Table
+from programs.ops import CHEAP, DTYPES, FUNCTIONS, MIXED, SURPRISES, UNRECORDED, State, Table
 from programs.running import Plain, Tape, Training, kind_of
 from programs.trainings import Step
 
@@ -278,50 +278,25 @@ class Drawn:
         return Choice(stores, True, "drawn", self._random.random() < 0.8)
 
 
-class Net(torch.nn.Module):
-    """Runs a program's lines; returns the first of its losses.
-
-    Attributes:
-        logged: statistics of the forward, with the tensors that they are of.
-        calls: how often hooks and functions of the user were called.
-    """
+class Net(State):
+    """Runs a program's lines; returns the first of its losses."""
 
     def __init__(self, program: Chain) -> None:
-        super().__init__()
-        self.program, (rows, columns) = program, program.shape
         dtype = torch.float32 if program.is_mixed else program.dtype
-
-        def parameter(*shape: int, scale: float = 1.0) -> torch.nn.Parameter:
-            return torch.nn.Parameter((torch.randn(shape) * scale).to(dtype))
-
-        width = columns if columns <= MAX_SQUARE else 1
-        self.vector, self.full, self.scalar = parameter(columns), parameter(rows, columns), parameter()
-        self.square = parameter(width, width, scale=width**-0.5)
-        self.zeros, self.ones, self.zero = (
-            torch.nn.Parameter(made) for made in (torch.zeros(columns), torch.ones(columns), torch.zeros(rows, columns))
-        )
-        filled = torch.zeros if program.freezes else torch.ones
-        self.frozen = torch.nn.Parameter(filled(columns, dtype=dtype), requires_grad=False)
-        self.step = 0
-        self.calls: Counter[str] = Counter()
-        self.carried: dict[int, Tensor] = {}
-        self.logged: list[tuple[Tensor, Tensor]] = []
+        super().__init__(program.shape, dtype, 0.0 if program.freezes else 1.0)
+        self.program, self.may_reenter = program, program.may_reenter
 
     def forward(self, x: Tensor) -> Tensor:
         return self.losses(x)[0]
 
     def losses(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        program = self.program
-        state = State(
-            self.step, program.is_late(self.step), self.vector, self.square, self.full, self.scalar, self.zeros,
-            self.ones, self.zero, self.frozen, x, self.calls, program.may_reenter, self.carried, self.logged,
-        )  # fmt: skip
+        program, self.x = self.program, x
         pool = [self.full * x, (self.full + self.vector).to(program.dtype), torch.tanh(x * self.vector)]
         if program.is_mixed:
             pool[1:] = [(self.full + self.zeros).to(x.dtype), torch.tanh(x * self.vector), x * self.ones]
         for place, line in enumerate(program.lines):
-            state.place = place
-            made = FUNCTIONS[line.name](state, random.Random(line.seed), pool[line.first], pool[line.second])
+            self.place = place
+            made = FUNCTIONS[line.name](self, random.Random(line.seed), pool[line.first], pool[line.second])
             pool.append(made)
         one, two = (
             sum((pool[index].float() * (0.3 + 0.1 * place)).mean() for place, index in enumerate(loss))
@@ -329,6 +304,7 @@ class Net(torch.nn.Module):
         )
         assert isinstance(one, Tensor) and isinstance(two, Tensor)
         one = one + sum(parameter.float().sum() * 0 for parameter in self.parameters())
+        self.x, self.kept = None, []
         return one, two + self.full.float().sum() * 0
 
 
@@ -372,7 +348,7 @@ class Course(Training):
     def _do(self, step: Step, number: int) -> None:
         torch.set_num_threads(self._program.threads)
         torch.manual_seed(number)
-        self._net.step = number
+        self._net.is_late = self._program.is_late(number)
         if number == self._program.late:
             with torch.no_grad():
                 self._net.frozen.add_(0.5)
@@ -477,7 +453,7 @@ class Cached(Plain):
 
     def __init__(self, program: Chain, cache: TensorCache, stores: Sequence[Store[Any]]) -> None:
         self._program, self._cache, self._stores = program, cache, stores
-        self._net = torch.nn.Module()
+        self._net, self._forwards = torch.nn.Module(), 0
 
     def watch(self, net: torch.nn.Module) -> None:
         self._net = net
@@ -486,7 +462,8 @@ class Cached(Plain):
         mark_inputs(inputs)
         mark_owned(self._net)
         program = self._program
-        policy = Drawn(self._stores, program.seed + self._net.step) if program.mixes else None
+        policy = Drawn(self._stores, program.seed + self._forwards) if program.mixes else None
+        self._forwards += 1
         return self._cache.saving(policy=policy)
 
 
