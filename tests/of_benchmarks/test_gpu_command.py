@@ -19,8 +19,8 @@ from gpu import __main__ as command
 from gpu import table
 from gpu.__main__ import MINUTES, Build, chosen, run
 from gpu.llama import WAYS
-from gpu.pieces import Piece, longer
 from gpu.pieces import WAYS as QUICK_WAYS
+from gpu.pieces import Piece, longer
 from gpu.results import BEGUN, CUT, DONE, FAILED, Results
 from gpu.smoke import CONTROL, KEEP, SHOWN, Setting, Smoke
 from gpu.table import PARTS, longest, markdown
