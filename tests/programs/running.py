@@ -24,6 +24,7 @@ from support.leftovers import after_a_while, held
 from torch import Tensor, nn
 
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.tensors import whole_storage
 from ds_tba.errors import ActivationModifiedError, DsTbaError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
@@ -111,8 +112,7 @@ def kind_of(error: BaseException) -> str:
 def _fingerprint(value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value)
-    plain = value.detach().contiguous().flatten()
-    bits = plain.view(torch.uint8).numpy() if plain.numel() else b""
+    bits = whole_storage(value.detach().clone(memory_format=torch.contiguous_format)).numpy()
     return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(bits)}"
 
 

@@ -39,7 +39,7 @@ def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
     tally, failed = check_all(chains, range(chunk * DRAWS, (chunk + 1) * DRAWS))
     assert not failed, "\n\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Otherwise it would prove nothing.
-    assert tally["made again"] > 0.7 * DRAWS
+    assert tally["made again"] > 0.4 * DRAWS
     if chains.kind == "mixed":
         assert set(MIXED.ops) <= set(part_of(tally, "op"))
         return
@@ -56,7 +56,7 @@ def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
 def is_used(chains: Chains, program: Chain) -> bool:
     outcome = chains.check(program)
     is_plain = program.step.kind in ("usual", "at_once") and program.dtype == torch.float32
-    return is_plain and not outcome.failures and outcome.tally["bytes: mul"] > 0
+    return is_plain and not program.may_be_found_later and not outcome.failures and outcome.tally["bytes: mul"] > 0
 
 
 def test_a_bit_that_is_made_wrong_is_found(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
