@@ -136,15 +136,21 @@ def train_on(engine: Any, batches: Iterator[Tensor], steps: int) -> list[float]:
 
 
 def trained(
-    config: dict[str, Any], steps: int = 6, *, lengths_change: bool = False, autocast: bool = False
+    config: dict[str, Any],
+    steps: int = 6,
+    *,
+    model: str = "plain",
+    lengths_change: bool = False,
+    autocast: bool = False,
 ) -> dict[str, Any]:
     """The plain loop.
 
     Args:
+        model: of ``BUILDS``.
         lengths_change: each batch has a length of its own.
         autocast: forward runs under the user's own ``torch.autocast``.
     """
-    engine = started(config)
+    engine = started(config, BUILDS[model])
     batches = texts(engine.global_rank, lengths_change=lengths_change)
 
     def loss_of() -> Tensor:
@@ -275,29 +281,19 @@ class Routed(nn.Module):
         return out.view_as(x)
 
 
-def with_leaf_modules(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
+def with_leaf_modules() -> nn.Module:
     """ZeRO-3 gathers all experts of a layer at once, whichever are used."""
-
-    def build() -> nn.Module:
-        model = Net(partial(Block, Routed))
-        deepspeed.utils.set_z3_leaf_modules(model, [Routed])
-        return model
-
-    engine = started(config, build)
-    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
+    model = Net(partial(Block, Routed))
+    deepspeed.utils.set_z3_leaf_modules(model, [Routed])
+    return model
 
 
-def trained_but_for_norms(config: dict[str, Any], steps: int) -> dict[str, Any]:
+def with_frozen_norms() -> nn.Module:
     """ZeRO-3 gathers frozen parameters for each use, also where a block runs again."""
-
-    def build() -> nn.Module:
-        model = Net()
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("norm" not in name)
-        return model
-
-    engine = started(config, build)
-    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
+    model = Net()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name)
+    return model
 
 
 # ---- checkpointing --------------------------------------------------------------------------------------------------
@@ -396,17 +392,13 @@ class TiledLoss(Net):
         return TiledFusedLogitsLoss.apply(loss, self.head, x, y, None, 4, list(self.head.parameters()), "mean")
 
 
-TILED: dict[str, Callable[[], nn.Module]] = {
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Net,
+    "leaf modules": with_leaf_modules,
+    "frozen norms": with_frozen_norms,
     "TiledMLP": partial(Net, partial(Block, TiledMlp)),
     "TiledFusedLogitsLoss": TiledLoss,
 }
-
-
-def tiled(config: dict[str, Any], how: str, steps: int = 5) -> dict[str, Any]:
-    """A long sequence in parts, on one rank or over ranks."""
-    deepspeed.init_distributed()
-    engine = started(config, TILED[how])
-    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
 
 
 def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:

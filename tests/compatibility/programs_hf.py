@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ BLOCK = "activation_nvme_offload"
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def samples(model: str, count: int = 64) -> list[dict[str, Any]]:
+def samples() -> list[dict[str, Any]]:
     """A data set: as many samples as a run may ask for."""
-    batch = MODELS[model].batch(count, torch.Generator().manual_seed(1))
-    return [{key: value[index] for key, value in batch.items()} for index in range(count)]
+    batch = MODELS["Llama"].batch(64, torch.Generator().manual_seed(1))
+    return [{key: value[index] for key, value in batch.items()} for index in range(64)]
 
 
 def of_varying_lengths(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -89,16 +88,10 @@ def evaluated(trainer: Any) -> list[float]:
     return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
-def build(model: str, prepare: str | None = None) -> nn.Module:
+def build(*, lora: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    built = MODELS[model].build()
-    return PREPARED[prepare](built) if prepare is not None else built
-
-
-def frozen_but_the_head(model: nn.Module) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad = "lm_head" in name or "layers.2" in name
-    return model
+    built = MODELS["Llama"].build()
+    return with_lora(built) if lora else built
 
 
 def with_lora(model: nn.Module) -> nn.Module:
@@ -109,17 +102,11 @@ def with_lora(model: nn.Module) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
-PREPARED: dict[str | None, Callable[[nn.Module], nn.Module]] = {
-    "frozen but the head": frozen_but_the_head, "LoRA": with_lora,
-}  # fmt: skip
-
-
 def trainer(
     config: dict[str, Any] | None,
-    model: str = "Llama",
     steps: int = 8,
     *,
-    prepare: str | None = None,
+    lora: bool = False,
     varying_lengths: bool = False,
     generates: bool = False,
     **more: Any,
@@ -127,7 +114,6 @@ def trainer(
     """Transformers' ``Trainer``.
 
     Args:
-        prepare: what is done to the model first; see ``PREPARED``.
         generates: text after each second step.
         more: of ``TrainingArguments``.
     """  # fmt: skip
@@ -144,11 +130,11 @@ def trainer(
                 model.train()
 
     arguments = TrainingArguments(**settings(config, steps, **more))
-    data = samples(model)
+    data = samples()
     if varying_lengths:
         data = of_varying_lengths(data)
     trains = Trainer(
-        build(model, prepare), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[Generating()],
+        build(lora=lora), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[Generating()],
         data_collator=padded if varying_lengths else None,
     )  # fmt: skip
     losses = losses_of(trains)
@@ -156,14 +142,14 @@ def trainer(
     return outcome(trains.model_wrapped, losses + evaluated(trains) + [float(token) for token in tokens])
 
 
-def resumed_trainer(config: dict[str, Any], model: str = "Llama", steps: int = 10, **more: Any) -> dict[str, Any]:
+def resumed_trainer(config: dict[str, Any], steps: int = 10, **more: Any) -> dict[str, Any]:
     """A run that is saved half-way, and another that goes on from there."""
     from transformers import Trainer, TrainingArguments
 
     half = settings(config, steps, save_strategy="steps", save_steps=steps // 2, **more)
     losses: list[float] = []
     for checkpoint in (None, f"trained/checkpoint-{steps // 2}"):
-        trains = Trainer(build(model), TrainingArguments(**half), train_dataset=samples(model))
+        trains = Trainer(build(), TrainingArguments(**half), train_dataset=samples())
         found = losses_of(trains)
         trains.train(resume_from_checkpoint=checkpoint)
         losses += found
@@ -174,22 +160,20 @@ def resumed_trainer(config: dict[str, Any], model: str = "Llama", steps: int = 1
 # ---- TRL ------------------------------------------------------------------------------------------------------------
 
 
-def sft(config: dict[str, Any], model: str = "Llama", steps: int = 8, **more: Any) -> dict[str, Any]:
+def sft(config: dict[str, Any], steps: int = 8, **more: Any) -> dict[str, Any]:
     """TRL's ``SFTTrainer`` on texts of many lengths."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     arguments = SFTConfig(**settings(config, steps, max_length=LENGTH, **more))
     data = Dataset.from_dict({"text": sentences(64)})
-    trains = SFTTrainer(build(model), arguments, train_dataset=data, processing_class=tokenizer())
+    trains = SFTTrainer(build(), arguments, train_dataset=data, processing_class=tokenizer())
     losses = losses_of(trains)
     trains.train()
     return outcome(trains.model_wrapped, losses)
 
 
-def dpo(
-    config: dict[str, Any], model: str = "Llama", steps: int = 8, *, prepare: str | None = None, **more: Any
-) -> dict[str, Any]:
+def dpo(config: dict[str, Any], steps: int = 8, *, lora: bool = False, **more: Any) -> dict[str, Any]:
     """TRL's ``DPOTrainer``: the policy, and a reference that is not trained (with LoRA the same without adapters)."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -197,8 +181,8 @@ def dpo(
     arguments = DPOConfig(**settings(config, steps, max_length=2 * LENGTH, **more))
     texts = sentences(96)
     data = Dataset.from_dict({"prompt": texts[:32], "chosen": texts[32:64], "rejected": texts[64:]})
-    policy = build(model, prepare)
-    reference = build(model) if prepare is None else None
+    policy = build(lora=lora)
+    reference = None if lora else build()
     trains = DPOTrainer(policy, reference, arguments, train_dataset=data, processing_class=tokenizer())
     losses = losses_of(trains)
     trains.train()
@@ -208,9 +192,7 @@ def dpo(
 # ---- Accelerate -----------------------------------------------------------------------------------------------------
 
 
-def accelerated(
-    config: dict[str, Any], model: str = "Llama", steps: int = 8, *, in_json: bool = True
-) -> dict[str, Any]:
+def accelerated(config: dict[str, Any], steps: int = 8, *, in_json: bool = True) -> dict[str, Any]:
     """A loop of one's own with Accelerate's plugin.
 
     Args:
@@ -222,12 +204,10 @@ def accelerated(
         plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config))
     else:
         plugin = DeepSpeedPlugin(zero_stage=config["zero_optimization"]["stage"], gradient_clipping=1.0)
-    return accelerated_loop(None if in_json else config.get(BLOCK), plugin, model, steps)
+    return accelerated_loop(None if in_json else config.get(BLOCK), plugin, steps)
 
 
-def accelerated_loop(
-    block: dict[str, Any] | None, plugin: Any = None, model: str = "Llama", steps: int = 8
-) -> dict[str, Any]:
+def accelerated_loop(block: dict[str, Any] | None, plugin: Any = None, steps: int = 8) -> dict[str, Any]:
     """A loop whose plugin is given, or made from what ``accelerate launch`` was told.
 
     Args:
@@ -241,9 +221,9 @@ def accelerated_loop(
     accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend=backend)])
     if block is not None:
         accelerator.state.deepspeed_plugin.deepspeed_config[BLOCK] = block
-    built = build(model)
+    built = build()
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-3)
-    loader = torch.utils.data.DataLoader(samples(model), batch_size=2, shuffle=True)
+    loader = torch.utils.data.DataLoader(samples(), batch_size=2, shuffle=True)
     engine, optimizer, loader = accelerator.prepare(built, optimizer, loader)
     losses: list[float] = []
     for batch in loader:

@@ -58,8 +58,7 @@ def plain_loop(
     torch.manual_seed(100 + engine.global_rank)
     losses = []
     for _ in range(steps * engine.gradient_accumulation_steps()):
-        result = engine(**MODELS[model].batch(batch, chance))
-        loss = result if isinstance(result, torch.Tensor) else result.loss
+        loss = engine(**MODELS[model].batch(batch, chance)).loss
         if own_backward:
             loss.backward()
         else:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +85,18 @@ def test_a_host_is_lost(tmp_path: Path, user_sees: Callable[[str], None]) -> Non
     drive.mkdir()
     block = {"placement": "nvme", "min_tensor_bytes": 65536, "nvme_path": str(drive)}
     config = with_block(plain_config(3), tmp_path, **block)
-    with (
-        hosts.two_hosts() as pair,
-        hosts.started(
-            pair, config, tmp_path, SCRIPTS / "train.py", "--steps", "1000", "--pause_s", "0.2", ranks=2
-        ) as job,
-    ):
-        for host in range(2):
-            job.wait_for("LOSS ", host)
-        job.kill(1)
-        assert job.status(0, timeout_s=60) != 0
-        output = job.output(0)
-    assert "Connection closed by peer" in output or "Connection reset by peer" in output, output
+    arguments = ("--steps", "1000", "--pause_s", "0.2")
+    outputs = [tmp_path / f"output{rank}.txt" for rank in range(4)]
+    with hosts.two_hosts() as pair, ThreadPoolExecutor(1) as beside:
+        training = beside.submit(
+            hosts.run, pair, config, tmp_path, SCRIPTS / "train.py", *arguments, ranks=2, own=({}, {})
+        )
+        while not training.done() and not all(one.exists() and "LOSS " in one.read_text() for one in outputs):
+            time.sleep(0.05)
+        hosts.kill(pair[1])
+        assert training.result().returncode == signal.SIGKILL
+    for output in outputs[:2]:
+        assert "Connection closed by peer" in output.read_text() or "Connection reset by peer" in output.read_text()
     assert list(drive.iterdir()) == []
     for name in ("report.json", "report.json.rank1"):
         report = json.loads((tmp_path / name).read_text())

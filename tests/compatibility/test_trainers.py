@@ -60,7 +60,6 @@ TRAINER = "Transformers' Trainer"
 LOOPS = "DeepSpeed and Accelerate in a loop of one's own"
 TRL = "TRL and PEFT"
 EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
-BEST: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
 GROUPED: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "varying_lengths": True}
 NVME: dict[str, Any] = {"placement": "nvme"}
 
@@ -70,8 +69,6 @@ WAYS = [
     Way(TRAINER, "evaluation, and generation of text between steps", trainer, {"generates": True, **EVALUATING},
         decides=2),
     Way(TRAINER, "resuming from a checkpoint", resumed_trainer, decides=3),
-    Way(TRAINER, "load_best_model_at_end", trainer,
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, **BEST}),
     Way(TRAINER, "gradient checkpointing, non-reentrant", trainer, checkpointing(False)),
     Way(TRAINER, "gradient checkpointing, reentrant", trainer, checkpointing(True)),
     Way(TRAINER, "gradient checkpointing, non-reentrant, recompute", trainer, {**checkpointing(False), "steps": 14},
@@ -80,16 +77,14 @@ WAYS = [
         block=RECOMPUTED, decides=3),
     Way(TRAINER, "lengths that change in every step, grouped by length", trainer, {**GROUPED, "steps": 12}),
     Way(TRAINER, "label smoothing, NEFTune and clipping", trainer, FINE),
-    Way(TRAINER, "frozen layers", trainer, {"prepare": "frozen but the head"}),
-    Way(TRAINER, "LoRA", trainer, {"prepare": "LoRA"}),
-    Way(TRAINER, "LoRA with gradient checkpointing", trainer, {"prepare": "LoRA", **checkpointing(False)}),
+    Way(TRAINER, "LoRA", trainer, {"lora": True}),
+    Way(TRAINER, "LoRA with gradient checkpointing", trainer, {"lora": True, **checkpointing(False)}),
     Way(TRAINER, "gradient accumulation, 2 ranks", trainer, {"gradient_accumulation_steps": 2}, ranks=2, decides=3),
     Way(TRAINER, "lengths that change in every step, 4 ranks", trainer, {**GROUPED, "steps": 12}, stages=(3,), ranks=4),
     Way(LOOPS, "`loss.backward()` called by the script", plain_loop, {"own_backward": True, "steps": 8}, decides=3),
     Way(LOOPS, "evaluation in inference mode after each step", plain_loop, {"evaluates": True, "steps": 8}),
     Way(LOOPS, "anomaly detection", plain_loop, {"detects_anomalies": True, "steps": 8}),
     Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`", accelerated, decides=2),
-    Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`, 2 ranks", accelerated, ranks=2, stages=(3,)),
     Way(LOOPS, "Accelerate, a plugin without a DeepSpeed config", accelerated, {"in_json": False}),
     *(
         Way(TRL, f"TRL {name}, {block['placement']}", program, arguments, block=block,
@@ -102,7 +97,7 @@ WAYS = [
         for block in (NVME, PLANNED)
     ),
     Way(TRL, "TRL SFTTrainer, recompute", sft, {"steps": 14}, block=RECOMPUTED, stages=(3,)),
-    Way(TRL, "TRL DPOTrainer with LoRA", dpo, {"prepare": "LoRA"}, decides=2),
+    Way(TRL, "TRL DPOTrainer with LoRA", dpo, {"lora": True}, decides=2),
 ]  # fmt: skip
 
 

@@ -8,12 +8,11 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import forked
 import pytest
 import torch
 from programs import parts
-from programs_plain import outcome
+from programs_deepspeed import ended, loop, started
 from support import runs
 from torch import Tensor, nn
 from torch.nn import functional
@@ -75,20 +74,12 @@ KINDS = {"routed": Routed, "plain": of_parts("Norm"), "counter": of_parts("Count
 
 def trained(config: dict[str, Any], kind: str) -> dict[str, Any]:
     parts.reset_states(0)
-    model = KINDS[kind]()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=deepcopy(config))
-    dtype = next(model.parameters()).dtype
+    engine = started(deepcopy(config), KINDS[kind])
     parts.reset_states(100 + engine.global_rank)
+    dtype = next(engine.module.parameters()).dtype
     chance = torch.Generator().manual_seed(1 + engine.global_rank)
-    losses = []
-    for _ in range(STEPS):
-        loss = engine(torch.randn(ROWS, WIDTH, generator=chance).to(dtype))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    found = {**outcome(engine, losses), "states": repr(parts.states())}
-    engine.destroy()
-    return found
+    losses = loop(engine, lambda: engine(torch.randn(ROWS, WIDTH, generator=chance).to(dtype)), STEPS)
+    return ended(engine, losses, states=repr(parts.states()))
 
 
 def train_each(config: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:

@@ -6,11 +6,10 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import forked
 import pytest
 import torch
-from programs_plain import outcome
+from programs_deepspeed import ended, started
 from support import runs
 from torch import Tensor, nn
 from torch._dynamo.utils import compilation_time_metrics, counters
@@ -56,14 +55,16 @@ class Net(nn.Module):
 
 
 def built(config: dict[str, Any], way: str, backend: str, breaks: bool) -> Any:
-    torch.manual_seed(0)
-    model = Net(breaks)
-    if way == "model":
-        model.compile(backend=backend)
-    if way == "wrapped":
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = torch.compile(block, backend=backend)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    def build() -> nn.Module:
+        model = Net(breaks)
+        if way == "model":
+            model.compile(backend=backend)
+        if way == "wrapped":
+            for index, block in enumerate(model.blocks):
+                model.blocks[index] = torch.compile(block, backend=backend)
+        return model
+
+    engine = started(config, build)
     for module in {"engine": [engine], "blocks": engine.module.blocks}.get(way, []):
         module.compile(backend=backend)
     return engine
@@ -91,15 +92,9 @@ def trained(
         losses.append(loss.item())
         if compiled_frames() > compiled:
             compiled_in.append(step)
-    result = {
-        **outcome(engine, losses),
-        "compiled": compiled_frames(),
-        "graphs": counters["stats"]["unique_graphs"],
-        "breaks": sum(counters["graph_break"].values()),
-        "compiled_in": compiled_in,
-    }
-    engine.destroy()
-    return result
+    graphs, graph_breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    more = {"compiled": compiled_frames(), "graphs": graphs, "breaks": graph_breaks, "compiled_in": compiled_in}
+    return ended(engine, losses, **more)
 
 
 def train_each(_: None, configs: list[dict[str, Any]], **options: Any) -> dict[str, Any]:

@@ -39,23 +39,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> distributed.Store:
     return store
 
 
-def test_ranks_that_agree_go_on(two_ranks: distributed.Store) -> None:
-    two_ranks.set("ds_tba/1/1", '{"problem": null}')
-    ranks.agree(None)
-
-
-def test_the_problem_of_another_rank_is_raised_with_its_name(two_ranks: distributed.Store) -> None:
-    two_ranks.set("ds_tba/1/1", '{"problem": "PathError: nvme_path /x does not exist"}')
-    with pytest.raises(ConfigError, match=r"rank 1 cannot do what ds_config.json asks for, so no rank .*: PathError"):
-        ranks.agree(None)
-
-
-def test_the_own_problem_is_told_to_the_others_and_raised(two_ranks: distributed.Store) -> None:
-    with pytest.raises(PathError, match="mine"):
-        ranks.agree(PathError("mine"))
-    assert b"PathError: mine" in two_ranks.get("ds_tba/0/1")
-
-
 @pytest.mark.parametrize(
     ("keys", "other", "told"),
     [

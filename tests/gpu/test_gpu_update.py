@@ -20,6 +20,14 @@ from support import runs
 from update_programs import BF16, CASES, CHUNKS, ds_config
 
 TESTS = runs.ROOT / "tests"
+# A program of update_programs.py as the only rank; the file has the config and the arguments, and gets what was found.
+PROGRAM = """
+import json, pathlib, sys, torch, update_programs
+torch.use_deterministic_algorithms(True)
+program, file = sys.argv[1], pathlib.Path(sys.argv[2])
+asked = json.loads(file.read_text())
+file.write_text(json.dumps(getattr(update_programs, program)(asked["config"], **asked["arguments"])))
+"""
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 )
@@ -32,12 +40,10 @@ BLOCKS = [{**CHUNKS, "device_share": share} for share in (0.5, 1, None)]
 def run(kind: str, program: str, config: dict[str, Any], directory: Path, **arguments: Any) -> dict[str, Any]:
     file, port = directory / "asked.json", runs.free_port()
     file.write_text(json.dumps({"config": config, "arguments": arguments}))
-    folders = [TESTS / "gpu", TESTS / "update", TESTS, runs.ROOT / "benchmarks", runs.ROOT]
+    folders = [TESTS / "update", TESTS, runs.ROOT / "benchmarks", runs.ROOT]
     paths = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": paths, "DS_ACCELERATOR": kind, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = runs.python(
-        TESTS / "gpu" / "gpu_updates.py", program, file, cwd=directory, **ALONE, MASTER_PORT=str(port), **variables
-    )
+    done = runs.python("-c", PROGRAM, program, file, cwd=directory, **ALONE, MASTER_PORT=str(port), **variables)
     runs.remove_shared_memory(port)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(file.read_text())

@@ -18,9 +18,9 @@ import update_time
 from gpu import __main__ as command
 from gpu import table
 from gpu.__main__ import MINUTES, Build, chosen, run
-from gpu.llama import WAYS, Shape
-from gpu.pieces import TOKENS, Piece, longer
+from gpu.llama import WAYS
 from gpu.pieces import WAYS as QUICK_WAYS
+from gpu.pieces import Piece, longer
 from gpu.results import BEGUN, CUT, DONE, FAILED, Results
 from gpu.smoke import CONTROL, KEEP, SHOWN, Setting, Smoke
 from gpu.table import PARTS, longest, markdown
@@ -29,7 +29,6 @@ from support import runs
 
 COMMAND = [sys.executable, str(runs.ROOT / "benchmarks" / "gpu")]
 NAME = "gpu_rehearsal_2026-01-02"
-GIB = 1 << 30
 QUICK = ["probe", "smoke", "headline", "hooks", "update"]
 
 
@@ -203,13 +202,6 @@ def test_a_rehearsal_and_a_measurement_do_not_share_a_file(tmp_path: Path) -> No
         Results(tmp_path / "json", rehearsal=False)
 
 
-def test_pieces_are_named_by_how_they_begin() -> None:
-    assert [one.name for one in chosen(["length"], rehearse=False)] == [f"length {tokens}" for tokens in TOKENS]
-    assert [one.name for one in chosen(["update 1e", "peers"], rehearse=False)] == ["peers", "update 1e+09"]
-    with pytest.raises(SystemExit, match=r"'heading': there are 'probe'"):
-        chosen(["heading"], rehearse=False)
-
-
 def test_what_is_worth_most_comes_first_and_takes_eight_minutes() -> None:
     found = chosen(None, rehearse=False)
     assert [one.name for one in found if one.is_quick] == [one.name for one in found[:5]] == QUICK
@@ -327,12 +319,6 @@ def markdown_of_smoke(found: dict[str, Any]) -> list[str]:
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path) -> None:
     done = runs.python(COMMAND[1], "--out", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "no CUDA device" in done.stderr and not list(tmp_path.iterdir())
-
-
-def test_as_many_layers_as_fit() -> None:
-    shape = Shape()
-    assert shape.layer_parameters == pytest.approx(218.1e6, rel=0.001)  # of Llama-3-8B, less its two norms
-    assert [shape.layers_for(32768, memory * GIB) for memory in (20, 80, 140, 1000)] == [2, 8, 14, 32]
 
 
 def a_length(tokens: int, layers: int, **states: tuple[str, str]) -> dict[str, Any]:

@@ -22,20 +22,21 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from programs.budgets import Budgets
-from programs.chains import CheapChains, MixedChains
+from programs import budgets, running, trainings
+from programs.chains import Chains
 from programs.kind import Kind, Outcome, shown
-from programs.running import Trainings
 
-KINDS: dict[str, type[Kind[Any]]] = {
-    "trainings": Trainings,
-    "budgets": Budgets,
-    "cheap": CheapChains,
-    "mixed": MixedChains,
+KINDS: dict[str, Callable[[], Kind[Any]]] = {
+    "trainings": partial(Kind, trainings.draw, running.check),
+    "budgets": partial(Kind, budgets.draw, budgets.check),
+    "cheap": partial(Chains, "cheap"),
+    "mixed": partial(Chains, "mixed"),
 }
 LIMIT_S = 60.0  # of a draw
 

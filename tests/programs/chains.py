@@ -1,13 +1,14 @@
 """Chains of ops over a pool of tensors, through a cache that rematerializes and without: two kinds of them.
 
-``cheap``: cheap ops in any order, many ways of backward, stores, a budget, and sometimes a surprise in one late step.
-Every loss and gradient must have the same bits, every error must come in both, and nothing may be left behind.
+Every loss and gradient must have the same bits, every error must come in both, and nothing may be left behind. A kind
+is what a draw chooses from (:data:`KINDS`).
+
+``cheap``: cheap ops in any order, many ways of backward, and sometimes a surprise in one late step.
 
 ``mixed``: what makes a site equal in one step and unequal in another. Ops in place whose second operand has a wider
 dtype, other orders of the same elements, parameters that begin at 0 and 1 and move, graphs carried from one forward
 into the next, an update between two backwards of one forward, statistics that are kept, and changes without a record of
-autograd's that begin in a late step. Around the cache's hooks a copy of each tensor is taken as it is saved, and
-compared as it is wanted again; nothing of the cache's insides is known.
+autograd's that begin in a late step.
 
 [Note: Late changes] An operand that is changed in place in a late step, after its site was proven, may raise
 ``ActivationModifiedError`` where autograd would not have asked for it: cheap programs with a surprise may do so in that
@@ -15,9 +16,9 @@ step. What no op has saved, and is changed under ``no_grad`` or through ``data``
 there: it is drawn in mixed programs only.
 
 [Note: Found later] What is equal at first, and is changed later without a record of autograd's, may be found by checks
-in turn only. Such mixed programs may get wrong tensors for a while if they end with ``RematerializationError`` then:
-they run on for as long as all checks take to come again. They may also raise ``ActivationModifiedError`` in the very
-step in which the first tensor was wrong: no parameter has moved by it.
+in turn only. Such programs may get wrong gradients for a while if a step ends with ``RematerializationError``
+then: they run on for as long as all checks take to come again. They may also raise ``ActivationModifiedError`` in the
+very step that is the first with another result: no parameter has moved by it.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ import random
 import tempfile
 import threading
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import numpy
 import torch
 from support.leftovers import after_a_while, held
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import mark_inputs, mark_owned, whole_storage
+from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import DsTbaError
 from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
@@ -55,30 +56,19 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.staging import StagingRing
 from ds_tba.storage.swap_file import SwapFile
 from programs.kind import Failure, Kind, Outcome, named
-from programs.ops import CHEAP, DTYPES, FUNCTIONS, MAX_SQUARE, MIXED, SURPRISES, UNRECORDED, Boom, State, Table
+from programs.ops import CHEAP, DTYPES, FUNCTIONS, MIXED, SURPRISES, UNRECORDED, State, Table
+from programs.running import Plain, Tape, Training, kind_of
+from programs.trainings import Step
 
 GRAIN = 1 << 15  # elements that one thread of a CPU takes
-LATE = 3  # the step of a cheap program with a surprise
 SETTLE_S = 1.0
+STEPS_AFTER = 3  # the first late one
 PATIENCE = 64 + 8  # steps from the first late one on, within which all that is checked in turn was checked
 LEARNING_RATE = 0.1
-DTYPE_WEIGHTS = [6, 4, 1, 1]
-SHAPES = [
-    (3, 17), (17, 3), (1, 1), (4, 8), (8, 64), (1, 4099), (3, 1366), (33, 128), (4099, 1), (12, 36), (0, 5), (2, 40000),
-]  # fmt: skip
-SHAPE_WEIGHTS = [6, 6, 3, 8, 10, 2, 2, 6, 1, 8, 2, 2]
-# Columns in threes, for images; numbers of elements that leave a few behind a CPU's vectors.
-MIXED_SHAPES = [(1, 33), (3, 21), (5, 33), (7, 9), (11, 3), (23, 33), (2, 129), (17, 15)]
-MIXED_SHAPE_WEIGHTS = [4, 4, 6, 4, 2, 3, 3, 4]
-BACKWARDS = [
-    "plain", "plain", "plain", "retained", "two losses", "of a part", "inputs", "double", "double inside", "dropped",
-    "two forwards", "threads", "again", "plain", "other thread", "accumulated",
-]  # fmt: skip
-MIXED_BACKWARDS = ["at once", "two losses", "step between"]
-WHOLE = {"plain", "retained", "two losses", "dropped", "two forwards", "accumulated"}
-"""Ways of backward in which a reentrant checkpoint works."""
-ERRORS = {"boom", "modified", "freed", "no derivative"}
-"""Those that a cheap program may end a step with."""
+WHOLE = {"usual", "retain", "two_losses", "dropped", "several"}
+"""Kinds of steps in which a reentrant checkpoint works."""
+ERRORS = {"Boom", "modified", "freed", "no derivative"}
+"""Those that a program may end a step with."""
 
 
 # ---- a program ------------------------------------------------------------------------------------------------------
@@ -92,6 +82,68 @@ class Line:
     seed: int
     first: int
     second: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a kind of chains is drawn from, with weights.
+
+    Attributes:
+        first: tensors of the pool before the first line.
+        longest: lines.
+        specials: ops that at most one line has, in ``special_part`` of the draws.
+        mixed_part: of the draws, in which a policy draws stores and rematerialization for each storage.
+    """
+
+    table: Table
+    first: int
+    longest: int
+    specials: tuple[str, ...]
+    special_part: float
+    shapes: dict[tuple[int, int], int]
+    dtypes: dict[torch.dtype, int]
+    steps: dict[Step, int]
+    stores: dict[tuple[str, ...], int]
+    budgets: dict[int | None, int]
+    mixed_part: float
+
+
+KINDS = {
+    "cheap": Choices(
+        table=CHEAP,
+        first=3,
+        longest=14,
+        specials=tuple(SURPRISES.ops),
+        special_part=0.4,
+        shapes={(3, 17): 6, (17, 3): 6, (1, 1): 3, (4, 8): 8, (8, 64): 10, (1, 4099): 2, (3, 1366): 2, (33, 128): 6,
+                (4099, 1): 1, (12, 36): 8, (0, 5): 2, (2, 40000): 2},
+        dtypes=dict(zip(DTYPES, (6, 4, 1, 1), strict=True)),
+        steps={
+            Step("usual"): 3,
+            **dict.fromkeys(map(Step, ("retain", "two_losses", "of_a_part", "threads", "again", "other_thread")), 1),
+            Step("usual", micro_steps=2): 1, Step("inputs", how="backward"): 1, Step("double", how="outside"): 1,
+            Step("double", how="inside"): 1, Step("dropped", how="at once"): 1,
+            Step("several", micro_steps=2, how="reversed"): 1,
+        },
+        stores={(): 3, ("nvme",): 1, ("host",): 1, ("nvme", "host"): 1, ("host", "nvme"): 1},
+        budgets={None: 2, 0: 1, 1 << 12: 1, 1 << 15: 1},
+        mixed_part=0.4,
+    ),
+    "mixed": Choices(
+        table=MIXED,
+        first=4,
+        longest=8,
+        specials=("late_change",),
+        special_part=0.15,
+        # Columns in threes, for images; numbers of elements that leave a few behind a CPU's vectors.
+        shapes={(1, 33): 4, (3, 21): 4, (5, 33): 6, (7, 9): 4, (11, 3): 2, (23, 33): 3, (2, 129): 3, (17, 15): 4},
+        dtypes={torch.float32: 4, torch.bfloat16: 1},
+        steps={Step("at_once"): 2, Step("two_losses"): 1, Step("step_between"): 1},
+        stores={(): 7, ("nvme",): 1, ("host", "nvme"): 1},
+        budgets={None: 8, 1 << 12: 1, 1 << 15: 1},
+        mixed_part=0.1,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,7 +169,7 @@ class Chain:
     dtype: torch.dtype
     lines: tuple[Line, ...]
     losses: tuple[tuple[int, ...], tuple[int, ...]]
-    backward: str
+    step: Step
     stores: tuple[str, ...] = ()
     min_bytes: int = 1
     budget_bytes: int | None = None
@@ -125,21 +177,29 @@ class Chain:
     threads: int = 1
     refills: bool = False
     freezes: bool = False
-    late: int = LATE
+    late: int = 3
     updates: str = "versions"
+    set_to_none: ClassVar[bool] = True
+    input_grad: ClassVar[bool] = False
+
+    @property
+    def width(self) -> int:
+        return self.shape[1]
+
+    @property
+    def batches(self) -> str:
+        return "numpy" if self.refills else "fresh"
 
     @property
     def is_mixed(self) -> bool:
         return self.kind == "mixed"
 
     @property
-    def first(self) -> int:
-        """Tensors of the pool before the first line."""
-        return 4 if self.is_mixed else 3
+    def steps(self) -> list[Step]:
+        return [self.step] * (self.late + STEPS_AFTER)
 
-    @property
-    def steps(self) -> int:
-        return 8 if self.is_mixed else 5
+    def is_late(self, step: int) -> bool:
+        return step >= self.late if self.is_mixed else step == self.late
 
     @property
     def may_raise_more(self) -> bool:
@@ -149,72 +209,56 @@ class Chain:
     @property
     def may_be_found_later(self) -> bool:
         """See [Note: Found later]."""
-        return self.is_mixed and any(line.name in UNRECORDED for line in self.lines)
+        changes_nothing_at_first = self.is_mixed or self.freezes  # what a change multiplies is 0 until the late step
+        return changes_nothing_at_first and any(line.name in UNRECORDED for line in self.lines)
 
     @property
     def may_reenter(self) -> bool:
         """A reentrant checkpoint works, and PyTorch leaves nothing of it behind, as it does after errors."""
         names = {line.name for line in self.lines}
-        return self.backward in WHOLE and not names & set(SURPRISES.ops)
+        return self.step.kind in WHOLE and not names & set(SURPRISES.ops)
 
     def __str__(self) -> str:
         shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
         settings = ", ".join(f"{name} {getattr(self, name)!r}" for name in shown)
         ops = "\n".join(
-            f"    {place + self.first}: {line.name}[{line.seed}]({line.first}, {line.second})"
-            for place, line in enumerate(self.lines)
+            f"    {place}: {line.name}[{line.seed}]({line.first}, {line.second})"
+            for place, line in enumerate(self.lines, KINDS[self.kind].first)
         )
         return f"{self.kind} program of seed {self.seed}: {settings}\n{ops}"
 
 
-def draw_cheap(seed: int) -> Chain:
-    r = random.Random(seed)
-    late = r.choice(list(SURPRISES.ops)) if r.random() < 0.4 else ""
-    count = r.randint(2, 14)
-    when = r.randrange(count)
-    lines = _lines(r, CHEAP, count, 3, {when: late} if late else {})
-    last = count + 2
-    some = tuple({r.randrange(last + 1) for _ in range(2)})
-    stores = r.choice([(), (), (), ("nvme",), ("host",), ("nvme", "host"), ("host", "nvme")])
-    shape = r.choices(SHAPES, SHAPE_WEIGHTS)[0]
+def draw(kind: str, seed: int) -> Chain:
+    """The program of a seed: always the same one."""
+    r, choices = random.Random(f"{kind} {seed}"), KINDS[kind]
+    count = r.randint(2, choices.longest)
+    special = {r.randrange(count): r.choice(choices.specials)} if r.random() < choices.special_part else {}
+    lines = _lines(r, choices.table, count, choices.first, special)
+    last = count + choices.first - 1
+    first, second = {last, r.randrange(last + 1)}, {r.randrange(last + 1), *r.choice([(), (last,)])}
+    shape, stores, step = (_weighed(r, one) for one in (choices.shapes, choices.stores, choices.steps))
     return Chain(
-        kind="cheap",
+        kind=kind,
         seed=seed,
         shape=shape,
-        dtype=r.choices(DTYPES, DTYPE_WEIGHTS)[0],
+        dtype=_weighed(r, choices.dtypes),
         lines=lines,
-        losses=((last, *some), (r.randrange(last + 1),)),
-        backward=r.choice(BACKWARDS),
+        losses=(tuple(first), tuple(second)),
+        step=replace(step, rows=shape[0]),
         stores=stores,
-        min_bytes=r.choice([1, 1, 64, 1024]),
-        budget_bytes=r.choice([None, None, 0, 1 << 12, 1 << 15]),
-        mixes=r.random() < 0.4,
+        min_bytes=r.choice([1, 1, 64, 1024]) if kind == "cheap" else r.choice([1, 1, 64]),
+        budget_bytes=_weighed(r, choices.budgets),
+        mixes=r.random() < choices.mixed_part,
         threads=r.choice([1, 2, 3]) if shape[0] * shape[1] > GRAIN else 1,
-        refills=r.random() < 0.3 and not stores,
+        refills=kind == "cheap" and r.random() < 0.3 and not stores,
         freezes=r.random() < 0.3,
+        late=r.randint(2, 4),
+        updates="data" if step.kind == "step_between" else r.choice(["data", "versions"]),
     )
 
 
-def draw_mixed(seed: int) -> Chain:
-    r = random.Random(f"mixed {seed}")
-    count = r.randint(2, 8)
-    special = {r.randrange(count): "late_change"} if r.random() < 0.15 else {}
-    lines = _lines(r, MIXED, count, 4, special)
-    last = count + 3
-    backward = r.choices(MIXED_BACKWARDS, [2, 1, 1])[0]
-    return Chain(
-        kind="mixed",
-        seed=seed,
-        shape=r.choices(MIXED_SHAPES, MIXED_SHAPE_WEIGHTS)[0],
-        dtype=r.choices([torch.float32, torch.bfloat16], [4, 1])[0],
-        lines=lines,
-        losses=((last, r.randrange(last + 1)), (last, r.randrange(last + 1))),
-        late=r.randint(2, 5),
-        backward=backward,
-        updates="data" if backward == "step between" else r.choice(["data", "versions"]),
-        stores=r.choice([()] * 7 + [("nvme",), ("host", "nvme")]),
-        min_bytes=r.choice([1, 1, 64]),
-    )
+def _weighed(r: random.Random, weights: dict[Any, int]) -> Any:
+    return r.choices([*weights], [*weights.values()])[0]
 
 
 def _lines(r: random.Random, table: Table, count: int, size: int, special: dict[int, str]) -> tuple[Line, ...]:
@@ -228,101 +272,7 @@ def _lines(r: random.Random, table: Table, count: int, size: int, special: dict[
     return tuple(lines)
 
 
-# ---- what backward gets ---------------------------------------------------------------------------------------------
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    integers = INTEGERS[one.dtype.itemsize]
-    return torch.equal(one.view(integers), other.view(integers))
-
-
-@dataclass
-class Saved:
-    """A tensor as it was saved.
-
-    Attributes:
-        memory: of the tensor, while it lives: what autograd would return. Not held, or nothing would leave.
-        number: among those of its forward.
-    """
-
-    copy: Tensor
-    memory: weakref.ref[torch.UntypedStorage]
-    node: str
-    step: int
-    number: int
-
-
-@dataclass
-class Watch:
-    """Looks at what goes through a cache's hooks.
-
-    Attributes:
-        wrong: what was returned with other bits, in words.
-        outcomes: of each tensor that was rematerialized, whether it was right, over all steps.
-        made_again: tensors that were returned in another memory.
-    """
-
-    saved: dict[int, Saved] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)
-    outcomes: dict[tuple[int, str], set[bool]] = field(default_factory=dict)
-    step: int = 0
-    number: int = 0
-    packed: int = 0
-    made_again: int = 0
-
-    def around(self, hooks: Any) -> Any:
-        """Hooks around those of the cache, which return the same objects."""
-        pack, unpack = hooks
-
-        def watched_pack(tensor: Tensor) -> Any:
-            held = pack(tensor)
-            # An object that went before may have had the same number.
-            node = type(tensor.grad_fn).__name__
-            self.saved[id(held)] = Saved(
-                tensor.detach().clone(), weakref.ref(tensor.untyped_storage()), node, self.step, self.number
-            )
-            self.number += 1
-            self.packed += 1
-            return held
-
-        def watched_unpack(held: Any) -> Tensor:
-            tensor: Tensor = unpack(held)
-            self.look(self.saved[id(held)], tensor.detach())
-            return tensor
-
-        return watched_pack, watched_unpack
-
-    def look(self, saved: Saved, found: Tensor) -> None:
-        # The memory itself may have been changed since, without a record: autograd would return what it is now.
-        is_other = saved.memory() is not found.untyped_storage()
-        is_right = not is_other or same_bits(found, saved.copy)
-        self.made_again += is_other
-        if is_other:
-            self.outcomes.setdefault((saved.number, saved.node), set()).add(is_right)
-        if not is_right:
-            look = f"{saved.node} {tuple(saved.copy.shape)} {saved.copy.dtype}"
-            self.wrong.append(f"step {self.step}: tensor {saved.number} of step {saved.step}, {look}")
-
-    @property
-    def mixed(self) -> Iterator[str]:
-        """Sites that were right in one step and wrong in another."""
-        return (node for (_, node), outcome in self.outcomes.items() if len(outcome) == 2)
-
-    def allows(self, error: Exception | None) -> bool:
-        """Return whether a program may end so; see [Note: Found later]."""
-        name = type(error).__name__
-        in_this_step = all(look.startswith(f"step {self.step}:") for look in self.wrong)
-        is_ours = isinstance(error, DsTbaError)
-        return is_ours and (name == "RematerializationError" or (name == "ActivationModifiedError" and in_this_step))
-
-
 # ---- running one ----------------------------------------------------------------------------------------------------
-
-Result = list[Any]
 
 
 class Drawn:
@@ -336,269 +286,185 @@ class Drawn:
         return Choice(stores, True, "drawn", self._random.random() < 0.8)
 
 
-class Run:
-    """The steps of a program, through a cache or without.
+class Net(State):
+    """Runs a program's lines; returns the first of its losses."""
 
-    Attributes:
-        results: of each step, losses, gradients and errors.
-        error: with which a mixed program ended.
-    """
-
-    def __init__(self, program: Chain, cache: TensorCache | None = None, stores: Sequence[Store[Any]] = ()) -> None:
-        self.program, self.cache, self.watch = program, cache, Watch()
-        self.calls: Counter[str] = Counter()
-        self.results: list[Result] = []
-        self.error: Exception | None = None
-        self._stores = stores
-        self._generator = torch.Generator().manual_seed(program.seed)
-        self._numbers = numpy.zeros(program.shape, dtype=numpy.float32)
-        self._carried: dict[int, Tensor] = {}
-        self._logged: list[tuple[Tensor, Tensor]] = []
-        self._make_parameters()
-
-    def _make_parameters(self) -> None:
-        program, (rows, columns) = self.program, self.program.shape
+    def __init__(self, program: Chain) -> None:
         dtype = torch.float32 if program.is_mixed else program.dtype
+        super().__init__(program.shape, dtype, 0.0 if program.freezes else 1.0)
+        self.program, self.may_reenter = program, program.may_reenter
 
-        def parameter(*shape: int, scale: float = 1.0) -> torch.nn.Parameter:
-            return torch.nn.Parameter((torch.randn(shape, generator=self._generator) * scale).to(dtype))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.losses(x)[0]
 
-        width = columns if columns <= MAX_SQUARE else 1
-        self.vector, self.full, self.scalar = parameter(columns), parameter(rows, columns), parameter()
-        self.square = parameter(width, width, scale=width**-0.5)
-        self.zeros, self.ones, self.zero = (
-            torch.nn.Parameter(made) for made in (torch.zeros(columns), torch.ones(columns), torch.zeros(rows, columns))
-        )
-        self.parameters = [self.vector, self.full, self.scalar, self.square]
-        if program.is_mixed:
-            self.parameters += [self.zeros, self.ones, self.zero]
-            self.frozen = torch.randn(columns, generator=self._generator)
-        else:
-            filled = torch.zeros if program.freezes else torch.ones
-            self.frozen = torch.nn.Parameter(filled(columns, dtype=dtype), requires_grad=False)
-        self._owner = torch.nn.ParameterList(self.parameters)
-
-    def run(self, steps: range) -> None:
-        """Run in a thread of its own: what an error in backward left in the thread's queue goes with the thread."""
-        worker = threading.Thread(target=self._run, args=(steps,))
-        worker.start()
-        worker.join()
-
-    def _run(self, steps: range) -> None:
-        torch.set_num_threads(self.program.threads)
-        for step in steps:
-            if self.error is not None:
-                return
-            torch.manual_seed(step)
-            self.watch.step, self.watch.number = step, 0
-            if step == self.program.late and not self.program.is_mixed:
-                with torch.no_grad():
-                    self.frozen.add_(0.5)
-            self.results.append([])
-            logged, self._logged = self._logged, []
-            try:
-                self._step(step, self.results[-1], logged)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
-                self.results[-1].append(kind_of(error))
-                self.error = error if self.program.is_mixed else None
-                del error
-            self._update()
-
-    def _step(self, step: int, result: Result, logged: list[tuple[Tensor, Tensor]]) -> None:
-        getattr(self, "_" + self.program.backward.replace(" ", "_"))(step, result)
-        for statistic, made in logged:
-            result.append(bits(torch.autograd.grad(statistic, [made])[0]))
-
-    # ---- ways of backward -------------------------------------------------------------------------------------------
-
-    def _plain(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._backward(first, result)
-
-    def _at_once(self, step: int, result: Result) -> None:
-        first, second = self._forward(step, result)
-        self._backward(first + second, result)
-
-    def _accumulated(self, step: int, result: Result) -> None:
-        for _ in range(2):
-            self._plain(step, result)
-
-    def _retained(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._backward(first, result, retain_graph=True)
-        self._backward(first, result)
-
-    def _two_losses(self, step: int, result: Result) -> None:
-        first, second = self._forward(step, result)
-        self._backward(first, result, retain_graph=True)
-        self._backward(second, result)
-
-    def _step_between(self, step: int, result: Result) -> None:
-        """The parameters move between two backwards of one forward."""
-        first, second = self._forward(step, result)
-        self._backward(first, result, retain_graph=True)
-        self._update()
-        self._backward(second, result)
-
-    def _again(self, step: int, result: Result) -> None:
-        """A second backward of a graph that was freed, or of what it shares with another."""
-        first, second = self._forward(step, result)
-        self._backward(first, result)
-        if step % 2:
-            self._backward(second, result)
-
-    def _of_a_part(self, step: int, result: Result) -> None:
-        first, second = self._forward(step, result)
-        result.append(self._grads(first, [self.vector], retain_graph=True))
-        result.append(self._grads(second, [self.full]))
-        self._backward(first, result)
-
-    def _inputs(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._backward(first, result, inputs=[self.vector, self.full], retain_graph=True)
-        self._backward(first, result, inputs=[self.scalar])
-
-    def _double(self, step: int, result: Result) -> None:
-        first, _ = self._forward(step, result)
-        self._second_order(first, result)
-
-    def _double_inside(self, step: int, result: Result) -> None:
-        with self._saving(step):
-            first, _ = self._forward(step, result, opens=False)
-            self._second_order(first, result)
-
-    def _second_order(self, loss: Tensor, result: Result) -> None:
-        grads = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
-        result.append([bits(one) for one in grads])
-        total = sum((one.float() ** 2).sum() for one in grads if one is not None and one.requires_grad)
-        if isinstance(total, Tensor):
-            self._backward(total, result)
-
-    def _dropped(self, step: int, result: Result) -> None:
-        self._forward(step, result)
-        if step % 2:
-            self._plain(step, result)
-
-    def _two_forwards(self, step: int, result: Result) -> None:
-        one, _ = self._forward(step, result)
-        two, _ = self._forward(step, result)
-        for loss in (two, one) if step % 2 else (one, two):
-            self._backward(loss, result)
-
-    def _threads(self, step: int, result: Result) -> None:
-        """Backwards of several graphs at once."""
-        result += self._at_the_same_time([self._forward(step, result)[0] for _ in range(3)])
-
-    def _other_thread(self, step: int, result: Result) -> None:
-        """Two losses over one trunk, in two threads at once."""
-        result += self._at_the_same_time(self._forward(step, result), retain_graph=True)
-
-    def _at_the_same_time(self, losses: Sequence[Tensor], **options: Any) -> list[Any]:
-        found: list[Any] = [None] * len(losses)
-
-        def backward(place: int) -> None:
-            try:
-                found[place] = self._grads(losses[place], self.parameters, **options)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
-                found[place] = kind_of(error)
-
-        workers = [threading.Thread(target=backward, args=(place,)) for place in range(len(losses))]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        return found
-
-    # ---- parts of a step --------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _saving(self, step: int) -> Iterator[None]:
-        if self.cache is None:
-            yield
-            return
-        policy = Drawn(self._stores, self.program.seed + step) if self.program.mixes else None
-        with self.cache.saving(policy=policy, around=self.watch.around if self.program.is_mixed else None):
-            yield
-
-    def _forward(self, step: int, result: Result, *, opens: bool = True) -> tuple[Tensor, Tensor]:
-        x = self._input()
-        mark_inputs(x)
-        if self.program.is_mixed:
-            mark_owned(self._owner)
-        with self._saving(step) if opens else contextlib.nullcontext():
-            losses = self._model(step, x)
-        result.append([bits(loss) for loss in losses])
-        return losses
-
-    def _input(self) -> Tensor:
-        values = torch.randn(*self.program.shape, generator=self._generator)
-        if not self.program.refills:
-            return values.to(self.program.dtype)
-        self._numbers[...] = values.numpy()
-        return torch.from_numpy(self._numbers)
-
-    def _model(self, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        program = self.program
-        is_late = step >= program.late if program.is_mixed else step == program.late
-        state = State(
-            step, is_late, self.vector, self.square, self.full, self.scalar, self.zeros, self.ones, self.zero,
-            self.frozen, x, self.calls, program.may_reenter, self._carried, self._logged,
-        )  # fmt: skip
+    def losses(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        program, self.x = self.program, x
         pool = [self.full * x, (self.full + self.vector).to(program.dtype), torch.tanh(x * self.vector)]
         if program.is_mixed:
             pool[1:] = [(self.full + self.zeros).to(x.dtype), torch.tanh(x * self.vector), x * self.ones]
         for place, line in enumerate(program.lines):
-            state.place = place
-            made = FUNCTIONS[line.name](state, random.Random(line.seed), pool[line.first], pool[line.second])
+            self.place = place
+            made = FUNCTIONS[line.name](self, random.Random(line.seed), pool[line.first], pool[line.second])
             pool.append(made)
         one, two = (
             sum((pool[index].float() * (0.3 + 0.1 * place)).mean() for place, index in enumerate(loss))
             for loss in program.losses
         )
         assert isinstance(one, Tensor) and isinstance(two, Tensor)
-        if not program.is_mixed:
-            one = one + sum(parameter.float().sum() * 0 for parameter in self.parameters)
-        return one + self.full.float().sum() * 0, two + self.full.float().sum() * 0
+        one = one + sum(parameter.float().sum() * 0 for parameter in self.parameters())
+        self.x, self.kept = None, []
+        return one, two + self.full.float().sum() * 0
 
-    def _backward(self, loss: Tensor, result: Result, **options: Any) -> None:
-        loss.backward(**options)
-        self._note(result)
 
-    def _grads(self, loss: Tensor, wanted: Sequence[Tensor], **options: Any) -> list[Any]:
-        return [bits(one) for one in torch.autograd.grad(loss, wanted, allow_unused=True, **options)]
+class Clamped:
+    """Moves parameters as optimizers do. What is not finite moves nothing."""
 
-    def _note(self, result: Result) -> None:
-        result.append([bits(one.grad) for one in self.parameters])
+    def __init__(self, parameters: Iterable[Tensor], *, has_versions: bool) -> None:
+        self._parameters, self._has_versions = list(parameters), has_versions
 
-    def _update(self) -> None:
-        """Move the parameters as optimizers do. What is not finite moves nothing."""
-        for one in self.parameters:
+    def step(self) -> None:
+        for one in self._parameters:
             if one.grad is not None:
                 change = one.grad.nan_to_num(0.0, 0.0, 0.0).clamp(-1, 1) * LEARNING_RATE
                 with torch.no_grad():
-                    (one if self.program.updates == "versions" else one.data).sub_(change)
-                one.grad = None
+                    (one if self._has_versions else one.data).sub_(change)
+
+    def zero_grad(self, **_: Any) -> None:
+        for one in self._parameters:
+            one.grad = None
 
 
-def bits(tensor: Tensor | None) -> Any:
-    if tensor is None:
-        return None
-    still = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return str(tensor.dtype), tuple(tensor.shape), whole_storage(still).numpy().tobytes()
+class Course(Training):
+    """A chain's steps: the ways of backward that ``running.py`` does not have.
+
+    They run in one thread of their own: what an error in backward left in the thread's queue goes with the thread.
+    """
+
+    @property
+    def calls(self) -> Counter[str]:
+        return self._net.calls
+
+    def _new_net(self) -> Net:
+        self._thread = ThreadPoolExecutor(1)
+        return Net(self._program)
+
+    def _new_optimizer(self) -> Clamped:
+        return Clamped(self._net.parameters(), has_versions=self._program.updates == "versions")
+
+    def go_on(self, steps: Iterable[Step]) -> None:
+        self._thread.submit(super().go_on, steps).result()
+
+    def _do(self, step: Step, number: int) -> None:
+        torch.set_num_threads(self._program.threads)
+        torch.manual_seed(number)
+        self._net.is_late = self._program.is_late(number)
+        if number == self._program.late:
+            with torch.no_grad():
+                self._net.frozen.add_(0.5)
+        logged, self._net.logged = self._net.logged, []
+        super()._do(step, number)
+        for statistic, made in logged:
+            self._tape.note("statistic", torch.autograd.grad(statistic, [made])[0])
+
+    def _fresh(self, rows: int) -> Tensor:
+        return torch.randn(rows, self._program.width, generator=self._data).to(self._program.dtype)
+
+    def _wanted(self, pick: int) -> list[Tensor]:
+        return [self._net.vector, self._net.full]
+
+    def _note_states(self) -> None:
+        torch.manual_seed(0)  # how many random numbers threads have taken is a matter of luck
+        super()._note_states()
+
+    def _both(self, step: Step) -> tuple[Tensor, Tensor]:
+        batch = self._batch(step.rows)
+        with self._side.saving(batch):
+            losses: tuple[Tensor, Tensor] = self._net.losses(batch)
+        for loss in losses:
+            self._tape.note("loss", loss)
+        return losses
+
+    def at_once(self, step: Step, number: int) -> None:
+        first, second = self._both(step)
+        self._backward(first + second)
+
+    def two_losses(self, step: Step, number: int) -> None:
+        first, second = self._both(step)
+        self._backward(first, retain_graph=True)
+        self._note_grads()
+        self._backward(second)
+
+    def step_between(self, step: Step, number: int) -> None:
+        """The parameters move between two backwards of one forward."""
+        first, second = self._both(step)
+        self._backward(first, retain_graph=True)
+        self._note_grads()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._backward(second)
+
+    def again(self, step: Step, number: int) -> None:
+        """A second backward of what a graph that was freed shares with another."""
+        first, second = self._both(step)
+        self._backward(first)
+        self._note_grads()
+        if number % 2:
+            self._backward(second)
+
+    def of_a_part(self, step: Step, number: int) -> None:
+        first, second = self._both(step)
+        self._note_all(torch.autograd.grad(first, [self._net.vector], retain_graph=True, allow_unused=True))
+        self._note_all(torch.autograd.grad(second, [self._net.full], allow_unused=True))
+        self._backward(first)
+
+    def threads(self, step: Step, number: int) -> None:
+        """Backwards of several graphs at once."""
+        self._at_the_same_time([self._forward(self._batch(step.rows)) for _ in range(3)])
+
+    def other_thread(self, step: Step, number: int) -> None:
+        """Two losses over one trunk, in two threads at once."""
+        self._at_the_same_time(self._both(step), retain_graph=True)
+
+    def _at_the_same_time(self, losses: Sequence[Tensor], **options: Any) -> None:
+        wanted = [one for one in self._net.parameters() if one.requires_grad]
+        found: list[tuple[Any, ...]] = [()] * len(losses)
+
+        def backward(place: int) -> None:
+            try:
+                found[place] = torch.autograd.grad(losses[place], wanted, allow_unused=True, **options)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it must come in both
+                found[place] = (kind_of(error),)
+
+        workers = [threading.Thread(target=backward, args=(place,)) for place in range(len(losses))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        for one in found:
+            self._note_all(one)
+
+    def _note_all(self, found: Iterable[Any]) -> None:
+        for one in found:
+            self._tape.note("raises" if isinstance(one, str) else "autograd.grad", one)
 
 
-def kind_of(error: BaseException) -> str:
-    """Return the same words for the same situation."""
-    text = str(error)
-    if isinstance(error, Boom):
-        return "boom"
-    if "modified by an inplace operation" in text:
-        return "modified"
-    if "backward through the graph a second time" in text or "after they have already been freed" in text:
-        return "freed"
-    if text.startswith("derivative for"):
-        return "no derivative"
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+class Cached(Plain):
+    """Training through a cache."""
+
+    def __init__(self, program: Chain, cache: TensorCache, stores: Sequence[Store[Any]]) -> None:
+        self._program, self._cache, self._stores = program, cache, stores
+        self._net, self._forwards = torch.nn.Module(), 0
+
+    def watch(self, net: torch.nn.Module) -> None:
+        self._net = net
+
+    def saving(self, *inputs: Tensor) -> AbstractContextManager[Any]:
+        mark_inputs(inputs)
+        mark_owned(self._net)
+        program = self._program
+        policy = Drawn(self._stores, program.seed + self._forwards) if program.mixes else None
+        self._forwards += 1
+        return self._cache.saving(policy=policy)
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
@@ -643,9 +509,14 @@ class Stores:
 
 
 class Chains(Kind[Chain]):
-    """Chains over stores that all of them share."""
+    """Chains of a kind, over stores that all of them share."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(partial(draw, kind), self._check)
 
     def open(self, directory: str) -> None:
+        super().open(directory)
         self._left = contextlib.ExitStack()
         self._left.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -659,47 +530,38 @@ class Chains(Kind[Chain]):
     def close(self) -> None:
         self._left.close()
 
-    def check(self, program: Chain) -> Outcome:
+    def _check(self, program: Chain, _directory: str) -> Outcome:
         present = torch.get_num_threads()
         torch.set_num_threads(program.threads)
         try:
-            return self._check(program)
+            return self._compare(program)
         finally:
             torch.set_num_threads(present)
 
-    def _check(self, program: Chain) -> Outcome:
+    def _compare(self, program: Chain) -> Outcome:
         tally: Counter[str] = Counter()
-        plain = Run(program)
-        plain.run(range(program.steps))
+        plain, found = Tape(), Tape()
+        reference = Course(program, Plain(), plain)
+        reference.run()
         used = self.stores.named(program.stores)
         cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
         sites = CountingSites(cache, tally)
         cache.rematerialize(RematStore(cache, sites))
         cache.limit(program.budget_bytes)
-        ours = Run(program, cache, used)
-        ours.run(range(program.steps))
-        is_wrong = bool(ours.watch.wrong)
-        if is_wrong and program.may_be_found_later:
-            ours.run(range(program.steps, program.late + PATIENCE))
-        tally += counted(program, plain, ours, sites)
-        if program.may_be_found_later and ours.watch.allows(ours.error):
-            tally["found later"] += is_wrong
-            failures = []
-        else:
-            failures = list(failures_of(program, plain, ours))
-        del plain, ours
+        ours = Course(program, Cached(program, cache, used), found)
+        ours.run()
+        failures = list(failures_of(program, plain, found))
+        if program.may_be_found_later and plain.different(found):
+            ours.go_on([program.step] * PATIENCE)
+            tally["found later"] = is_found(plain, found)
+            failures = [] if tally["found later"] else failures
+        more_calls = ours.calls - reference.calls
+        failures += [Failure("calls", f"more than without us: {more_calls}")] if more_calls else []
+        tally += counted(program, plain, sites)
+        tally["made again"] = cache.stats.rematerialized_bytes > 0
+        del reference, ours
         left = after_a_while(lambda: held(cache, self.stores.nvme, self.stores.host), SETTLE_S)
         return Outcome(failures + ([Failure("left", left)] if left else []), tally)
-
-
-class CheapChains(Chains):
-    def draw(self, seed: int) -> Chain:
-        return draw_cheap(seed)
-
-
-class MixedChains(Chains):
-    def draw(self, seed: int) -> Chain:
-        return draw_mixed(seed)
 
 
 WARM_UP = Chain(
@@ -709,57 +571,38 @@ WARM_UP = Chain(
     torch.float32,
     tuple(Line("checkpointed", seed, 0, 1) for seed in range(4)),
     ((6,), (5,)),
-    "plain",
+    Step("usual", 4),
 )
 
 
-def counted(program: Chain, plain: Run, ours: Run, sites: Sites) -> Counter[str]:
+def counted(program: Chain, plain: Tape, sites: Sites) -> Counter[str]:
     """Return what was exercised."""
-    summary, watch = sites.summary(), ours.watch
+    summary = sites.summary()
     tally = named("proven", Counter(summary["rematerialized_sites"]))
     tally += named("refused", Counter(summary["refused_sites"])) + named("op", (line.name for line in program.lines))
-    tally += named("mixed", watch.mixed)
-    tally += named("error", (one for result in plain.results for one in result if isinstance(one, str)))
-    tally["packed"] += watch.packed
-    tally["made again"] += watch.made_again
-    tally["finite"] += not any(is_infinite(one) for result in plain.results for one in result)
+    tally += named("error", errors_in(plain))
+    tally["finite"] += plain.is_finite
     return tally
 
 
-def failures_of(program: Chain, plain: Run, ours: Run) -> Iterator[Failure]:
+def errors_in(tape: Tape) -> list[str]:
+    return [what for _, label, what in tape.entries if label == "raises"]
+
+
+def is_found(plain: Tape, found: Tape) -> bool:
+    """Return whether a program may differ so; see [Note: Found later]."""
+    first = plain.different(found)[0]
+    of_step = (found.entries[first][0], "raises", "modified")
+    ends = any(text.startswith("RematerializationError") for place, text in found.messages.items() if place >= first)
+    return ends or of_step in found.entries[first:]
+
+
+def failures_of(program: Chain, plain: Tape, found: Tape) -> Iterator[Failure]:
     """Yield what is wrong."""
-    if ours.watch.wrong:
-        yield from (Failure("tensor", text) for text in ours.watch.wrong[:3])
-        return
-    yield from _differences(program, plain, ours)
-    for name, count in ours.calls.items():
-        if count > plain.calls[name]:
-            yield Failure("calls", f"{name}: {count} instead of {plain.calls[name]}")
-    for one in () if program.is_mixed else (one for result in plain.results for one in result):
-        if isinstance(one, str) and one not in ERRORS:
-            yield Failure("program", one)
-
-
-def _differences(program: Chain, plain: Run, ours: Run) -> Iterator[Failure]:
-    names = ["vector", "full", "scalar", "square", "zeros", "ones", "zero"]
-    for step, (expected, found) in enumerate(zip(plain.results, ours.results, strict=False)):
-        if expected == found:
-            continue
-        pairs = enumerate(zip(expected, found, strict=False))
-        place = next((one for one, (a, b) in pairs if a != b), min(len(expected), len(found)))
-        a, b = ((some[place : place + 1] or ["nothing"])[0] for some in (expected, found))
-        if b == "modified" and a != b and step == LATE and program.may_raise_more:
-            return  # what comes after is not comparable: the parameters are others
-        if isinstance(a, str) or isinstance(b, str):
-            a, b = (one if isinstance(one, str) else "no error" for one in (a, b))
-            yield Failure("error", f"step {step}, {place}: {b} instead of {a}")
-        else:
-            where = [name for name, one, two in zip(names, a, b, strict=False) if one != two]
-            yield Failure("difference", f"step {step}, {place} of {len(expected)}: {where}")
-        return
-
-
-def is_infinite(result: Any) -> bool:
-    if not isinstance(result, list) or result[0] is None or result[0][0] != "torch.float32" or result[0][1]:
-        return False
-    return not numpy.isfinite(numpy.frombuffer(result[0][2], dtype=numpy.float32)).all()
+    different = plain.different(found)
+    late = (program.late, "raises", "modified")
+    # What comes after such an error is not comparable: the parameters are others.
+    if different and not (program.may_raise_more and found.entries[different[0] : different[0] + 1] == [late]):
+        yield Failure("difference", str(plain.difference(found)))
+    if not ERRORS.issuperset(errors_in(plain)):
+        yield Failure("program", str(plain.messages))

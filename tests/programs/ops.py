@@ -6,11 +6,10 @@ import gc
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -25,12 +24,10 @@ class Boom(Exception):
     """Raised by the user's code in backward."""
 
 
-@dataclass
-class State:
+class State(nn.Module):
     """Tensors and tables that ops of a chain may use beside the pool.
 
     Attributes:
-        step: the number of the step.
         is_late: whether late changes happen in this step.
         vector, square, full, scalar: parameters, random at first.
         zeros, ones: parameters of a row that begin so.
@@ -42,34 +39,29 @@ class State:
         carried: what lines have left for their next step, by place.
         logged: statistics with the tensors that they are of.
         place: the line under way.
-        kept: what must live as long as the graph.
+        kept: what must live to the end of the forward.
     """
 
-    step: int
-    is_late: bool
-    vector: Tensor
-    square: Tensor
-    full: Tensor
-    scalar: Tensor
-    zeros: Tensor
-    ones: Tensor
-    zero: Tensor
-    frozen: Tensor
-    x: Tensor
-    calls: Counter[str]
-    may_reenter: bool
-    carried: dict[int, Tensor]
-    logged: list[tuple[Tensor, Tensor]]
-    place: int = 0
-    kept: list[Any] = field(default_factory=list)
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, frozen: float) -> None:
+        super().__init__()
+        self.rows, self.columns = shape
 
-    @property
-    def rows(self) -> int:
-        return self.full.shape[0]
+        def parameter(*shape: int, scale: float = 1.0) -> nn.Parameter:
+            return nn.Parameter((torch.randn(shape) * scale).to(dtype))
 
-    @property
-    def columns(self) -> int:
-        return self.full.shape[1]
+        width = self.columns if self.columns <= MAX_SQUARE else 1
+        self.vector, self.full, self.scalar = parameter(self.columns), parameter(*shape), parameter()
+        self.square = parameter(width, width, scale=width**-0.5)
+        self.zeros, self.ones = nn.Parameter(torch.zeros(self.columns)), nn.Parameter(torch.ones(self.columns))
+        self.zero = nn.Parameter(torch.zeros(shape))
+        self.frozen = nn.Parameter(torch.full((self.columns,), frozen, dtype=dtype), requires_grad=False)
+        self.is_late = self.may_reenter = False
+        self.x: Any = None
+        self.calls: Counter[str] = Counter()
+        self.carried: dict[int, Tensor] = {}
+        self.logged: list[tuple[Tensor, Tensor]] = []
+        self.place = 0
+        self.kept: list[Any] = []
 
 
 Op = Callable[[State, random.Random, Tensor, Tensor], Tensor]

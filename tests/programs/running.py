@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +24,15 @@ from support.leftovers import after_a_while, held
 from torch import Tensor, nn
 
 from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.core.tensors import whole_storage
 from ds_tba.errors import ActivationModifiedError, DsTbaError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.controller import Controller
 from ds_tba.plan.feedback import Action
 from programs import parts
-from programs.kind import Failure, Kind, Outcome
-from programs.trainings import Program, Step, draw
+from programs.kind import Failure, Outcome
+from programs.trainings import Program, Step
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # has the planners of the papers
 
@@ -48,52 +50,69 @@ CLOCK_FACTORS = (1.0, 1.0, 1.0, 0.0, -1.0, 1e4)
 
 
 class Tape:
-    """Observations of a training, in order: labels and fingerprints of all bits."""
+    """Observations of a training, in order: labels and fingerprints of all bits.
+
+    Attributes:
+        step: the step under way, which is a part of each observation.
+    """
 
     def __init__(self) -> None:
-        self.entries: list[tuple[str, str]] = []
+        self.step = 0
+        self.entries: list[tuple[int, str, str]] = []
         self.messages: dict[int, str] = {}  # of errors, by the number of their entry
         self.ours: list[str] = []  # errors that only we raise
         self.is_finite = True
 
     def note(self, label: str, value: Any) -> None:
         """A tensor's bits, or anything else by its text."""
-        self.entries.append((label, _fingerprint(value)))
+        self.entries.append((self.step, label, _fingerprint(value)))
 
     @contextmanager
-    def guarded(self, label: str) -> Iterator[None]:
-        """Errors are part of what a program does: the family counts, not the words."""
+    def guarded(self) -> Iterator[None]:
+        """Errors are part of what a program does: the situation counts, not the words."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - compared with those of the other side
-            family = RuntimeError if isinstance(error, RuntimeError) else type(error)
             self.messages[len(self.entries)] = f"{type(error).__name__}: {str(error)[:400]}"
-            self.note(f"{label} raises", family.__name__)
+            self.note("raises", kind_of(error))
             if isinstance(error, DsTbaError) and not isinstance(error, ActivationModifiedError):
                 self.ours.append("".join(traceback.format_exception(error))[-1500:])
 
+    def different(self, other: Tape) -> list[int]:
+        """Return the places of the observations in which another training differs from this one."""
+        pairs = enumerate(itertools.zip_longest(self.entries, other.entries))
+        return [place for place, (one, two) in pairs if one != two]
+
     def difference(self, other: Tape) -> str | None:
         """Return how another training differs from this one, in words."""
-        pairs = list(zip(self.entries, other.entries, strict=False))
-        different = [number for number, (one, two) in enumerate(pairs) if one != two]
-        if not different and len(self.entries) == len(other.entries):
-            return None
+        different = self.different(other)
         if not different:
-            return f"{len(other.entries)} observations instead of {len(self.entries)}"
-        first = different[0]
-        labels = ", ".join(dict.fromkeys(pairs[number][0][0] for number in different[:4]))
-        found = f"first at: {labels}; {len(different)} of {len(pairs)} observations"
+            return None
+        first, longer = different[0], max(self.entries, other.entries, key=len)
+        labels = ", ".join(dict.fromkeys(f"step {longer[place][0]} {longer[place][1]}" for place in different[:4]))
+        found = f"first at: {labels}; {len(different)} of {len(longer)} observations"
         for tape, whose in ((self, "the reference"), (other, "ours")):
             if first in tape.messages:
                 found += f"; {whose} raises {tape.messages[first]}"
         return found
 
 
+def kind_of(error: BaseException) -> str:
+    """Return the same words for the same situation."""
+    text = str(error)
+    if "modified by an inplace operation" in text:
+        return "modified"
+    if "backward through the graph a second time" in text or "after they have already been freed" in text:
+        return "freed"
+    if text.startswith("derivative for"):
+        return "no derivative"
+    return "RuntimeError" if isinstance(error, RuntimeError) else type(error).__name__
+
+
 def _fingerprint(value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value)
-    plain = value.detach().contiguous().flatten()
-    bits = plain.view(torch.uint8).numpy() if plain.numel() else b""
+    bits = whole_storage(value.detach().clone(memory_format=torch.contiguous_format)).numpy()
     return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(bits)}"
 
 
@@ -158,14 +177,18 @@ class _Held:
 
 
 class Ours(Plain):
-    """Training with an offloader, as an engine would drive it."""
+    """Training with an offloader, as an engine would drive it.
+
+    Attributes:
+        peaks: bytes of activations of each step.
+    """
 
     def __init__(self, program: Program, directory: str, budget_bytes: int | None = None) -> None:
         self._program = program
         self._budget_bytes = budget_bytes
         self._failures: list[Failure] = []
         self._others = set(threading.enumerate())
-        self._step = 0
+        self.peaks: list[int] = []
         self.warnings = Warnings()
         logging.getLogger("ds_tba").addHandler(self.warnings)
         self.device = LateDevice(longest_pause_s=LATE_S) if program.device == "late" else None
@@ -189,16 +212,17 @@ class Ours(Plain):
         self.offloader.note_step()
         if self._budget_bytes is not None and not self._failures:
             self._check_budget(self._budget_bytes)
-        self._step += 1
+        if self._program.lengths:
+            self.offloader.cache.settle()
+        self.peaks.append(self.offloader.report().step_peak_saved_bytes)
 
     def _check_budget(self, budget_bytes: int) -> None:
         """Kept so far, or a warning has said why not."""
         peak_bytes = self.offloader.report().peak_saved_bytes
         if peak_bytes > budget_bytes and not any(BUDGET in text for text in self.warnings.texts):
-            self._failures.append(
-                Failure("budget", f"step {self._step}: {peak_bytes} bytes of activations, budget {budget_bytes}, and "
-                                  f"no warning; plans so far: {self.offloader.report().plans}")
-            )  # fmt: skip
+            plans = f"no warning; plans so far: {self.offloader.report().plans}"
+            text = f"step {len(self.peaks)}: {peak_bytes} bytes of activations, budget {budget_bytes}, and {plans}"
+            self._failures.append(Failure("budget", text))
 
     def end(self) -> list[Failure]:
         """Close the offloader, and return what it had left."""
@@ -241,37 +265,55 @@ def _surprise(controller: Controller, program: Program) -> None:
 class Training:
     """A program's steps, on one side. Each kind of step is a method, with the step as its argument."""
 
-    def __init__(self, program: Program, side: Plain, tape: Tape) -> None:
+    def __init__(self, program: Any, side: Plain, tape: Tape) -> None:
         self._program = program
         self._side = side
         self._tape = tape
         parts.reset_states(program.seed)
         self._data = torch.Generator().manual_seed(program.seed + 2)
-        self._net = parts.Net(program.stem, program.blocks, program.width, TOKENS)
+        self._net: Any = self._new_net()
         side.watch(self._net)
-        kind = torch.optim.AdamW if program.optimizer == "AdamW" else torch.optim.SGD
-        self._optimizer = kind(self._net.parameters(), lr=1e-3)
+        self._optimizer: Any = self._new_optimizer()
         self._buffers: dict[int, tuple[Tensor, Any]] = {}
         self._held: list[tuple[int, Tensor]] = []
         self._inputs: list[Tensor] = []
         self._grads: dict[str, Tensor | None] = {}
 
-    def run(self) -> None:
-        """All steps, then what has become of the model."""
-        for number, step in enumerate(self._program.steps):
+    def _new_net(self) -> nn.Module:
+        program = self._program
+        if program.lengths:
+            return parts.Lengths(program.lengths, program.width)
+        return parts.Net(program.stem, program.blocks, program.width, TOKENS)
+
+    def _new_optimizer(self) -> Any:
+        kind = torch.optim.AdamW if self._program.optimizer == "AdamW" else torch.optim.SGD
+        return kind(self._net.parameters(), lr=1e-3)
+
+    def go_on(self, steps: Iterable[Step]) -> None:
+        """Train these steps."""
+        for step in steps:
+            number = self._tape.step
             self._held = [held for held in self._held if held[0] > number]
             errors = len(self._tape.messages)
-            with self._tape.guarded(f"step {number}"):
+            with self._tape.guarded():
                 self._inputs = []
-                getattr(self, step.kind)(step, number)
+                self._do(step, number)
             if len(self._tape.messages) > errors:  # how far a backward comes that fails is nobody's business
                 self._net.tap, self._net.fails, self._net.tapped = None, False, None
                 self._optimizer.zero_grad()
-                continue
-            self._note_grads(number)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=self._program.set_to_none)
-            self._side.note_step()
+            else:
+                self._note_grads()
+                self._optimizer.step()
+                self._optimizer.zero_grad(set_to_none=self._program.set_to_none)
+                self._side.note_step()
+            self._tape.step += 1
+
+    def _do(self, step: Step, number: int) -> None:
+        getattr(self, step.kind)(step, number)
+
+    def run(self) -> None:
+        """All steps, then what has become of the model."""
+        self.go_on(self._program.steps)
         self._note_states()
         # What is left after this is left by us: gradients and states of the model may hold memory that we handed out.
         self._optimizer.zero_grad(set_to_none=True)
@@ -294,6 +336,13 @@ class Training:
             return
         while losses:
             self._backward(losses.pop(0 if step.how == "in order" else -1))
+
+    def lengths(self, step: Step, number: int) -> None:
+        """Micro-steps of forwards of several lengths before one backward, and graphs that are kept."""
+        for rows in step.forwards:
+            self._backward(torch.stack([self._forward(self._fresh(one)) for one in rows]).sum())
+        self._held.clear()
+        self._held += [(number + 2, self._forward(self._fresh(step.rows))) for _ in range(step.keeps)]
 
     def dropped(self, step: Step, number: int) -> None:
         """A graph without a backward, before the usual one."""
@@ -374,7 +423,7 @@ class Training:
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
             self._side.note_micro_step()
             for one in found:
-                self._tape.note(f"step {number} autograd.grad", one)
+                self._tape.note("autograd.grad", one)
         else:
             self._backward(loss, inputs=wanted)
 
@@ -384,7 +433,7 @@ class Training:
         loss = self._forward(self._batch(step.rows))
         tapped, self._net.tapped, self._net.tap = self._net.tapped, None, None
         with torch.no_grad():
-            tapped.add_(1)  # type: ignore[union-attr]
+            tapped.add_(1)
         del tapped
         self._backward(loss)
 
@@ -443,19 +492,19 @@ class Training:
 
     # ---- what is noted ------------------------------------------------------------------------------------------
 
-    def _note_grads(self, number: int) -> None:
+    def _note_grads(self) -> None:
         owned = {tensor.data_ptr(): name for name, tensor in self._tensors()}
         for name, parameter in self._net.named_parameters():
             grad = parameter.grad
-            self._tape.note(f"step {number} grad of {name}", grad)
+            self._tape.note(f"grad of {name}", grad)
             if grad is not None and grad.data_ptr() in owned:
-                self._tape.note(f"step {number} grad of {name} is", owned[grad.data_ptr()])
+                self._tape.note(f"grad of {name} is", owned[grad.data_ptr()])
             if not self._program.set_to_none:
                 same = grad is not None and grad is self._grads.get(name)
-                self._tape.note(f"step {number} grad of {name} is the same tensor", same)
+                self._tape.note(f"grad of {name} is the same tensor", same)
                 self._grads[name] = grad
         for batch in self._inputs:
-            self._tape.note(f"step {number} grad of the input", batch.grad)
+            self._tape.note("grad of the input", batch.grad)
             batch.grad = None
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -520,12 +569,20 @@ class _Collecting:
 
 
 def check(program: Program, directory: str) -> Outcome:
-    """Run a program without us, with us, and where it has a budget with everything kept before that."""
+    """Run a program without us and with us; return what is wrong."""
+    return run(program, directory)[0]
+
+
+def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
+    """Run a program without us, with us, and where its budget is a part of the peak with everything kept before that.
+
+    Return what is wrong, and the side with us.
+    """
     outcome = Outcome()
     reference = train(program, Plain())
     outcome.tally["steps that must fail"] = len(reference.messages)
     outcome.tally["not finite"] = not reference.is_finite
-    budget_bytes = None
+    budget_bytes = program.budget_bytes
     if program.budget_part is not None:
         kept = replace(program, placement="keep", device="cpu", host_bytes=0, planner="adaptive")
         side = Ours(kept, directory)
@@ -543,7 +600,7 @@ def check(program: Program, directory: str) -> Outcome:
         if counted.left:
             outcome.failures = [one for one in outcome.failures if one.kind != "left"]
     outcome.tally["plans"] = side.offloader.report().plans
-    return outcome
+    return outcome, side
 
 
 def _compare(outcome: Outcome, reference: Tape, program: Program, side: Ours, prefix: str) -> None:
@@ -560,13 +617,3 @@ def _compare(outcome: Outcome, reference: Tape, program: Program, side: Ours, pr
         outcome.failures += [Failure("error", prefix + text) for text in tape.ours]
     del tape
     outcome.failures += [Failure(one.kind, prefix + one.text) for one in side.end()]
-
-
-class Trainings(Kind[Program]):
-    """Random models in random training loops."""
-
-    def draw(self, seed: int) -> Program:
-        return draw(seed)
-
-    def check(self, program: Program) -> Outcome:
-        return check(program, self.directory)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import errno
-import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from planners import PLANNERS
 from support.doubles import ScriptedBackend
 
 from ds_tba.core.residency import Residency
 from ds_tba.storage.backends.select import Selection
-from programs.budgets import KIB, MIB, Budgets, Program, Step, Trained, check, trained
-from programs.kind import check_all
+from programs.budgets import BASE, KIB, MIB, check, draw, run, step
+from programs.kind import Kind, check_all
+from programs.running import Ours
+from programs.trainings import Program
 
 DRAWS = 6
 # The first is a part of every run of the tests, the others of ``make test-all``.
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) -> None:
-    budgets = Budgets()
-    budgets.directory = str(tmp_path)
+    budgets = Kind(draw, check)
+    budgets.open(str(tmp_path))
     tally, failed = check_all(budgets, range(chunk * DRAWS, (chunk + 1) * DRAWS))
     print(dict(tally))
     assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
@@ -37,61 +37,59 @@ def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) 
     assert tally["moved"] > DRAWS / 2 and tally["holdable"] > DRAWS / 4 and tally["plans"] > DRAWS / 2
 
 
-def io_of(staging_bytes: int) -> dict[str, Any]:
-    return {"backend": "posix", "staging_bytes": staging_bytes, "swap_file_bytes": 256 * MIB}
-
-
-def training(budget_mib: float, **block: Any) -> Program:
+def training(budget_mib: float, **more: Any) -> Program:
     """Ten steps that save storages of 1.5 MiB each, which are larger than staging; two layers of six."""
-    rows = int(1.5 * ROWS_OF_A_MIB)
-    common = {"placement": "adaptive", "min_tensor_bytes": 4 * KIB, "rematerialize": False, "io": io_of(MIB)}
-    block = {**common, "activation_budget_bytes": int(budget_mib * MIB), **block}
-    return Program(1, (64, 64), tuple(itertools.repeat(Step(((rows,),)), 10)), block)
+    steps = (step(((int(1.5 * ROWS_OF_A_MIB),),)),) * 10
+    common = {"lengths": (64, 64), "steps": steps, "budget_bytes": int(budget_mib * MIB)}
+    return replace(BASE, **{**common, **more})
 
 
-def checked(program: Program, directory: Path) -> Trained:
-    failures = check(program, directory).failures
-    assert not failures, failures
-    outcome = trained(program, directory)
-    assert max(outcome.peaks) <= program.budget_bytes and outcome.plans > 0, outcome
-    return outcome
+def checked(program: Program, directory: Path) -> Ours:
+    outcome, side = run(program, str(directory))
+    assert not outcome.failures, outcome.failures
+    assert max(side.peaks) <= program.budget_bytes and outcome.tally["plans"] > 0, side.peaks
+    return side
+
+
+def said(side: Ours, text: str) -> list[str]:
+    return [one for one in side.warnings.texts if text in one]
+
+
+def plan_bytes(side: Ours) -> dict[str, int]:
+    return side.offloader.report().plan["bytes"]
 
 
 def test_storages_larger_than_staging_go_in_pieces_under_a_plan(tmp_path: Path) -> None:
-    outcome = checked(training(12), tmp_path)
-    assert not [text for text in outcome.said if "no plan fits" in text]
-    assert outcome.plan_bytes.get("nvme", 0) > 0
+    side = checked(training(12), tmp_path)
+    assert not said(side, "no plan fits")
+    assert plan_bytes(side).get("nvme", 0) > 0
 
 
 WORN = {"rated_endurance_tbw": 1.0, "min_life_days": 36500.0}
 
 
 def test_a_wear_limit_gives_way_to_the_budget_with_one_line(tmp_path: Path) -> None:
-    outcome = checked(training(12, ssd=WORN), tmp_path)
-    (said,) = [text for text in outcome.said if "ssd.min_life_days" in text]
-    assert said.startswith("ssd.min_life_days 36500 gives way: activation_budget_bytes 12582912 takes ")
-    assert not [text for text in outcome.said if "no plan fits" in text]
+    side = checked(training(12, ssd=WORN), tmp_path)
+    (told,) = said(side, "ssd.min_life_days")
+    assert told.startswith("ssd.min_life_days 36500 gives way: activation_budget_bytes 12582912 takes ")
+    assert not said(side, "no plan fits")
 
 
 def test_where_a_budget_fits_without_writes_no_wear_limit_gives_way(tmp_path: Path) -> None:
-    outcome = trained(training(64, ssd=WORN), tmp_path)
-    assert not [text for text in outcome.said if "min_life_days" in text] and "nvme" not in outcome.plan_bytes
+    side = checked(training(64, ssd=WORN), tmp_path)
+    assert not said(side, "min_life_days") and "nvme" not in plan_bytes(side)
 
 
-def test_a_plan_that_is_wrong_about_the_lowest_peak_lifts_no_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_is_wrong_about_the_lowest_peak_lifts_no_budget(tmp_path: Path) -> None:
     """One that takes all moves for vain, whatever they would do."""
-    monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
-    outcome = checked(training(12), tmp_path)
-    assert [text for text in outcome.said if "no plan fits" in text] and list(outcome.plan_bytes) == ["keep"]
+    side = checked(training(12, planner="keep"), tmp_path)
+    assert said(side, "no plan fits") and list(plan_bytes(side)) == ["keep"]
 
 
 def test_kept_graphs_of_storages_larger_than_half_of_staging_fit_the_budget(tmp_path: Path) -> None:
     """What backward used lay in staging, and nothing else could leave. Four inputs, which have no graph, stay."""
-    program = training(7 + 4, io=io_of(2 * MIB), rematerialize=True)
-    steps = tuple(Step(((5 * ROWS_OF_A_MIB // 4,),), keeps=3) for _ in range(10))
-    checked(replace(program, steps=steps), tmp_path)
+    steps = (step(((5 * ROWS_OF_A_MIB // 4,),), keeps=3),) * 10
+    checked(training(7 + 4, staging_bytes=2 * MIB, rematerialize=True, steps=steps), tmp_path)
 
 
 def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded(
@@ -103,11 +101,11 @@ def test_a_drive_that_fails_under_a_budget_is_said_before_the_budget_is_exceeded
 
     selected = Selection(ScriptedBackend(script), "the test's")
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: selected)
-    outcome = check(training(12), tmp_path)
+    outcome, _ = run(training(12), str(tmp_path))
     assert not outcome.failures and outcome.tally["over, and said"] == 1
 
 
 def test_a_budget_that_is_lifted_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residency, "limit", lambda *_: None)
-    monkeypatch.setattr("programs.budgets.PLANNER", PLANNERS["keep"])
-    assert check(training(12), tmp_path).failures
+    outcome, _ = run(training(12, planner="keep"), str(tmp_path))
+    assert "budget" in outcome.kinds

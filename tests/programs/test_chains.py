@@ -11,7 +11,7 @@ import torch
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import DsTbaError
 from ds_tba.remat.sites import Sites
-from programs.chains import USABLE, Chain, Chains, CheapChains, MixedChains, Watch, draw_mixed
+from programs.chains import KINDS, USABLE, Cached, Chain, Chains, Course
 from programs.kind import check_all, part_of
 from programs.ops import MIXED
 
@@ -23,15 +23,15 @@ SHOWN = 5  # of those that fail
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=[CheapChains, MixedChains])
+@pytest.fixture(scope="module", params=KINDS)
 def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chains]:
-    found = request.param()
+    found = Chains(request.param)
     found.open(str(tmp_path_factory.mktemp("nvme")))
     yield found
     found.close()
 
 
-mixed = pytest.mark.parametrize("chains", [MixedChains], indirect=True)
+mixed = pytest.mark.parametrize("chains", ["mixed"], indirect=True)
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -39,14 +39,14 @@ def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
     tally, failed = check_all(chains, range(chunk * DRAWS, (chunk + 1) * DRAWS))
     assert not failed, "\n\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Otherwise it would prove nothing.
-    if isinstance(chains, MixedChains):
-        assert tally["made again"] > 10 * DRAWS
+    assert tally["made again"] > 0.4 * DRAWS
+    if chains.kind == "mixed":
         assert set(MIXED.ops) <= set(part_of(tally, "op"))
         return
     assert len(part_of(tally, "rule")) > (0.6 if chunk else 0.7) * len(USABLE), USABLE - set(part_of(tally, "rule"))
     assert tally["finite"] > 0.9 * DRAWS
     assert part_of(tally, "bytes").total() > 1 << 20
-    assert {"modified", "freed", *([] if chunk else ["boom"])} <= set(part_of(tally, "error"))
+    assert {"modified", "freed", *([] if chunk else ["Boom"])} <= set(part_of(tally, "error"))
     assert {"an input of the model", "saved by hooks of the user"} <= set(part_of(tally, "refused"))
 
 
@@ -55,15 +55,15 @@ def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
 
 def is_used(chains: Chains, program: Chain) -> bool:
     outcome = chains.check(program)
-    is_plain = program.backward in ("plain", "at once") and program.dtype == torch.float32
-    return is_plain and not outcome.failures and outcome.tally["bytes: mul"] > 0
+    is_plain = program.step.kind in ("usual", "at_once") and program.dtype == torch.float32
+    return is_plain and not program.may_be_found_later and not outcome.failures and outcome.tally["bytes: mul"] > 0
 
 
 def test_a_bit_that_is_made_wrong_is_found(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
     program = next(one for one in map(chains.draw, range(DRAWS)) if is_used(chains, one))
     make = Sites.make
     monkeypatch.setattr(Sites, "make", lambda self, recipe: make(self, recipe).bitwise_xor_(1))
-    assert chains.check(program).kinds & {"difference", "tensor"}
+    assert "difference" in chains.check(program).kinds
 
 
 class RematerializationError(DsTbaError):
@@ -74,7 +74,7 @@ class RematerializationError(DsTbaError):
 @pytest.mark.parametrize("ends", [True, False])
 def test_what_is_found_later_is_an_error(ends: bool, chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes that begin late may be wrong for a while; not to the end."""
-    saving, forwards = TensorCache.saving, []
+    saving, note, forwards = TensorCache.saving, Course._note_grads, []
 
     def checked(cache: TensorCache, **options: Any) -> Any:
         forwards.append(cache)
@@ -82,12 +82,17 @@ def test_what_is_found_later_is_an_error(ends: bool, chains: Chains, monkeypatch
             raise RematerializationError
         return saving(cache, **options)
 
-    programs = map(draw_mixed, range(DRAWS))
+    def wrong(course: Course) -> None:
+        note(course)
+        if isinstance(course._side, Cached):
+            course._tape.note("a gradient", "wrong")
+
+    programs = map(chains.draw, range(DRAWS))
     program = next(one for one in programs if "late_change" in {line.name for line in one.lines})
     monkeypatch.setattr(TensorCache, "rematerialize", lambda *_: None)
-    monkeypatch.setattr(Watch, "look", lambda watch, saved, found: watch.wrong.append("a tensor"))
+    monkeypatch.setattr(Course, "_note_grads", wrong)
     monkeypatch.setattr(TensorCache, "saving", checked)
     outcome = chains.check(program)
     assert bool(outcome.failures) is not ends
     assert outcome.tally["found later"] == ends
-    assert len(forwards) == 41 if ends else len(forwards) >= 64
+    assert len(forwards) >= 64

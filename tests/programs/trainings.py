@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from programs import parts
@@ -24,15 +24,21 @@ class Step:
         micro_steps: forwards, each with its backward, or that many before one backward.
         how: which variant of its kind.
         pick: a number to choose by, where the kind needs one.
+        forwards: rows of each forward of each micro-step, for the kind "lengths"; ``rows`` of each that it keeps.
+        keeps: losses that are kept with their graphs until the next step is through its backwards.
     """
 
     kind: str
-    rows: int
+    rows: int = 0
     micro_steps: int = 1
     how: str = ""
     pick: int = 0
+    forwards: tuple[tuple[int, ...], ...] = ()
+    keeps: int = 0
 
     def __repr__(self) -> str:
+        if self.forwards:
+            return f"{self.kind} {self.forwards} keeps {self.keeps}"
         how = f"/{self.how}" if self.how else ""
         times = f" x{self.micro_steps}" if self.micro_steps > 1 else ""
         return f"{self.kind}{how} {self.rows}{times}"
@@ -51,6 +57,8 @@ class Program:
         collector: when garbage is collected: as "usual", "often" or "in lanes" only.
         surprises: what the control is made to do at random: "looks" at the plan, new "recordings", or nothing of its
             own, but its "clock" stops, jumps and runs backwards; empty for nothing.
+        lengths: of the layers of a model that is no :class:`parts.Net`; see :class:`parts.Lengths`.
+        budget_bytes: ``activation_budget_bytes``, where it is not a part of the kept peak.
     """
 
     seed: int
@@ -75,10 +83,13 @@ class Program:
     integrity: str
     collector: str
     surprises: str = ""
+    lengths: tuple[int, ...] = ()
+    budget_bytes: int | None = None
+    ssd: dict[str, float] = field(default_factory=dict)
 
     def block(self, directory: str, budget_bytes: int | None) -> dict[str, Any]:
         """``activation_nvme_offload`` of this program."""
-        io = {"backend": "posix", "staging_bytes": self.staging_bytes, "swap_file_bytes": 128 * MIB,
+        io = {"backend": "posix", "staging_bytes": self.staging_bytes, "swap_file_bytes": 256 * MIB,
               "write_lanes": self.lanes, "read_lanes": self.lanes, "integrity": self.integrity}  # fmt: skip
         return {
             "nvme_path": directory,
@@ -89,6 +100,7 @@ class Program:
             "recompute": self.recompute,
             "rematerialize": self.rematerialize,
             "host_budget_bytes": self.host_bytes,
+            "ssd": self.ssd,
             "io": io,
         }
 

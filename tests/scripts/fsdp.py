@@ -48,11 +48,11 @@ class Model(nn.Module):
     def __init__(self, checkpoints: str) -> None:
         super().__init__()
         blocks = [Block() for _ in range(4)]
-        self.blocks = nn.ModuleList(map(checkpoint_wrapper, blocks) if checkpoints == "wrapper" else blocks)
+        self.layers = nn.ModuleList(map(checkpoint_wrapper, blocks) if checkpoints == "wrapper" else blocks)
         self._checkpoints = checkpoints
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self.layers:
             is_function = self._checkpoints == "function"
             x = checkpoint(block, x, use_reentrant=False) if is_function else block(x)  # type: ignore[assignment]
         return x.float().square().mean()
@@ -61,11 +61,13 @@ class Model(nn.Module):
 def made(way: str, checkpoints: str) -> nn.Module:
     torch.manual_seed(0)
     model = Model(checkpoints)
+    if way == "alone":
+        return model
     if way == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if way == "tp":
-        for block in model.blocks:
+        for block in model.layers:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return model
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bf16" in way else MixedPrecisionPolicy()
@@ -74,7 +76,7 @@ def made(way: str, checkpoints: str) -> nn.Module:
         "mp_policy": policy,
         "reshard_after_forward": "kept" not in way,
     }
-    for block in model.blocks:
+    for block in model.layers:
         fully_shard(block, **options)
     return fully_shard(model, **options)
 
@@ -86,13 +88,19 @@ def bits(tensor: Tensor) -> str:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, offloader: ds_tba.Offloader | None, steps: range
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    offloader: ds_tba.Offloader | None,
+    steps: range,
+    rows: int = ROWS,
+    rank: int = 0,
 ) -> list[str]:
+    """Return the bits of each loss and of the gradients of each step."""
     found: list[str] = []
     for step in steps:
         for micro_step in range(MICRO_STEPS):
-            torch.manual_seed(100 * step + 10 * micro_step + dist.get_rank())
-            x = torch.randn(ROWS, WIDTH)
+            torch.manual_seed(100 * step + 10 * micro_step + rank)
+            x = torch.randn(rows, WIDTH)
             with nullcontext() if offloader is None else offloader.saving():
                 loss = model(x)
             (loss / MICRO_STEPS).backward()
@@ -124,7 +132,7 @@ def main(way: str, checkpoints: str, placement: str, directory: str) -> None:
                 io_options = {"backend": "posix", "staging_bytes": 1 << 20}
                 offloader = ds_tba.Offloader(model, placement=placement, io=io_options, **options)
                 stack.enter_context(offloader)
-            found += train(model, optimizer, offloader, steps)
+            found += train(model, optimizer, offloader, steps, rank=dist.get_rank())
             if offloader is not None:
                 reports.append(offloader.report().to_dict())
         torch.save(get_state_dict(model, optimizer), saved)

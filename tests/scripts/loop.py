@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -27,45 +26,10 @@ class NoDeepSpeed(MetaPathFinder):
 sys.meta_path.insert(0, NoDeepSpeed())
 
 import torch  # noqa: E402
+from fsdp import made, train  # noqa: E402
 from torch import distributed, nn  # noqa: E402
 
 import ds_tba  # noqa: E402
-
-STEPS, MICRO_STEPS, WIDTH = 10, 2, 64
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        layers = (nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4))
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = nn.functional.dropout(x + layer(x), 0.1)
-        return x.square().mean()
-
-
-def saving(offloader: Any) -> AbstractContextManager[None]:
-    return nullcontext() if offloader is None else offloader.saving()
-
-
-def train(model: nn.Module, offloader: Any) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1)
-    found = []
-    for _ in range(STEPS):
-        for _ in range(MICRO_STEPS):
-            with saving(offloader):
-                loss = model(torch.randn(128, WIDTH))
-            loss.backward()
-        found += [one.grad.clone() for one in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-        if offloader is not None:
-            offloader.step()
-    return found
 
 
 def keys_of(directory: str, placement: str) -> dict[str, Any]:
@@ -85,33 +49,40 @@ def rooms() -> str:
     return " ".join(sorted(found & {"cli", "engine", "explain", "plan", "recompute", "remat", "update"}))
 
 
+def model() -> nn.Module:
+    return made("alone", "none")
+
+
+def trained(model: nn.Module, offloader: Any) -> list[str]:
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), offloader, range(10), rows=128)
+
+
 def compare(name: str, make: Callable[[], nn.Module], keys: dict[str, Any], *, watched: bool) -> None:
-    expected, model = train(make(), None), make()
-    with ds_tba.Offloader(model if watched else None, **keys) as offloader:
-        found = train(model, offloader)
-    equal = len(found) == len(expected) and all(map(torch.equal, found, expected))
-    sys.stdout.write(f"{name} {'EQUAL' if equal else 'DIFFERENT'} {rooms()}\n")
+    expected, ours = trained(make(), None), make()
+    with ds_tba.Offloader(ours if watched else None, **keys) as offloader:
+        found = trained(ours, offloader)
+    sys.stdout.write(f"{name} {'EQUAL' if found == expected else 'DIFFERENT'} {rooms()}\n")
 
 
 def each_placement(directory: str) -> None:
     for placement in ("nvme", "host", "keep", "adaptive"):
         own = Path(directory) / placement
         own.mkdir()
-        compare(placement, Model, keys_of(str(own), placement), watched=True)
+        compare(placement, model, keys_of(str(own), placement), watched=True)
 
 
 def each_room(directory: str) -> None:
     for placement in ("nvme", "host", "keep"):
-        compare(placement, Model, keys_of(directory, placement) | {"rematerialize": False}, watched=False)
+        compare(placement, model, keys_of(directory, placement) | {"rematerialize": False}, watched=False)
     keys = keys_of(directory, "nvme")
-    compare("rematerialize", Model, keys, watched=False)
+    compare("rematerialize", model, keys, watched=False)
     timeline = {"timeline_path": str(Path(directory) / "step.json")}
-    compare("timeline", Model, keys | {"report": timeline}, watched=False)
-    compare("adaptive", Model, keys | {"placement": "adaptive"}, watched=True)
+    compare("timeline", model, keys | {"report": timeline}, watched=False)
+    compare("adaptive", model, keys | {"placement": "adaptive"}, watched=True)
 
 
 def parallel() -> nn.Module:
-    return nn.parallel.DistributedDataParallel(Model())
+    return nn.parallel.DistributedDataParallel(model())
 
 
 def each_rank(directory: str) -> None:
@@ -124,7 +95,7 @@ def each_refused_rank(directory: str) -> None:
     distributed.init_process_group("gloo")
     own = {"device": "meta"} if distributed.get_rank() == 1 else {}
     try:
-        ds_tba.Offloader(Model(), **keys_of(directory, "nvme"), **own)
+        ds_tba.Offloader(model(), **keys_of(directory, "nvme"), **own)
     except ds_tba.DsTbaError as error:
         sys.stdout.write(f"refused {type(error).__name__} {error}\n")
     distributed.destroy_process_group()

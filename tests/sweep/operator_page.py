@@ -37,13 +37,6 @@ The plain runs of these operators differ from one another, some only when memory
 programs of each:
 
 """
-PACKED = """
-## Written after it was packed
-
-These operators write into a tensor after autograd has packed it, and change no version counter.
-`tests/sweep/test_operators.py` finds such operators, and compares them with this list:
-
-"""
 ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \|$", re.M)
 
 
@@ -64,13 +57,11 @@ class OperatorPage:
     def __init__(self, path: Path, versions: str) -> None:
         self._path, self._versions = path, versions
         self._tallies: list[dict[str, Any]] = []
-        self._packed: list[str] | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call":
             return
         self._tallies += [value for name, value in report.user_properties if name == "sweep"]
-        self._packed = next((value for name, value in report.user_properties if name == "packed"), self._packed)
 
     def pytest_sessionfinish(self) -> None:
         self._path.write_text(self.text())
@@ -95,9 +86,7 @@ class OperatorPage:
         text += f"\n## Runs that differ: {len(differences)}\n"
         text += "".join(f"\n- {line}" for line in differences) + ("\n" if differences else "")
         left_out_names = ", ".join(f"`{name}` {count}" for name, count in sorted(unsteady.items()))
-        text += f"{UNSTEADY}{left_out_names or 'none'}.\n"
-        packed = ["not looked for"] if self._packed is None else [f"`{name}`" for name in self._packed]
-        return f"{text}{PACKED}{', '.join(packed) or 'none'}.\n"
+        return f"{text}{UNSTEADY}{left_out_names or 'none'}.\n"
 
 
 KINDS = ("operators", "modules")

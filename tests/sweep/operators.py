@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from support.doubles import CpuAccelerator, wait_for_writes
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
@@ -137,14 +136,12 @@ class Program:
         return _prepare(self.subject, self.dtype, self.draw, self.shape)
 
 
-def programs(
-    subject: Subject, shapes: Iterable[str] = SHAPES, dtypes: Iterable[torch.dtype] | None = None
-) -> Iterator[Program]:
-    """Yield the programs of a subject in these shapes and dtypes; in all of its dtypes where none are given."""
-    for dtype in subject.dtypes() if dtypes is None else dtypes:
+def programs(subject: Subject) -> Iterator[Program]:
+    """Yield the programs of a subject in all of its dtypes and shapes."""
+    for dtype in subject.dtypes():
         for number, draw in enumerate(subject.draws(dtype)):
             for shape in subject.shapes(dtype):
-                if shape in shapes and not (shape == "in place" and draw.broadcasts_input):
+                if not (shape == "in place" and draw.broadcasts_input):
                     yield Program(subject, dtype, number, draw, shape)
 
 
@@ -409,45 +406,3 @@ def _is_unsteady(program: Program, expected: Result) -> bool:
         if difference(expected, run(program.forward(), nullcontext)):
             return True
     return False
-
-
-# ---- the probe ------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def unfilled_memory_is_nan() -> Iterator[None]:
-    """Have PyTorch fill the memory that nobody has filled, so that it never has the right bytes by chance."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def writes_after_packing(subject: Subject) -> bool:
-    """Return whether a forward of the subject changes a tensor that it has packed, and no version tells of it.
-
-    One dtype is enough: when a kernel packs does not depend on it.
-    """
-    return any(map(_writes_after_packing, programs(subject, ("alone", "in place"), subject.dtypes()[:1])))
-
-
-def _writes_after_packing(program: Program) -> bool:
-    packed: list[tuple[Tensor, Tensor, int]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and not tensor.is_nested:
-            packed.append((tensor.detach(), _snapshot(tensor), tensor._version))
-        return tensor
-
-    forward = program.forward()
-    torch.manual_seed(SEED)
-    try:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            held = forward()
-    except Exception:  # noqa: BLE001 - an operator that raises has no backward
-        return False
-    changed = [one._version == version and bool(_tensors_differ(copy, _snapshot(one))) for one, copy, version in packed]
-    del held
-    return any(changed)

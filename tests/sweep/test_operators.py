@@ -24,14 +24,6 @@ from ds_tba.core.tensors import whole_storage
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 PARTS_IN_CI, PARTS = 2, 30
-# Batch norms write their running statistics there: backward of a training step does not read them, and a model's are
-# buffers, which stay in memory. RReLU has its noise packed before the kernel draws it, and backward reads that.
-BATCH_NORMS = {
-    *("_batch_norm_with_update", "_native_batch_norm_legit", "native_batch_norm"),
-    *("nn.functional.batch_norm", "nn.functional.instance_norm"),
-    *(f"nn.{kind}Norm{dim}d" for kind in ("Batch", "Instance") for dim in (1, 2, 3)),
-}
-WRITE_AFTER_PACKING = BATCH_NORMS | {"nn.functional.rrelu"}
 
 
 @pytest.fixture
@@ -60,18 +52,6 @@ def test_a_thirtieth(part: int, sweep: operators.Sweep, record_property: Callabl
 @pytest.mark.parametrize("part", range(PARTS))
 def test_the_others(part: int, sweep: operators.Sweep, record_property: Callable[[str, Any], None]) -> None:
     check(sweep, operators.part_of_names(part, PARTS, in_ci=False), record_property)
-
-
-@pytest.mark.thorough
-def test_what_writes_after_it_was_packed_is_known(record_property: Callable[[str, Any], None]) -> None:
-    """Whoever joins this list on a newer PyTorch packs memory before its bytes are there, and no version tells.
-
-    A matter of PyTorch alone: ``make canary`` runs it on the newest.
-    """
-    with operators.unfilled_memory_is_nan():
-        found = {name for name, subject in operators.subjects().items() if operators.writes_after_packing(subject)}
-    record_property("packed", sorted(found))
-    assert found == WRITE_AFTER_PACKING
 
 
 @pytest.mark.long

@@ -1,7 +1,7 @@
-"""A training script of Lightning: ``with_lightning.py DS_CONFIG RESULT [real]``.
+"""A training script of Lightning: ``with_lightning.py DS_CONFIG RESULT``.
 
 Lightning's DeepSpeedStrategy accepts a CUDA accelerator only, so an accelerator that is one by name computes on the
-CPU; all else is Lightning's own. With ``real`` it is Lightning's CPU accelerator that is asked for.
+CPU; all else is Lightning's own.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Module(lightning.LightningModule):
 
 
 if __name__ == "__main__":
-    config, result, *real = sys.argv[1:]
+    config, result = sys.argv[1:]
     torch.manual_seed(0)
     module = Module()
     trainer = lightning.Trainer(
-        accelerator="cpu" if real else CpuInItsPlace(), devices=1, strategy=DeepSpeedStrategy(config=config),
+        accelerator=CpuInItsPlace(), devices=1, strategy=DeepSpeedStrategy(config=config),
         max_steps=STEPS, precision="32-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(data(), batch_size=BATCH))
