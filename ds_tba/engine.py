@@ -39,7 +39,7 @@ from ds_tba.config import (
 from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
 from ds_tba.core.tensors import mark_all_owned, mark_owned
 from ds_tba.device.accelerator import accelerator_of
-from ds_tba.errors import ConfigError, IncompatibleError
+from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agreement, on_all_ranks, own_rank, ranks_on_machine
 from ds_tba.reporting import show_log
@@ -57,6 +57,7 @@ logger = logging.getLogger("ds_tba")
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
+_CHECKPOINT = "_ds_tba_checkpoint"  # where the last one is
 # Fields of the report that DeepSpeed's monitors get.
 _MONITORED = (
     "step_peak_saved_bytes", "peak_saved_bytes_without", "offloaded_bytes", "written_bytes", "read_bytes",
@@ -337,7 +338,7 @@ def _hooked(around: Around | None, engine: Engine, original: Original) -> object
     """Call ``around``; without that, refuse while the model is half updated."""
     offloader: Any = engine.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
     # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
-    if around in (_forward, None):
+    if around in (_forward, _save_checkpoint, None):
         refuse_half_updated(getattr(engine, "optimizer", None))
     if around is _forward and offloader is None and torch.is_grad_enabled():
         OPEN_HOOKS.close()  # of an engine that may be given up: an exception that the program keeps holds it
@@ -348,6 +349,8 @@ def _hooked(around: Around | None, engine: Engine, original: Original) -> object
     except (MemoryError, RuntimeError) as error:
         if offloader is not None:
             offloader.note_failure(error)
+        if isinstance(error, StateError) and _CHECKPOINT in engine.__dict__:
+            raise StateError(f"{error} The last checkpoint is {engine.__dict__[_CHECKPOINT]}.") from error
         raise
 
 
@@ -387,6 +390,16 @@ def _step(offloader: ActivationOffloader, original: Original, engine: Engine) ->
     if engine.global_steps > before:  # else a micro-step inside gradient accumulation
         offloader.note_step()
         _tell_monitors(offloader, engine)
+    return result
+
+
+def _save_checkpoint(_offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
+    """Remember where a checkpoint is, for who has to go back to it."""
+    asked = inspect.signature(original.func).bind(*original.args, **original.keywords).arguments
+    result = original()
+    engine.__dict__[_CHECKPOINT] = os.path.join(
+        asked["save_dir"], str(asked.get("tag") or f"global_step{engine.global_steps}")
+    )
     return result
 
 
@@ -434,6 +447,7 @@ _AROUND: _Table = {
         "forward": _forward,
         "backward": _backward,
         "step": _step,
+        "save_checkpoint": _save_checkpoint,
         "destroy": _destroy,
         "__del__": _collected,
     },

@@ -19,7 +19,7 @@ from torch import distributed
 
 from ds_tba import engine, ranks
 from ds_tba.config import OffloadConfig
-from ds_tba.errors import ConfigError, IncompatibleError, PathError
+from ds_tba.errors import ConfigError, IncompatibleError, PathError, StateError
 
 
 @pytest.fixture
@@ -361,3 +361,37 @@ def test_the_offloader_is_built_for_the_device_that_deepspeed_is_about_to_set(tm
     assert devices(None, enabled=False) == ([], [0, 1])
     """
     forked(body, tmp_path)
+
+
+def test_a_refusal_after_an_interrupt_names_the_last_checkpoint(tmp_path: Path) -> None:
+    def refuse() -> None:
+        raise StateError("load the last checkpoint.")
+
+    class DeepSpeedEngine:
+        global_steps = 7
+
+        def save_checkpoint(self, save_dir: Path, tag: str | None = None) -> bool:
+            if save_dir == tmp_path / "full":
+                raise OSError("no space")
+            return True
+
+        def step(self) -> None:
+            pass
+
+        forward = backward = destroy = __del__ = step
+
+    engine._hook_methods(DeepSpeedEngine, engine._AROUND)
+    made = DeepSpeedEngine()
+    made.activation_offloader = SimpleNamespace(
+        note_micro_step=refuse, stop_saving=lambda: None, note_failure=lambda _: None, close_soon=lambda: None
+    )
+    with pytest.raises(StateError, match=r"checkpoint\.$"):
+        made.step()
+    assert made.save_checkpoint(tmp_path)
+    with pytest.raises(OSError, match="no space"):
+        made.save_checkpoint(tmp_path / "full")
+    with pytest.raises(StateError, match=f"load the last checkpoint. The last checkpoint is {tmp_path}/global_step7.$"):
+        made.step()
+    made.save_checkpoint(save_dir=tmp_path, tag="best")
+    with pytest.raises(StateError, match=f"{tmp_path}/best.$"):
+        made.step()
