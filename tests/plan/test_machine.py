@@ -136,7 +136,7 @@ def test_the_paths_are_as_they_are_now(make_machine: MakeMachine) -> None:
         move(store.paths[1].meter, second, Kind.WRITE, 4.0)
     # Beside a read it cannot be faster.
     assert paths_of(machine) == [first, pytest.approx((4, 80, 4, 30), rel=0.02)]
-    store.paths[0].fail(OSError("Input/output error"))
+    store.paths[0].fail("a write failed", OSError("Input/output error"))
     assert paths_of(machine) == [pytest.approx((4, 80, 4, 30), rel=0.02)]
 
 
