@@ -91,7 +91,6 @@ NAMES = [
     Name("._saved_", AGAIN, "norm._saved_normalized_shape"),
     Name("._forward_cls", AGAIN, "own._forward_cls"),
     Name("torch._C._get_mkldnn_enabled", ALL),
-    Name("torch._C._set_mkldnn_enabled", AGAIN),
     Name("torch.ops.aten._fused_rms_norm", "RMS norms made again"),
     Name("torch._C._current_graph_task_id", ALL),
     Name("torch.autograd.Variable._execution_engine.queue_callback",

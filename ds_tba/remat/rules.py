@@ -195,6 +195,10 @@ def _rms_norm(
     return torch.ops.aten._fused_rms_norm(tensor, shape, weight, eps)[0]  # functional's is other ops on a CPU
 
 
+def _softmax(tensor: torch.Tensor, dim: int, output: Output) -> torch.Tensor:
+    return torch.softmax(tensor, dim, dtype=None if output.dtype == tensor.dtype else output.dtype)  # cast inside
+
+
 def _index(tensor: torch.Tensor, *indices: torch.Tensor | None) -> torch.Tensor:
     return torch.ops.aten.index(tensor, list(indices))
 
@@ -235,11 +239,12 @@ RULES: dict[str, Rule] = {
     "PowBackward0": _rule("pow", "self", torch.pow, "exponent"),
     "ClampMinBackward0": _rule("clamp", "self", torch.clamp_min, "min"),
     "ClampBackward1": _rule("clamp", "self", torch.clamp, "min max"),
-    # Norms, dropout, casts, copies.
+    # Norms, softmax, dropout, casts, copies.
     "NativeLayerNormBackward0": Rule(
         "layer_norm", _NORM, _layer_norm, ("normalized_shape",), needs_epsilon=True
     ),
     "FusedRmsNormBackward0": Rule("rms_norm", _NORM[:2], _rms_norm, ("normalized_shape",), needs_epsilon=True),
+    "SoftmaxBackward0": Rule("softmax", _ONE, _softmax, ("dim",), "result", from_output=True),
     "NativeDropoutBackward0": Rule(
         "dropout", (Operand("", 0), Operand("result1", None)), _native_dropout, ("p",)
     ),
@@ -260,7 +265,6 @@ RULES: dict[str, Rule] = {
     "SliceBackward0": _view(torch.ops.aten.slice, "dim start end step"),
     "SplitBackward0": _view(_split, "split_size dim", from_output=True),
     "UnbindBackward0": _view(_unbound, "dim", from_output=True),
-    "SoftmaxBackward0": Rule("softmax", (), _not_made, result="result"),
     **{
         f"ScaledDotProduct{kind}Backward0": Rule("attention", (), _not_made, result="output")
         for kind in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")
