@@ -124,8 +124,11 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             with self.lock:
                 ticket.is_taken = True
                 self.stats.offloaded_bytes += ticket.nbytes
-        except BaseException:
-            self.release(ticket)
+        except BaseException:  # a signal handler may raise here, too
+            self.writes.difference_update(ticket.parts)  # or who waits for a slot would count on them for ever
+            with suppress(RuntimeError):  # a device that has failed copies no more
+                self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+            self.release(ticket)  # not after a second interrupt: the copy would hit the next tenant
             raise
         return ticket
 
@@ -153,9 +156,6 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             part.copy = self.ring.copies.out(data, self.ring.view(part.slot))
             with self.lock:
                 self.queue_write(ticket, part)
-        except BaseException:  # a signal handler may raise here, too
-            self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
-            raise
         finally:
             if isinstance(part, Part):
                 self.copying.discard(part)
