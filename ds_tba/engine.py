@@ -38,7 +38,7 @@ from ds_tba.config import (
 )
 from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
 from ds_tba.core.tensors import mark_all_owned, mark_owned
-from ds_tba.device.accelerator import accelerator_of
+from ds_tba.device.accelerator import KINDS, accelerator_of
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agreement, on_all_ranks, own_rank, ranks_on_machine
@@ -245,6 +245,9 @@ def _refuse_incompatible(ds_config: object, block: str = BLOCK) -> None:
             f"DeepSpeed {version} is not supported by this version of ds_tba, which was made for "
             f'{SUPPORTED_DEEPSPEED}: pip install "deepspeed{SUPPORTED_DEEPSPEED}", or remove "{block}".'
         )
+    kind = deepspeed.accelerator.get_accelerator().device_name()
+    if kind not in KINDS:
+        raise IncompatibleError(f'the device is {kind}, and ds_tba serves the CPU and CUDA: remove "{block}".')
     compiler = getattr(ds_config, "compile_config", None)
     if getattr(compiler, "deepcompile", False):
         moves = "activations (offload_activation)" if getattr(compiler, "offload_activation", False) else "activations"

@@ -19,7 +19,7 @@ from torch import nn
 from ds_tba.config import AioConfig, OffloadConfig, parse_keywords
 from ds_tba.core.hooks import skip_frames
 from ds_tba.core.tensors import mark_all_owned
-from ds_tba.device.accelerator import Accelerator, accelerator_of
+from ds_tba.device.accelerator import KINDS, Accelerator, accelerator_of
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import on_all_ranks, own_rank, ranks_on_machine
@@ -193,8 +193,10 @@ def _device_of(model: nn.Module | None, named: object) -> torch.device:
 
 
 def _accelerator_of(device: torch.device) -> Accelerator:
-    if device.type != "cuda":
-        return accelerator_of(device.type)
+    if device.type not in KINDS:
+        raise IncompatibleError(f"the device is {device}, and ds_tba serves the CPU and CUDA: train there without it.")
+    if device.type == "cpu":
+        return accelerator_of("cpu")
     if (device.index or 0) >= torch.cuda.device_count():
         raise IncompatibleError(
             f"the device is {device}, and this process sees {torch.cuda.device_count()} CUDA devices: name one that "

@@ -39,7 +39,6 @@ TESTED_ELSEWHERE = {
     "cli.plan.training": "with the rows that it gives, in tests/cli/test_rows.py",
     "core.accounts": "with the budget, in tests/core/test_residency.py",
     "core.functions": "what Functions write into, in tests/hazards, and test_originals.py",
-    "core.tensor_store": "an interface: tests/remat/test_store.py has the store that implements it",
     "errors": "messages, in tests/test_documented_messages.py",
     "explain.account": "with the answer and the rows that use it, in test_out_of_memory.py and tests/cli/test_rows.py",
     "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",

@@ -172,7 +172,7 @@ def test_values_of_a_program_are_those_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("device", "told"),
-    [("cuda:99", r", and this process sees \d+ CUDA devices"), ("meta", ": ds_tba serves the CPU")],
+    [("cuda:99", r", and this process sees \d+ CUDA devices"), ("meta", ", and ds_tba serves the CPU")],
 )
 def test_a_device_that_is_not_there_and_another_are_refused_by_name(device: str, told: str) -> None:
     with pytest.raises(IncompatibleError, match=f"the device is {device}{told}"):

@@ -123,7 +123,6 @@ NAMES = [
     Name("._user_hooks", SELECTIVE, "source of torch.utils.checkpoint", "2.14"),
     # PyTorch: the compiler
     Name("torch._C._dynamo.eval_frame.set_eval_frame", ALL),
-    Name("torch._dynamo", COMPILED),
     Name("torch._dynamo.eval_frame", COMPILED, "torch._dynamo.eval_frame.skip_code"),
     Name("torch._dynamo.utils", "whether a step compiled something", "torch._dynamo.utils.compilation_time_metrics"),
     Name("torch._functorch._aot_autograd", "compiled code: nothing of it would be moved"),

@@ -59,9 +59,9 @@ from ds_tba.core.saved import (
     SavedStorage,
     SavedView,
     StorageKey,
+    TensorStore,
     ViewGone,
 )
-from ds_tba.core.tensor_store import TensorStore
 from ds_tba.core.tensors import has_graph, held_memory, nbytes_of, next_sequence_number, own
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.stats import CacheStats

@@ -1,6 +1,7 @@
 """What autograd holds in place of a saved tensor, and where the bytes of the storage behind it are.
 
 Sees tensors, tickets and versions; cannot see where storages go, nor why: the cache changes records, under its lock.
+A store that sees these objects, too, has its contract here.
 
 [Note: Versions] Autograd does not compare version counters for hooked tensors, so ``restore`` does, for every view,
 kept or moved. A kept tensor is held as a detached alias: the tensor itself would close a reference cycle through its
@@ -23,7 +24,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 
@@ -43,7 +44,7 @@ from ds_tba.core.tensors import (
     with_counter_of,
 )
 from ds_tba.device.accelerator import Stream
-from ds_tba.storage.base import STAYS, Loaded, StateMachine, Ticket
+from ds_tba.storage.base import STAYS, Issuer, Loaded, OwnTicket, StateMachine, Ticket
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
@@ -465,6 +466,53 @@ def held_of(data: object) -> Held | None:
     """Return what our pack hook returned, from what autograd holds; None where that is of other hooks."""
     held = data if isinstance(data, Held) else getattr(data, "held", None)  # a recorder wraps what our hook returns
     return held if isinstance(held, Held) else None
+
+
+# ---- a store that sees tensors ---------------------------------------------------------------------------------------
+
+
+class TensorStore(Issuer[OwnTicket], Generic[OwnTicket]):
+    """A store that may do without the bytes of a storage, as it knows what the storage is made of.
+
+    It sees each tensor as autograd saves it, and comes before the stores of bytes.
+    """
+
+    @abstractmethod
+    def begin_forward(self) -> None:
+        """Begin a forward: nothing that earlier ones saved is what later storages are made of."""
+
+    @abstractmethod
+    def take(self, tensor: torch.Tensor, *, is_wanted: bool) -> tuple[Origin | None, OwnTicket | None]:
+        """Find what the storage of a tensor that is being saved is made of. Called without the cache's lock.
+
+        Args:
+            is_wanted: take the storage, if that is proven to give its bytes.
+
+        Returns:
+            The origin, if there is one, and a ticket for :meth:`admit`, if the storage is taken.
+
+        Raises:
+            RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
+        """
+
+    @abstractmethod
+    def admit(self, record: SavedStorage, ticket: OwnTicket) -> None:
+        """Have a ticket of :meth:`take` placed for the record of its storage, as soon as its bytes may go.
+
+        Called under the cache's lock.
+        """
+
+    @abstractmethod
+    def note(self, tensor: torch.Tensor, held: SavedCounted | SavedView) -> None:
+        """Note that autograd has saved a tensor, and what it holds in place of that."""
+
+    @abstractmethod
+    def wait_for_answers(self) -> None:
+        """Read every answer of the device that is due: until then its operands are held.
+
+        Raises:
+            RematerializationError: as :meth:`take`.
+        """
 
 
 # ---- the ends of views ---------------------------------------------------------------------------------------------

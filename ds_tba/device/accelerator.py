@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.errors import IncompatibleError
-
+KINDS = ("cpu", "cuda")  # of devices that are served, by torch's names
 THREAD_PREFIX = "ds_tba-"  # of the names of our threads
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # For each version of control groups: where they are mounted, who rules memory, and the files of a group.
@@ -431,16 +430,8 @@ class CudaAccelerator(Accelerator):
 
 
 def accelerator_of(kind: str) -> Accelerator:
-    """Return the accelerator of the current device of a kind, by torch's name for it.
-
-    Raises:
-        IncompatibleError: there is none for it.
-    """
-    if kind == "cpu":
-        return CpuAccelerator()
-    if kind != "cuda":
-        raise IncompatibleError(f"the device is {kind}: ds_tba serves the CPU and CUDA. Train there without it.")
-    return CudaAccelerator()
+    """Return the accelerator of the current device of a kind, by torch's name for it; one of ``KINDS``."""
+    return CpuAccelerator() if kind == "cpu" else CudaAccelerator()
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:

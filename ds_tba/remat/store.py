@@ -17,8 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView
-from ds_tba.core.tensor_store import TensorStore
+from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView, TensorStore
 from ds_tba.device.accelerator import moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.device.memory import is_out_of_memory

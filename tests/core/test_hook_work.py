@@ -16,7 +16,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
-KEPT_CALLS = 40  # functions of ours that Python enters
+KEPT_CALLS = 32  # functions of ours that Python enters
 
 
 def test_a_kept_tensor_takes_few_calls_from_its_save_to_its_end() -> None:

@@ -21,7 +21,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.device import accelerator as module
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import Copies
-from ds_tba.errors import ConfigError, IncompatibleError
+from ds_tba.errors import ConfigError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends.posix import PosixBackend
 from ds_tba.storage.host import HostStore
@@ -60,11 +60,6 @@ def adapted(api: Api) -> Accelerator:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda kind: api)
         return module.accelerator_of("cuda")
-
-
-def test_other_devices_are_refused_by_name() -> None:
-    with pytest.raises(IncompatibleError, match="the device is xpu: ds_tba serves the CPU and CUDA"):
-        module.accelerator_of("xpu")
 
 
 def test_torch_has_every_name_that_is_asked() -> None:

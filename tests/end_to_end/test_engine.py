@@ -115,12 +115,17 @@ def test_a_rank_without_the_block_is_named_instead_of_waited_for(two_ranks: dist
 @pytest.mark.parametrize(
     ("version", "good"), [("0.19.4", False), ("0.19.5", True), ("0.19.8+abc", True), ("0.20.0", False)]
 )
-def test_deepspeed_outside_the_supported_range_is_refused(
+def test_deepspeed_outside_the_supported_range_and_other_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch, version: str, good: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
+    devices = ["cpu", "cuda", "xpu"]
+    accelerator = SimpleNamespace(get_accelerator=lambda: SimpleNamespace(device_name=lambda: devices.pop(0)))
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version, accelerator=accelerator))
     if good:
-        engine._refuse_incompatible(SimpleNamespace())
+        for _ in range(2):
+            engine._refuse_incompatible(SimpleNamespace())
+        with pytest.raises(IncompatibleError, match="the device is xpu, and ds_tba serves the CPU and CUDA: remove"):
+            engine._refuse_incompatible(SimpleNamespace())
         return
     with pytest.raises(IncompatibleError, match=r'DeepSpeed 0\.\d+\.\d is not supported.*pip install "deepspeed'):
         engine._refuse_incompatible(SimpleNamespace())

@@ -158,7 +158,7 @@ def test_steps_that_are_not_sampled_have_the_hooks_of_the_cache(make: Make) -> N
     hooks, (observer,) = (offloader.cache.pack, offloader.cache.unpack), offloader.cache._observers
     sampled = []
     for _ in range(9):
-        sampled.append(observer.around(hooks) is not hooks)
+        sampled.append(observer(hooks) is not hooks)
         train(model, offloader, 1)
     assert [step for step, is_sampled in enumerate(sampled, 1) if is_sampled] == [1, 2, 4, 8]
 

@@ -458,6 +458,28 @@ def test_an_interrupt_behind_a_copy_waits_for_the_copy(
     store.close()
 
 
+@pytest.mark.parametrize("make", ["nvme", "host"])
+def test_a_second_interrupt_leaves_taken_what_a_copy_may_write_to(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: str
+) -> None:
+    """The copy that nobody knows of was not waited for, and an older graph may have its bytes there next."""
+    device = EventAccelerator()
+    store = make_store(accelerator=device, staging_bytes=2 * MIB) if make == "nvme" else HostStore(device, 2 * MIB)
+    copies = store.ring.copies if isinstance(store, NvmeStore) else store._copies
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("ds_tba.device.copies.PendingCopy", interrupted)
+        patch.setattr(copies, "drain", interrupted)
+        store.put(noise(MIB // 2), wait=True)
+    store.settle()
+    assert isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
+    assert not isinstance(store.put(noise(MIB), wait=True), Refusal)  # and what is free is had
+    store.close()
+
+
 def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:
     store = make_store(accelerator=EventAccelerator(), staging_bytes=4 * MIB)
     for _ in range(8):
