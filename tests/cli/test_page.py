@@ -135,7 +135,7 @@ def test_the_command_writes_the_page(tmp_path: Path, cli: Cli) -> None:
         error = cli(*arguments, "--html", str(tmp_path / target), status=2).err
         assert error.startswith("ds_tba report: --html ") and why in error
     error = cli(*arguments, str(tmp_path / "absent.json"), "--html", str(tmp_path / "new.html"), status=2).err
-    assert "cannot be read" in error and not (tmp_path / "new.html").exists()
+    assert "is no JSON to be read" in error and not (tmp_path / "new.html").exists()
     assert json.loads((tmp_path / "report.json").read_text()) == report()
 
 

@@ -174,7 +174,7 @@ def test_lanes_take_of_the_kernels_on_a_cpu_and_copies_next_to_nothing_on_a_devi
     expected = meter.writes.lane_s / meter.writes.moved_bytes + meter.reads.lane_s / meter.reads.moved_bytes
     assert 0 < machine.resources().compute_s_per_byte == expected
     on_device, _ = make_machine(is_synchronous=False)
-    assert on_device.resources().compute_s_per_byte == LINK_FRACTION / COPIES.out_bytes_per_s
+    assert on_device.resources().compute_s_per_byte == LINK_FRACTION / COPIES[0]
 
 
 def test_without_nvme_there_are_no_paths(make_machine: MakeMachine) -> None:

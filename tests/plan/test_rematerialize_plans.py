@@ -72,7 +72,7 @@ def test_in_a_chain_each_is_made_before_what_is_made_of_it(first: Placement) -> 
 
 def test_what_may_not_be_moved_may_be_made_again() -> None:
     fixed = tuple(replace(one, is_movable=False) for one in PAIR)
-    assert cost(one_block(*fixed, machine=traces.resources()), N, M).rematerialized_bytes == SIZE
+    assert cost(one_block(*fixed, machine=traces.resources()), N, M).rematerialized_s > 0
 
 
 BLOCKS = (BlockTrace("a", 0.0, 0.5, 2.0, 3.0, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 2.0, (2,)))
