@@ -39,7 +39,6 @@ from ds_tba.wear import ASSUMED_TBW, drive_of
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # A drive's rate of writes, and of reads, while both run: this part of its rate alone.
 CONCURRENT_FRACTION = 0.6
-FIRST_LENGTH = 4096  # of --longest without --seq
 # The fields of a dry run that the JSON has, and the options that the title has.
 _TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "temporary_bytes")
 _TITLED = ("lora", "lora_targets", "bits", *AIDS, "sequence_parallel")
@@ -51,7 +50,7 @@ def planned(options: argparse.Namespace) -> Result:
         raise ConfigError("give the tokens of a sequence, such as --seq 32k, or --longest and --gpu 24GB.")
     setup_of, kind, notes = setups(options)
     if options.longest:
-        found = longest_of(setup_of, options.seq or FIRST_LENGTH)
+        found = longest_of(setup_of, options.seq or 4096)
         sequence, longest = max(found, key=itemgetter(0))
         setup, chosen = setup_of(sequence or UNIT), longest if sequence else None
         why, tokens = f"{sequence:,} tokens are the longest sequence", ""

@@ -69,7 +69,7 @@ def dry_run(
             subject = recipe(batch, sequence)
         subject.model.to(dtype=training.dtype)
         with cuda_kernels():
-            recorder = _micro_step(subject, offload, cache, clock)
+            recorder, largest_bytes = _micro_step(subject, offload, cache, clock)
     except DsTbaError:
         raise
     except Exception as error:  # the model may raise anything
@@ -93,13 +93,14 @@ def dry_run(
         parameter_bytes=sum(one.nbytes for one in parameters) - saved_by_bits,
         trained=sum(one.numel() for one in trained),
         trained_bytes=sum(one.nbytes for one in trained),
+        largest_bytes=largest_bytes,
         largest_module=max(sum(one.numel() for one in each) for each in owned),
         notes=subject.notes if trace.blocks else (*subject.notes, no_blocks),
     )
 
 
-def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, clock: OpClock) -> Recorder:
-    """Run one forward and one backward."""
+def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, clock: OpClock) -> tuple[Recorder, int]:
+    """Run one forward and one backward; return the bytes of forward's largest storage, too."""
     model = subject.model
     running = RunningModule()
     running.watch(model)
@@ -123,12 +124,12 @@ def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, cl
             Blocks(blocks, cache).forward(recorder),
         ):
             output = model(**subject.inputs)
-        loss = loss_of(output)
+        loss, largest_bytes = loss_of(output), clock.largest_bytes
         del output
         loss.backward()  # type: ignore[no-untyped-call]
         recorder.end()
     cache.settle()
-    return recorder
+    return recorder, largest_bytes
 
 
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -141,7 +142,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ignored: storages that existed before.
 
     Attributes:
-        now_bytes, peak_bytes: now, and the peak so far.
+        now_bytes, peak_bytes, largest_bytes: now, the peak so far, and of one storage.
         observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
     """
 
@@ -149,7 +150,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, ignored: Iterable[torch.UntypedStorage] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now_bytes = self.peak_bytes = 0
+        self.now_bytes = self.peak_bytes = self.largest_bytes = 0
         self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
         self._seen: dict[int, object] = {}
         self.ignore(ignored)
@@ -177,6 +178,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._seen:
             self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
             self.now_bytes += nbytes
+            self.largest_bytes = max(self.largest_bytes, nbytes)
 
     def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         self._freed.append((key, nbytes))

@@ -81,9 +81,9 @@ def recipe_of(
             f"MODEL {text!r} cannot be read: it must be the config.json, folder or name of a Hugging Face model on "
             f'this machine, with "architectures" that transformers (pip install transformers) has: {why}'
         ) from error
-    quantization = {"bits": bits} if bits else getattr(config, "quantization_config", None) or {}
-    named = {"load_in_4bit": 4, "load_in_8bit": 8}  # by bitsandbytes
-    bits = next((one for key, one in named.items() if quantization.get(key)), quantization.get("bits"))
+    quantization = getattr(config, "quantization_config", None) or {}
+    bits = bits or (4 if quantization.get("load_in_4bit") else 8 if quantization.get("load_in_8bit") else None)
+    bits = bits or quantization.get("bits")
     element_bytes, remarks = _ELEMENT_BYTES.get(bits or 0, 0.0), []
     if element_bytes:
         remarks = [f"linear layers but the head are of {bits} bits, with scales; each is of the dtype above in use"]
@@ -101,7 +101,13 @@ def recipe_of(
             if aid in aids and not change(model):
                 option = f"--{aid.replace('_', '-')}"
                 raise ModelError(f"{option}: {type(model).__name__} has no {what}: leave {option} out")
-        quantized = _frozen_linears(model) if element_bytes else ()
+        frozen = tuple(one.weight for _, one in _linears(model) if not one.weight.requires_grad)
+        if element_bytes and not frozen:
+            raise ModelError(
+                'weights of a few bits (--bits, or the model\'s "quantization_config") cannot be trained: train '
+                'adapters (--lora 16), or leave --bits or "quantization_config" out'
+            )
+        quantized = frozen if element_bytes else ()
         return Subject(model, inputs, (*notes, *remarks), quantized, element_bytes)
 
     return make
@@ -126,21 +132,6 @@ def _linears(model: Any) -> list[tuple[str, Any]]:
     """Return the linear layers but the head, with their names: those of peft's ``all-linear`` and of bitsandbytes."""
     head = model.get_output_embeddings()
     return [(name, one) for name, one in model.named_modules() if isinstance(one, nn.Linear) and one is not head]
-
-
-def _frozen_linears(model: Any) -> tuple[torch.Tensor, ...]:
-    """Return the weights that are held in fewer bits.
-
-    Raises:
-        ModelError: they would be trained.
-    """
-    found = tuple(one.weight for _, one in _linears(model) if not one.weight.requires_grad)
-    if not found:
-        raise ModelError(
-            'weights of a few bits (--bits, or the model\'s "quantization_config") cannot be trained: train adapters '
-            '(--lora 16), or leave --bits or "quantization_config" out'
-        )
-    return found
 
 
 def add_lora(model: nn.Module, rank: int, targets: Collection[str] = ()) -> None:

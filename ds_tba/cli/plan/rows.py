@@ -7,8 +7,9 @@ added. Staging counts as host memory.
 
 [Note: Segments] PyTorch's allocator serves a tensor from one segment that is free in one piece. What a layer takes that
 runs again lies in segments that are too small for whole logits, so the head gets new ones beside them
-(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management): the need has what one layer saves once more. A
-fused loss makes nothing larger than layers do. With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True less is taken.
+(https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management): the need has half of what one layer saves once
+more, which is about what its first forward takes. A fused loss makes nothing larger than layers do. With
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True less is taken.
 
 [Note: Traffic] What ZeRO moves over PCIe by its own offloads shares it with activations: forward and backward take as
 long as all that crosses it in one direction at least.
@@ -121,13 +122,11 @@ class Setup:
     @cached_property
     def loose_bytes(self) -> int:
         """Bytes of a layer that runs again in segments too small for the head; see [Note: Segments]."""
-        in_block, largest, outside = defaultdict[int, int](int), 0, 0
+        in_block, largest = defaultdict[int, int](int), 0
         for one in self.run.trace.storages:
-            if OUTSIDE in one.blocks:
-                outside = max(outside, one.nbytes)
             for block in set(one.blocks) - {OUTSIDE}:
                 in_block[block], largest = in_block[block] + one.nbytes, max(largest, one.nbytes)
-        return max(in_block.values(), default=0) if outside > largest else 0
+        return max(in_block.values(), default=0) // 2 if self.run.largest_bytes > largest else 0
 
     @cached_property
     def stored_share(self) -> float:
@@ -215,6 +214,8 @@ def fixed_rows(setup: Setup) -> list[Row]:
 def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tuple[Timeline, Assignment]:
     """Give one placement to everything that it is possible for; all else is kept.
 
+    Storages larger than staging go to NVMe in pieces, so staging is taken to be as large as the largest of them.
+
     Args:
         recompute: also every block, and then only what enters blocks is placed.
     """
@@ -222,7 +223,9 @@ def assign(trace: Trace, placement: Placement, *, recompute: bool = False) -> tu
     placed = [at for at, one in enumerate(trace.storages) if one.is_movable and (not recompute or at in inputs)]
     places = np.full(len(trace.storages), int(Placement.KEEP), np.int8)
     places[placed] = int(placement)
-    return Timeline(trace), Assignment(places, np.full(len(trace.blocks), recompute))
+    largest = max((trace.storages[at].nbytes for at in placed), default=0)
+    resources = replace(trace.resources, staging_bytes=max(trace.resources.staging_bytes, largest + 4096))
+    return Timeline(replace(trace, resources=resources)), Assignment(places, np.full(len(trace.blocks), recompute))
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:

@@ -53,6 +53,7 @@ class DryRun:
     Attributes:
         temporary: tensors beside saved ones, by time.
         parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
+        largest_bytes: of one storage in forward.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
         notes: limitations of this result, for the reader.
     """
@@ -63,6 +64,7 @@ class DryRun:
     parameter_bytes: int
     trained: int
     trained_bytes: int
+    largest_bytes: int = 0
     largest_module: int = 0
     notes: tuple[str, ...] = ()
 
