@@ -16,8 +16,9 @@ from programs.kind import check_all, part_of
 from programs.ops import MIXED
 
 DRAWS = 60
-# The first is a part of every run of the tests, the others of ``make test-all``.
-CHUNKS = [0, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in range(1, 5))]
+# The first, whose cheap programs have most rules, is a part of every run of the tests, the others of ``make test-all``.
+FIRST = 1
+CHUNKS = [FIRST, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in (0, 2, 3, 4))]
 SHOWN = 5  # of those that fail
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,10 +44,12 @@ def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
     if chains.kind == "mixed":
         assert set(MIXED.ops) <= set(part_of(tally, "op"))
         return
-    assert len(part_of(tally, "rule")) > (0.6 if chunk else 0.7) * len(USABLE), USABLE - set(part_of(tally, "rule"))
+    assert len(part_of(tally, "rule")) > (0.7 if chunk == FIRST else 0.6) * len(USABLE), USABLE - set(
+        part_of(tally, "rule")
+    )
     assert tally["finite"] > 0.9 * DRAWS
     assert part_of(tally, "bytes").total() > 1 << 20
-    assert {"modified", "freed", *([] if chunk else ["Boom"])} <= set(part_of(tally, "error"))
+    assert {"modified", "freed", *(["Boom"] if chunk == FIRST else [])} <= set(part_of(tally, "error"))
     assert {"an input of the model", "saved by hooks of the user"} <= set(part_of(tally, "refused"))
 
 
