@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from support.runs import ROOT
 from torch import Tensor, nn
 from torch.nn import functional
 
 WORDS, LENGTH, LAYERS, WIDTH = 128, 32, 3, 64
+FRAMES, MELS = 64, 16  # of a sound
 PIXELS = 16  # of the side of a picture
 WIDTHS: dict[str, Any] = {
     "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH,
     "vocab_size": WORDS,
 }  # fmt: skip
 DECODER: dict[str, Any] = {**WIDTHS, "num_key_value_heads": 2, "pad_token_id": 0}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,26 @@ def pictures(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
     }
 
 
+def sounds(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {
+        "input_features": torch.randn(batch, MELS, FRAMES, generator=chance),
+        "labels": torch.randint(0, WORDS, (batch, LENGTH), generator=chance),
+    }
+
+
+def captions(batch: int, chance: torch.Generator) -> dict[str, Any]:
+    return {
+        "pixel_values": pictures(batch, chance)["pixel_values"],
+        "input_ids": words(batch, chance)["input_ids"],
+        "return_loss": True,
+    }
+
+
+def bytes_to_foretell(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    text = torch.randint(0, WORDS, (batch, LENGTH + 1), generator=chance)
+    return {"inputs": text[:, :-1], "targets": text[:, 1:]}
+
+
 class Denoiser(nn.Module):
     """A diffusion model with its loss: what noise was added?"""
 
@@ -82,10 +106,44 @@ def unet() -> nn.Module:
     )).train()  # fmt: skip
 
 
-def noisy_with_caption(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+def dit() -> nn.Module:
+    from diffusers import DiTTransformer2DModel
+
+    return Denoiser(DiTTransformer2DModel(
+        sample_size=PIXELS, num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=8,
+        num_layers=LAYERS, dropout=0.1, num_embeds_ada_norm=1000,
+    )).train()  # fmt: skip
+
+
+def noisy(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
     sample, noise = torch.randn(2, batch, 4, PIXELS, PIXELS, generator=chance)
-    steps, caption = torch.randint(0, 1000, (batch,), generator=chance), torch.randn(batch, 8, WIDTH, generator=chance)
-    return {"sample": sample, "noise": noise, "timestep": steps, "encoder_hidden_states": caption}
+    return {"sample": sample, "noise": noise, "timestep": torch.randint(0, 1000, (batch,), generator=chance)}
+
+
+def noisy_with_caption(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {**noisy(batch, chance), "encoder_hidden_states": torch.randn(batch, 8, WIDTH, generator=chance)}
+
+
+def noisy_with_class(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
+    return {**noisy(batch, chance), "class_labels": torch.randint(0, 1000, (batch,), generator=chance)}
+
+
+def clip() -> nn.Module:
+    built = from_config(
+        "CLIPModel", "CLIPConfig", projection_dim=WIDTH,
+        text_config={**WIDTHS, "max_position_embeddings": LENGTH, "attention_dropout": 0.1},
+        vision_config={**WIDTHS, "image_size": PIXELS, "patch_size": 4},
+    )()  # fmt: skip
+    # DeepSpeed 0.19.8 cannot broadcast a parameter without dimensions.
+    built.logit_scale = nn.Parameter(built.logit_scale.detach().reshape(1))
+    return built
+
+
+def our_gpt() -> nn.Module:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from train_gpt import GPT
+
+    return GPT(WIDTH, LAYERS, LENGTH).train()
 
 
 MODELS = {
@@ -106,9 +164,17 @@ MODELS = {
         from_config("ViTForImageClassification", "ViTConfig", image_size=PIXELS, patch_size=4, hidden_dropout_prob=0.1,
                     attention_probs_dropout_prob=0.1, **WIDTHS), pictures,
     ),
+    "Mixtral": Model(
+        from_config("MixtralForCausalLM", "MixtralConfig", **DECODER, **EXPERTS, num_local_experts=4,
+                    output_router_logits=True), words
+    ),
+    "Qwen2-MoE": Model(
+        from_config("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **DECODER, **EXPERTS, num_experts=4,
+                    moe_intermediate_size=WIDTH, shared_expert_intermediate_size=WIDTH), words,
+    ),
     "Qwen3-MoE": Model(
-        from_config("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, num_experts_per_tok=2, num_experts=4,
-                    head_dim=16, moe_intermediate_size=WIDTH), words,
+        from_config("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, **EXPERTS, num_experts=4, head_dim=16,
+                    moe_intermediate_size=WIDTH), words,
     ),
     "Mamba-2": Model(
         from_config("Mamba2ForCausalLM", "Mamba2Config", vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS,
@@ -120,5 +186,15 @@ MODELS = {
                     num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
                     moe_intermediate_size=WIDTH), words,
     ),
+    "Whisper": Model(
+        from_config("WhisperForConditionalGeneration", "WhisperConfig", vocab_size=WORDS, num_mel_bins=MELS,
+                    d_model=WIDTH, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=4,
+                    decoder_attention_heads=4, encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, dropout=0.1,
+                    max_source_positions=FRAMES // 2, max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1,
+                    eos_token_id=2, decoder_start_token_id=1), sounds,
+    ),
+    "CLIP": Model(clip, captions),
     "Diffusion U-Net": Model(unet, noisy_with_caption),
+    "Diffusion transformer (DiT)": Model(dit, noisy_with_class),
+    "GPT of examples/train_gpt.py": Model(our_gpt, bytes_to_foretell),
 }  # fmt: skip

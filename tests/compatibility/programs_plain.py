@@ -58,7 +58,8 @@ def plain_loop(
     torch.manual_seed(100 + engine.global_rank)
     losses = []
     for _ in range(steps * engine.gradient_accumulation_steps()):
-        loss = engine(**MODELS[model].batch(batch, chance)).loss
+        result = engine(**MODELS[model].batch(batch, chance))
+        loss = result if isinstance(result, torch.Tensor) else result.loss
         if own_backward:
             loss.backward()
         else:

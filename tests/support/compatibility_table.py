@@ -25,8 +25,8 @@ HEAD = """# What it works with
 |---|---|---|---|
 {summary}
 - *Bit-equal*: every loss and every final parameter is the same, bit for bit, as in the same run without the block.
-- *Moved* is what went to NVMe or host memory in all steps of the run. *Rematerialized* and *recomputed* is what
-  backward computed again instead.
+- *Offloaded* is what went to NVMe or host memory in all steps of the run. *Rematerialized* and *recomputed* is what
+  backward computed again instead. Rows that differ only in the ZeRO stage share a line, with the least and the most.
 - *nvme*, *adaptive*, *host* and *keep* are placements. A row that names two of them is two runs.
 - *Refused* is followed by the message that a user reads. [Recomputing](../concepts/plans.md#recomputing) explains why
   blocks are not recomputed.
@@ -39,9 +39,14 @@ SECTION = """
 | {titles} |
 |{rule}
 """
-COLUMNS = "what | outcome"
+COLUMNS = "what | outcome | MiB offloaded | MiB rematerialized | MiB recomputed"
+KINDS = ("moved", "rematerialized", "recomputed")  # the columns' words in outcomes
+# The stage that rows of one line differ in.
+STAGE = re.compile(r"(?<=ZeRO-)\d(?:, -\d)*(?=,|$)")
+FIGURE = re.compile(r",? ?([\d.]+) ([KM])iB (moved|rematerialized|recomputed)")
 EQUAL, MEASURED = "bit-equal", "measured by their memory alone"
 OUTCOMES = (EQUAL, MEASURED, "refused", "not run on this machine", "failed")
+STEPS = re.compile(r" in \d+ steps(?=[,;]|$)")
 # What lies between these lines of a document is generated.
 BEGIN, END = "<!-- generated: do not edit -->\n", "<!-- end of what is generated -->\n"
 
@@ -84,8 +89,8 @@ class CompatibilityTable:
         rule = "---|" * (1 + self._titles.count("|"))
         tables = ""
         for section, rows in sections.items():
-            tables += SECTION.format(level=level, section=section, titles=self._titles, rule=rule)
-            tables += "".join(f"| {row} | {said} |\n" for row, said in rows.items())
+            lines = [f"| {row} | {said} |\n" for row, said in rows.items()] if self._is_part else joined(rows)
+            tables += SECTION.format(level=level, section=section, titles=self._titles, rule=rule) + "".join(lines)
         if self._is_part:
             before, _, rest = path.read_text().partition(BEGIN)
             text = f"{before}{BEGIN}\nVersions: {versions}.\n{tables}\n{END}{rest.partition(END)[2]}"
@@ -115,6 +120,44 @@ def outcome_of(said: str) -> str:
     return next((one for one in OUTCOMES if one in said), MEASURED)
 
 
+def joined(rows: Mapping[str, str]) -> list[str]:
+    """Return a section's lines: rows with the same outcome that differ only in the ZeRO stage share one."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        has_one_stage = len(STAGE.findall(row)) == 1
+        lines.setdefault((STAGE.sub("{}", row) if has_one_stage else row, told(rows[row])), []).append(row)
+    text = []
+    for (name, outcome), many in lines.items():
+        stages = ", -".join(STAGE.findall(row)[0] for row in many) if "{}" in name else ""
+        figures = " | ".join(span([rows[row] for row in many], kind) for kind in KINDS)
+        row = name.replace("{}", stages)
+        text.append(f"| {row} | {outcome} | {figures} |\n")
+    return text
+
+
+def told(said: str) -> str:
+    """Return an outcome without its figures and reasons, which other columns and pages have."""
+    said = re.sub(r"(blocks are not recomputed): .*", r"\1", said)
+    parts = [STEPS.sub("", FIGURE.sub("", part)).strip(" ,") for part in said.split("; ")]
+    if {part.rpartition(": ")[2] for part in parts} == {EQUAL}:
+        return f"{EQUAL}, also when resumed" if f"resumed: {EQUAL}" in parts else EQUAL
+    return "; ".join(parts)
+
+
+def span(many: Iterable[str], kind: str) -> str:
+    """Return the least and the most MiB of a kind in some outcomes; empty if no outcome has that kind."""
+    found = [
+        float(figure) / (1024 if unit == "K" else 1)
+        for said in many
+        for figure, unit, one in FIGURE.findall(said)
+        if one == kind
+    ]
+    if not found:
+        return ""
+    least, most = (f"{one:.2f}" if 0 < one < 0.1 else f"{one:.1f}" for one in (min(found), max(found)))
+    return least if least == most else f"{least} to {most}"
+
+
 def covering(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Some of these tests: each function, and each value of each parameter, is in one of them at least."""
     values = {item: _values(item) for item in items}
@@ -140,7 +183,7 @@ def row_of(marker: pytest.Mark) -> tuple[str, str]:
 
 
 def rows_in(path: Path) -> dict[tuple[str, str], str]:
-    """Return what a written table says of each row."""
+    """Return what a written table says of each row; a line of several ZeRO stages is a row for each."""
     rows, section = {}, ""
     text = path.read_text()
     for line in text.partition(BEGIN)[2 if BEGIN in text else 0].partition(END)[0].splitlines():
@@ -148,5 +191,7 @@ def rows_in(path: Path) -> dict[tuple[str, str], str]:
             section = line.lstrip("# ")
         elif section and line.startswith("| ") and not line.startswith(("| what |", "| model |")):
             row, outcome = re.split(r"(?<!\\) \| ", line[2:].removesuffix(" |"), maxsplit=1)
-            rows[section, row] = outcome
+            stages = STAGE.findall(row)
+            for stage in stages[0].split(", -") if len(stages) == 1 else [""]:
+                rows[section, STAGE.sub(stage, row) if stage else row] = outcome
     return rows
