@@ -122,7 +122,10 @@ class ActivationOffloader:
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         ENGINES.give_back()
         # Divided by the ranks: each of them derives its staging from the same memory.
-        host_bytes = available_bytes() / ranks_on_node
+        try:
+            host_bytes = available_bytes() / ranks_on_node
+        except OSError:  # no descriptor is left to ask with: the store's check refuses that, with the numbers
+            host_bytes = 0.0
         self.config = config = with_staging(config, host_bytes, is_host=accelerator.is_synchronous)
         self.shared_keys = config.shared_keys
         self.is_closed = False

@@ -153,7 +153,12 @@ class OffloadReport:
             raise ReportError(
                 f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
             )
-        return cls(**_known(cls, found))
+        report = cls(**_known(cls, found))
+        try:
+            report.summary(), report.rows(), report.held()
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise ReportError(f"{path} is no report of ds_tba ({error}): name that of report.path.") from error
+        return report
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, ready for JSON."""

@@ -374,6 +374,13 @@ def test_what_is_no_report_is_told_in_our_words(tmp_path: Path, cli: Cli, text: 
     assert words in cli("report", str(path), status=2).err
 
 
+def test_a_report_with_values_of_other_kinds_is_none(tmp_path: Path, cli: Cli) -> None:
+    found = finished(tmp_path).report().to_dict()
+    for name, value in (("wear", None), ("wear", [{}]), ("holders", [{}]), ("written_bytes", "much"), ("plan", [1])):
+        (tmp_path / "report.json").write_text(json.dumps({**found, name: value}))
+        assert "is no report of ds_tba (" in cli("report", str(tmp_path / "report.json"), status=2).err
+
+
 def test_reports_of_other_versions_are_read(tmp_path: Path) -> None:
     found = finished(tmp_path).report().to_dict()
     del found["schema"], found["refused_sites"]  # as an older one

@@ -117,7 +117,7 @@ def keep_originals() -> FunctionSaves:
         for name in ("apply", "apply_boxed"):
             if hasattr(BackwardCFunction, name):
                 setattr(BackwardCFunction, name, _returning_own_memory(getattr(BackwardCFunction, name)))
-        _hand_to_checkpoints()
+        _hand_to_checkpoints(present.saves)
         _note_saves(present.saves)
     return present.saves
 
@@ -160,7 +160,7 @@ def _note_saves(saves: FunctionSaves) -> None:
     FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]
 
 
-def _hand_to_checkpoints() -> None:
+def _hand_to_checkpoints(saves: FunctionSaves) -> None:
     frame: Any = getattr(checkpointing, "_CheckpointFrame", None)
     get_inputs = getattr(frame, "get_inputs", None)
     if get_inputs is None:
@@ -172,6 +172,14 @@ def _hand_to_checkpoints() -> None:
         return found if saved is None else with_originals(found, [getattr(one, "data", None) for one in saved])
 
     frame.get_inputs = originals
+    save = getattr(frame, "save_inputs", None)
+    if save is not None:
+
+        def save_inputs(self: Any, *args: object) -> None:
+            saves.storages = frozenset()  # else what a Function has saved right before would count as its save
+            save(self, *args)
+
+        frame.save_inputs = save_inputs
 
 
 def with_originals(found: Sequence[Any], held: Sequence[object]) -> tuple[Any, ...]:

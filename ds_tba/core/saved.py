@@ -271,9 +271,9 @@ class _Kept:
 
     __slots__ = ("_version", "attributes", "held")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, is_of_function: bool = False) -> None:
         # Most have none, and a call for each kept tensor would be one more of a few dozen.
-        self.attributes = attributes_of(tensor) if vars(tensor) else None
+        self.attributes = attributes_of(tensor, is_of_function=is_of_function) if vars(tensor) else None
         self._version = tensor._version
         self.held = kept(tensor)
 
@@ -323,7 +323,7 @@ class SavedCounted(_Kept):
         *,
         is_of_function: bool = False,
     ) -> None:
-        super().__init__(tensor)
+        super().__init__(tensor, is_of_function=is_of_function)
         self.is_of_function = is_of_function
         self.cache = cache
         self.eps: tuple[float | None] | None = None
@@ -364,7 +364,7 @@ class SavedView:
     def __init__(self, cache: Keeper, record: SavedStorage, tensor: torch.Tensor, *, offloaded: bool) -> None:
         self.held: torch.Tensor | None = None
         self.eps: tuple[float | None] | None = None
-        self.attributes = attributes_of(tensor) if vars(tensor) else None
+        self.attributes = attributes_of(tensor, is_of_function=record.key.function > 0) if vars(tensor) else None
         self.cache = cache
         self.record = record
         self.state = cache.ends.watch(self, ViewGone).of(record, is_away=offloaded, is_lent=False)

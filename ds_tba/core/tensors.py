@@ -221,7 +221,7 @@ def has_graph(tensor: torch.Tensor) -> bool:
         return True
 
 
-def attributes_of(tensor: torch.Tensor) -> Mapping[str, object] | None:
+def attributes_of(tensor: torch.Tensor, *, is_of_function: bool) -> Mapping[str, object] | None:
     """Return the Python attributes of a tensor with a graph, as they are now; None where the user has set none.
 
     None also of what the last node has made: autograd saves its own output as a new tensor, without any.
@@ -230,7 +230,7 @@ def attributes_of(tensor: torch.Tensor) -> Mapping[str, object] | None:
     if attributes.keys() <= {STAMP} or not has_graph(tensor):
         return None
     node = node_of(tensor)
-    if node is not None and node._sequence_nr() == next_sequence_number() - 1:
+    if is_of_function and node is not None and node._sequence_nr() == next_sequence_number() - 1:
         return None
     # A copy, or an attribute that is set later could refer to the node that saves the tensor, and close a cycle. Our
     # stamp is left out: a tensor with a version counter of its own would pass for a view of this one.

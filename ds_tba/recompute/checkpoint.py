@@ -182,7 +182,7 @@ class _Pass:
         self._tree = tree
         self._users_stop: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", None)
         self._placed, self._own = placed, placed.own
-        self._digests: list[_Digest] = []
+        self._digests: list[_Digest] | None = None  # until forward is over: it may take a gradient of its own
 
     def __call__(self, *values: Any) -> Any:
         own, placed = self._own, self._placed
@@ -195,7 +195,8 @@ class _Pass:
         args, kwargs = tree_unflatten(values, self._tree)
         with _gathered_stay(placed.block), self._saving(is_again=True):
             output = own(*args, **kwargs)
-        placed.blocks.compare(placed.path, self._digests, _digests(placed.path, output))
+        if self._digests is not None:
+            placed.blocks.compare(placed.path, self._digests, _digests(placed.path, output))
         return output
 
     @contextmanager

@@ -95,7 +95,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         self._backend = backend
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
         self._opening = threading.Lock()
-        self.closed = self.is_open = False
+        self.closed = self.is_open = self._has_failed_to_open = False
         self._quiet_until_s = -math.inf  # about drives that do not answer
         try:
             for path in paths:
@@ -107,7 +107,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> SwapTicket | Refusal:
-        if not (self.is_open or self.closed) and self.working:
+        if not (self.is_open or self.closed or self._has_failed_to_open):
             self._open_or_warn()
         ticket = SwapTicket(data.numel(), self, data.device, item_bytes)
         try:
@@ -171,7 +171,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         """Return the reason of a refusal, which after a wait may be another: the store was closed meanwhile."""
         if self.closed:
             return Refusal.CLOSED
-        return where_open if self.working else Refusal.PATH_FAILED
+        return Refusal.PATH_FAILED if self._has_failed_to_open or not self.working else where_open
 
     def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
         """Take an extent, and have the file grow if need be; None where there is no room."""
@@ -431,8 +431,9 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         try:
             self.open()
         except (OSError, RuntimeError, MemoryError, DsTbaError) as error:
-            for path in self.paths:
-                path.fail("it cannot be opened again", error)
+            self._has_failed_to_open = True
+            # As text: a log that keeps the error would keep its frames, and the tensors in them.
+            logger.warning("activations stay in memory, for want of %s", str(error))
 
     def give_back(self) -> bool:
         with self._opening:
@@ -445,6 +446,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 self.is_open = False
             if not self._end():
                 self.closed = True  # what a lane that hangs uses stays
+            self._has_failed_to_open = False  # whoever had the room may have given it back by the next save
         return True
 
     def close(self) -> None:

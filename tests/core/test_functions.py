@@ -347,3 +347,21 @@ def test_a_function_finds_no_attributes_on_its_own_output(is_moved: bool) -> Non
         loss.backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("made_by", ["operation", "function"])
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_checkpoint_runs_again_with_the_attributes_of_what_was_made_last(is_moved: bool, made_by: str) -> None:
+    """It saves its arguments outside of all nodes, so that they are nobody's own output."""
+    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)] if is_moved else [], "cpu", 1024)
+    gradients = []
+    for saving in (nullcontext, cache.saving):
+        weight = torch.full((64, 64), 0.1, requires_grad=True)
+        with saving():
+            x = torch.ones(64, 64) @ weight
+            x = Marks.apply(x) if made_by == "function" else x
+            x.scale = 0.5
+            loss = checkpoint(lambda one: torch.sin(one * getattr(one, "scale", 3.0)), x, use_reentrant=False).sum()
+        loss.backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)

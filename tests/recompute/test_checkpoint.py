@@ -333,6 +333,21 @@ def test_arguments_of_every_kind() -> None:
     assert [len(given) for given in bench.model.lists] == [2] * 4
 
 
+class Force(Linear):
+    """Takes a gradient in forward, as models of forces do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(self.linear(x).pow(2).sum(), x, create_graph=True)
+        return x + 0.1 * force
+
+
+def test_a_block_may_take_a_gradient_in_its_forward() -> None:
+    """The checkpoint runs it again then, before there is an output to compare with."""
+    bench = Bench(Force)
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+
+
 # ---- autograd -------------------------------------------------------------------------------------------------------
 
 

@@ -67,6 +67,25 @@ def test_an_interrupted_start_leaves_no_lane(monkeypatch: pytest.MonkeyPatch, tm
     assert not [one for one in threading.enumerate() if one.name == "interrupted-lane"]
 
 
+def test_a_lane_that_runs_late_after_an_interrupted_start_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lanes, made = a_path().writes, list[threading.Thread]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        made.append(thread)  # the system runs it when all is over
+        raise AlarmError
+
+    with monkeypatch.context() as patch, (tmp_path / "file").open("wb") as file:
+        patch.setattr(threading.Thread, "start", interrupted)
+        lanes.handles += [PosixBackend().open_handle(file.fileno())]
+        with suppress(AlarmError):
+            lanes.start("late-lane", CpuAccelerator())
+        lanes.stop()
+        assert lanes.end(time.monotonic() + 10.0)
+    made[0].start()
+    made[0].join(10.0)
+    assert not made[0].is_alive()
+
+
 def test_a_lane_that_fails_ends_and_says_why(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     path = a_path()
     lanes = path.reads
