@@ -120,7 +120,10 @@ def test_a_lock_of_any_op_is_told_at_once_with_the_repair(
 
 def test_a_lock_that_stays_ends_the_building_before_it_waits(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aio, "lock_that_stays", lambda: Path("/ops/async_io/lock"))
-    assert "FAIL  /ops/async_io/lock exists: another build is running" in cli("doctor", "--build", status=1).out
+    assert (
+        "FAIL  /ops/async_io/lock exists: what loads this op waits for its build"
+        in cli("doctor", "--build", status=1).out
+    )
 
 
 @pytest.mark.parametrize("status", [0, 7])
