@@ -224,7 +224,9 @@ def has_graph(tensor: torch.Tensor) -> bool:
 def attributes_of(tensor: torch.Tensor, *, is_of_function: bool) -> Mapping[str, object] | None:
     """Return the Python attributes of a tensor with a graph, as they are now; None where the user has set none.
 
-    None also of what the last node has made: autograd saves its own output as a new tensor, without any.
+    Args:
+        is_of_function: a custom Function saves it, which finds none on its own output: autograd saves that as a new
+            tensor, without any.
     """
     attributes = vars(tensor)
     if attributes.keys() <= {STAMP} or not has_graph(tensor):
