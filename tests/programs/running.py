@@ -100,7 +100,7 @@ class Tape:
 def kind_of(error: BaseException) -> str:
     """Return the same words for the same situation."""
     text = str(error)
-    if "modified by an inplace operation" in text:
+    if "modified by an inplace operation" in text or "has been modified inplace" in text:  # of a view made in no_grad
         return "modified"
     if "backward through the graph a second time" in text or "after they have already been freed" in text:
         return "freed"
