@@ -441,7 +441,7 @@ def _collected(offloader: ActivationOffloader, original: Original, engine: Engin
     return original()
 
 
-# What is ours before and after a method; it returns what the method returns.
+# A function that calls a method of DeepSpeed's, with our work before and after it, and returns the method's result.
 Around = Callable[[Any, Original, Any], object]
 # By the class that defines the methods.
 _Table = Mapping[str, Mapping[str, Around | None]]

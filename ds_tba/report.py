@@ -154,7 +154,7 @@ class OffloadReport:
                 f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
             )
         report = cls(**_known(cls, found))
-        try:
+        try:  # whatever the commands show is made of it, or they would fail in the middle of a text
             report.summary(), report.rows(), report.held()
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             raise ReportError(f"{path} is no report of ds_tba ({error}): name that of report.path.") from error

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -268,8 +269,9 @@ class Copies:
             self._pending.popleft().wait()
 
     def drain(self) -> None:
-        """Block until every copy out is done, also one that nobody knows of."""
-        self._out_stream.synchronize()
+        """Block until every copy out is done, also one that nobody knows of, or the device has failed."""
+        with suppress(RuntimeError):  # a device that has failed copies no more
+            self._out_stream.synchronize()
 
     @property
     def under_way(self) -> list[PendingCopy]:

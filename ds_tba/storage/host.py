@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -117,8 +116,7 @@ class HostStore(Store[HostTicket]):
             with self._lock:
                 self.stats.offloaded_bytes += ticket.nbytes
         except BaseException:  # a signal handler may raise here, too
-            with suppress(RuntimeError):  # a device that has failed copies no more
-                self._copies.drain()  # one that nobody knows of may be under way
+            self._copies.drain()  # one that nobody knows of may be under way
             self.release(ticket)  # not after a second interrupt: the copy would hit the next tenant
             raise
         return ticket

@@ -128,8 +128,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         except BaseException:  # a signal handler may raise here, too
             self.writes.difference_update(ticket.parts)  # or who waits for a slot would count on them for ever
             try:
-                with suppress(RuntimeError):  # a device that has failed copies no more
-                    self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+                self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
             finally:
                 self.copying.difference_update(ticket.parts)
             self.release(ticket)  # not after a second interrupt: the copy would hit the next tenant

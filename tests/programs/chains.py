@@ -68,7 +68,7 @@ LEARNING_RATE = 0.1
 WHOLE = {"usual", "retain", "two_losses", "dropped", "several"}
 """Kinds of steps in which a reentrant checkpoint works."""
 ERRORS = {"Boom", "modified", "freed", "no derivative"}
-"""Those that a program may end a step with."""
+"""Kinds of errors with which a step of a program may end."""
 
 
 # ---- a program ------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a kind of chains is drawn from, with weights.
+    """The options from which a kind of chains is drawn, each with its weight.
 
     Attributes:
         first: tensors of the pool before the first line.
@@ -601,7 +601,7 @@ def failures_of(program: Chain, plain: Tape, found: Tape) -> Iterator[Failure]:
     """Yield what is wrong."""
     different = plain.different(found)
     late = (program.late, "raises", "modified")
-    # What comes after such an error is not comparable: the parameters are others.
+    # After such an error parameters differ, so later observations cannot be compared.
     if different and not (program.may_raise_more and found.entries[different[0] : different[0] + 1] == [late]):
         yield Failure("difference", str(plain.difference(found)))
     if not ERRORS.issuperset(errors_in(plain)):

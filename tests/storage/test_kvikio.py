@@ -264,7 +264,7 @@ def test_the_swap_file_has_a_name_only_while_cufile_opens_it(
 
 
 def test_a_file_is_named_before_it_has_disk_space(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a run which is killed in that moment leaves an empty file at most."""
+    """A run that is killed while the file has a name leaves an empty file at most."""
     FakeKvikio().install(monkeypatch)
     sizes, named = list[int](), module.named
 

@@ -28,6 +28,7 @@ from support.doubles import (
 )
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
+from ds_tba.device.copies import Copies
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
 from ds_tba.storage import swap_file
 from ds_tba.storage.backends.base import IoBackend, IoHandle
@@ -417,37 +418,43 @@ def test_checksums_on_a_device_without_memory_take_none(
     assert store.paths[0].failure is None
 
 
-@pytest.mark.parametrize("make", ["nvme", "host"])
-def test_a_device_that_fails_for_good_leaves_nothing_taken(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: str
-) -> None:
-    """A copy fails, and so does waiting for it."""
+Copying = tuple[NvmeStore | HostStore, Copies]
+
+
+@pytest.fixture(params=["nvme", "host"])
+def copying(request: pytest.FixtureRequest, make_store: StoreFactory) -> Iterator[Copying]:
+    """A store with room for 2 MiB, and its copies out of a device with events."""
     device = EventAccelerator()
-    store = make_store(accelerator=device, staging_bytes=2 * MIB) if make == "nvme" else HostStore(device, 2 * MIB)
-    copies = store.ring.copies if isinstance(store, NvmeStore) else store._copies
+    if request.param == "nvme":
+        nvme = make_store(accelerator=device, staging_bytes=2 * MIB)
+        yield nvme, nvme.ring.copies
+        nvme.close()
+    else:
+        host = HostStore(device, 2 * MIB)
+        yield host, host._copies
+        host.close()
+
+
+def test_a_device_that_fails_for_good_leaves_nothing_taken(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy fails, and so does waiting for it."""
+    store, copies = copying
 
     def fails(*_: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal"):
-        patch.setattr(device, "copy", fails)
+        patch.setattr(copies._accelerator, "copy", fails)
         patch.setattr(copies._out_stream, "synchronize", fails)
         store.put(noise(MIB // 2), wait=True)
     if isinstance(store, NvmeStore):
         store.settle()
         assert not store.ring.slots.used_bytes and not store.copying and not store.writes
     assert not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
-    store.close()
 
 
-@pytest.mark.parametrize("make", ["nvme", "host"])
-def test_an_interrupt_behind_a_copy_waits_for_the_copy(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: str
-) -> None:
+def test_an_interrupt_behind_a_copy_waits_for_the_copy(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows of it, and it would write into the next tenant of its memory."""
-    device, waited = EventAccelerator(), list[bool]()
-    store = make_store(accelerator=device, staging_bytes=2 * MIB) if make == "nvme" else HostStore(device, 2 * MIB)
-    copies = store.ring.copies if isinstance(store, NvmeStore) else store._copies
+    (store, copies), waited = copying, list[bool]()
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -457,17 +464,13 @@ def test_an_interrupt_behind_a_copy_waits_for_the_copy(
         patch.setattr(copies._out_stream, "synchronize", lambda: waited.append(True))
         store.put(noise(MIB // 2), wait=True)
     assert waited and not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
-    store.close()
 
 
-@pytest.mark.parametrize("make", ["nvme", "host"])
 def test_a_second_interrupt_leaves_taken_what_a_copy_may_write_to(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: str
+    copying: Copying, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy that nobody knows of was not waited for, and an older graph may have its bytes there next."""
-    device = EventAccelerator()
-    store = make_store(accelerator=device, staging_bytes=2 * MIB) if make == "nvme" else HostStore(device, 2 * MIB)
-    copies = store.ring.copies if isinstance(store, NvmeStore) else store._copies
+    store, copies = copying
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -479,7 +482,6 @@ def test_a_second_interrupt_leaves_taken_what_a_copy_may_write_to(
     store.settle()
     assert isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
     assert not isinstance(store.put(noise(MIB), wait=True), Refusal)  # and what is free is had
-    store.close()
 
 
 def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:

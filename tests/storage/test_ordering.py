@@ -275,7 +275,7 @@ def test_memory_beside_staging_is_there_until_it_was_copied(
     took, wait = list[bool](), Arrival.wait
 
     def waits(arrival: Arrival) -> None:
-        """As long as it likes: the lanes need the lock."""
+        """Lanes need the store's lock while a copy is waited for."""
         took.append(store.lock.acquire(timeout=5))
         store.lock.release()
         wait(arrival)

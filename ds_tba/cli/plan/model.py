@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_tba.errors import ModelError
 
-# Of a weight, by its bits. bitsandbytes has a scale in FP32 for 64 elements of 4 bits.
+# Bytes of each element of a quantized weight, by its bits. bitsandbytes adds an FP32 scale for 64 elements of 4 bits.
 _ELEMENT_BYTES = {4: 0.5 + 4 / 64, 8: 1.0}
 
 
