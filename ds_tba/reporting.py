@@ -18,7 +18,7 @@ from typing import Any, Protocol, TextIO
 
 from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.eligibility import Eligibility
+from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile
 from ds_tba.stats import readable

@@ -170,7 +170,7 @@ MUTANTS = [
            "tests/core/test_loads.py"),
     Mutant("bytes leave while their operation is under way", "ds_tba/core/cache.py",
            "mine.number != next_sequence_number() and", "True and", "tests/hazards/test_hazards.py"),
-    Mutant("what a Function saves is shared", "ds_tba/core/functions.py",
+    Mutant("what a Function saves is shared", "ds_tba/core/hooks.py",
            "        return number + 1 if is_of_function else 0", "        return 0", "tests/hazards/test_hazards.py"),
     Mutant("what has no graph leaves while it is in use", "ds_tba/core/saved.py",
            "        if self.has_graph:\n            return True\n", "        return True\n",

@@ -38,7 +38,6 @@ TESTED_ELSEWHERE = {
     "cli": "each command has its test module",
     "cli.plan.training": "with the rows that it gives, in tests/cli/test_rows.py",
     "core.accounts": "with the budget, in tests/core/test_residency.py",
-    "core.functions": "what Functions write into, in tests/hazards, and test_originals.py",
     "errors": "messages, in tests/test_documented_messages.py",
     "explain.account": "with the answer and the rows that use it, in test_out_of_memory.py and tests/cli/test_rows.py",
     "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ds_tba.core.ends import Ends, Notice
+from ds_tba.core.interrupts import Ends, Notice
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import has_plain_storage, held_memory, is_parameter
 from ds_tba.device.accelerator import Accelerator, Stream

@@ -29,6 +29,7 @@ to grow. So another thread that saves or loads waits, too.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,11 +40,8 @@ from typing import Any
 import torch
 
 from ds_tba.core.accounts import CountedGone, MemoryGone
-from ds_tba.core.eligibility import Eligibility, Gate, is_under_a_mode, out_of_modes
-from ds_tba.core.ends import Notice
-from ds_tba.core.functions import keep_originals
-from ds_tba.core.hooks import ForwardHooks, hooks_of_forward
-from ds_tba.core.poison import poisons
+from ds_tba.core.hooks import ForwardHooks, hooks_of_forward, keep_originals
+from ds_tba.core.interrupts import Notice, poisons
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (
@@ -62,7 +60,17 @@ from ds_tba.core.saved import (
     TensorStore,
     ViewGone,
 )
-from ds_tba.core.tensors import has_graph, held_memory, nbytes_of, next_sequence_number, own
+from ds_tba.core.tensors import (
+    Eligibility,
+    Gate,
+    has_graph,
+    held_memory,
+    is_under_a_mode,
+    nbytes_of,
+    next_sequence_number,
+    out_of_modes,
+    own,
+)
 from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import STAYS, Always, AnyStore, Choice, Policy, Ticket
@@ -370,9 +378,9 @@ class TensorCache(Residency):
         memory.is_of_function |= key.function > 0
         stream = self._accelerator.current_stream()
         node = next_sequence_number()
-        record = SavedStorage(key, forward.micro_step, storage, memory, stream, node, has_graph=has_graph(tensor))
+        source, is_made = weakref.ref(storage), has_graph(tensor)
+        record = SavedStorage(key, forward.micro_step, source, memory, stream, node, is_made, choice=choice)
         self.count_until_free(storage)
-        record.choice = choice
         if ticket is not None and self.rematerialization is not None:
             self.rematerialization.admit(record, ticket)
         else:

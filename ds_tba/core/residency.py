@@ -24,17 +24,15 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from ds_tba.core.accounts import CountedMemory
-from ds_tba.core.eligibility import out_of_modes
-from ds_tba.core.poison import Poisoned
+from ds_tba.core.interrupts import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
-from ds_tba.core.tensors import unmodified, whole_storage
+from ds_tba.core.tensors import out_of_modes, unmodified, whole_storage
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event
 from ds_tba.device.copies import PendingCopy, Release
 from ds_tba.device.memory import is_out_of_memory
@@ -77,11 +75,7 @@ class Residency(Keeper, Poisoned):
         # What may leave, oldest first, with an event of the stream that makes the bytes of a kept one.
         self._movable: dict[SavedStorage, Event] = {}
         self._ahead: dict[SavedStorage, AnyStore] = {}  # asked of these stores ahead of backward, oldest first
-        # The memory that copies out may hold, and no record any more: since the last look at the copies, and since the
-        # one before, at which these were under way.
-        self._copied: list[CountedMemory] = []
-        self._copied_before: list[CountedMemory] = []
-        self._under_way: list[weakref.ref[PendingCopy]] = []  # weakly: a comparison holds its operands
+        self._copied: list[CountedMemory] = []  # memory that copies out may hold, and no record any more
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     # ---- room ---------------------------------------------------------------------------------------------------
@@ -203,20 +197,14 @@ class Residency(Keeper, Poisoned):
         return not self.is_exceeded_by(nbytes - leaving_bytes)
 
     def copies_out(self) -> list[PendingCopy]:
-        """List the copies that hold device memory on its way out, oldest first of each store.
-
-        What copies may have held counts no longer once all are done that were under way when it was let go of.
-        """
+        """List the copies that hold device memory on its way out, oldest first of each store."""
         found = [copy for issuer in self.issuers for copy in issuer.copies_out()]
         self.ends.act()  # of the memory that finished copies have let go of
-        if not any(copy() in found for copy in self._under_way):
-            ended, self._copied_before = self._copied_before, self._copied
-            self._copied, self._under_way = [], [weakref.ref(copy) for copy in found]
-            if not found:
-                ended, self._copied_before = ended + self._copied_before, []
-            for memory in ended:
-                if memory not in self._copied_before:  # else a later step has saved it again, and copies that
-                    self._end_count(memory)
+        under_way = {self.memory_of(copy.storage) for copy in found}
+        for memory in self._copied:
+            if memory not in under_way:
+                self._end_count(memory)
+        self._copied = [memory for memory in self._copied if memory in under_way]
         return found
 
     # ---- records that come and go -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ own graph node.
 holds views of its own (lent) of other records. That is no circle: a ticket never holds a graph. The cache lists
 records, and gives them up with their last view, and with them ticket and bytes. A storage that is counted has its
 account as an attribute, and records share it: the end of a record tells of the end of a user, the end of the storage of
-the end of the memory, in any order (``ends.py``).
+the end of the memory, in any order (``interrupts.py``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 
 from ds_tba.core.accounts import Accounts, CountedMemory
-from ds_tba.core.ends import Notice
+from ds_tba.core.interrupts import Notice
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
     Stamp,
@@ -44,7 +45,7 @@ from ds_tba.core.tensors import (
     with_counter_of,
 )
 from ds_tba.device.accelerator import Stream
-from ds_tba.storage.base import STAYS, Issuer, Loaded, OwnTicket, StateMachine, Ticket
+from ds_tba.storage.base import STAYS, Choice, Issuer, Loaded, OwnTicket, StateMachine, Ticket
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
@@ -144,6 +145,7 @@ class Origin(Protocol):
     def seconds(self) -> float | None: ...
 
 
+@dataclass(eq=False, slots=True)
 class SavedStorage(StateMachine):
     """One storage saved for backward. Changed only under the cache's lock.
 
@@ -170,39 +172,25 @@ class SavedStorage(StateMachine):
     noun = "a saved storage"
     moves = _MOVES
 
-    __slots__ = (
-        "choice", "has_graph", "index", "kept_views", "key", "lent", "loaded", "loading", "memory", "micro_step",
-        "node", "origin", "pending", "refusal", "source", "state", "stream", "ticket", "views",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: StorageKey,
-        micro_step: MicroStep,
-        storage: torch.UntypedStorage,
-        memory: CountedMemory,
-        stream: Stream,
-        node: int,
-        *,
-        has_graph: bool = True,
-    ) -> None:
-        self.key = key
-        self.state = RecordState.KEPT
-        self.source = weakref.ref(storage)
-        self.stream = stream
-        self.node = node
-        self.has_graph = has_graph
-        self.choice = STAYS
-        self.ticket: Ticket | None = None
-        self.origin: Origin | None = None
-        self.loading: Loading | None = None
-        self.loaded: Loaded | None = None
-        self.kept_views: list[ViewGone] = []
-        self.refusal = ""
-        self.memory = memory
-        self.micro_step = micro_step
-        self.index = NO_INDEX
-        self.views = self.lent = self.pending = 0
+    key: StorageKey
+    micro_step: MicroStep
+    source: weakref.ref[torch.UntypedStorage]
+    memory: CountedMemory
+    stream: Stream
+    node: int
+    has_graph: bool = True
+    state: RecordState = RecordState.KEPT
+    choice: Choice = STAYS
+    ticket: Ticket | None = None
+    origin: Origin | None = None
+    loading: Loading | None = None
+    loaded: Loaded | None = None
+    kept_views: list[ViewGone] = field(default_factory=list)
+    refusal: str = ""
+    index: int = NO_INDEX
+    views: int = 0
+    lent: int = 0
+    pending: int = 0
 
     @property
     def nbytes(self) -> int:

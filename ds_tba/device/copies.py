@@ -29,27 +29,30 @@ from ds_tba.stats import Gauge
 
 
 class PendingCopy:
-    """A copy out of device memory. Holds that memory until the copy is done: see [Note: Ordering]."""
+    """A copy out of device memory.
 
-    __slots__ = ("__weakref__", "_source", "event", "nbytes")
+    Attributes:
+        storage: the memory, held until the copy is done, or the allocator would give it away: see [Note: Ordering].
+    """
+
+    __slots__ = ("event", "nbytes", "storage")
 
     def __init__(self, event: Event, source: torch.Tensor) -> None:
         self.event = event
         self.nbytes = source.numel()
-        # Held, or the allocator would give it away under the copy.
-        self._source: torch.Tensor | None = None if event is AT_ONCE else source
+        self.storage: torch.UntypedStorage | None = None if event is AT_ONCE else source.untyped_storage()
 
     def free_if_done(self) -> bool:
         """Free the memory if the copy is done; return whether it is. Never blocks."""
-        if self._source is not None and self.event.query():  # else it would go while it is still copied
-            self._source = None
-        return self._source is None
+        if self.storage is not None and self.event.query():  # else it would go while it is still copied
+            self.storage = None
+        return self.storage is None
 
     def wait(self) -> None:
         """Block the calling host thread until the copy is done."""
-        if self._source is not None:
+        if self.storage is not None:
             self.event.synchronize()
-            self._source = None
+            self.storage = None
 
 
 class Release(NamedTuple):

@@ -36,8 +36,7 @@ from typing import Protocol
 import torch
 
 from ds_tba.core.accounts import CountedMemory
-from ds_tba.core.eligibility import Eligibility
-from ds_tba.core.ends import Ends, Notice
+from ds_tba.core.interrupts import Ends, Notice
 from ds_tba.core.saved import (
     Hooks,
     Origin,
@@ -47,6 +46,7 @@ from ds_tba.core.saved import (
     SavedView,
     StorageKey,
 )
+from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import Clock, MemoryMeter
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule

@@ -11,7 +11,7 @@ outside of that the model is the user's, to copy, inspect or change. Code that `
 
 [Note: Parameters] ZeRO-3 gathers a parameter when backward needs it, and frees it after the forward of its module. So
 parameters never get to the checkpoint, which would hold the memory that is freed; and what backward has gathered stays
-while a block runs again (:func:`_gathered_stay`). A Function reads the parameter itself (``functions.py``, [Note:
+while a block runs again (:func:`_gathered_stay`). A Function reads the parameter itself (``hooks.py``, [Note:
 Originals]): the checkpoint's own alias would become ``.grad`` where a backward returns it.
 """
 

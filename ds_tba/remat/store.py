@@ -74,7 +74,7 @@ class PendingComparison(PendingCopy):
         self.comparison = comparison
         self.record = record
         self.ticket = ticket
-        self.nbytes = 0 if record is None else record.nbytes
+        self.nbytes, self.storage = 0 if record is None else record.nbytes, None
 
     def wait(self) -> None:
         """Wait for this answer, and for those before it: :meth:`RematStore.copies_out` reads them in order."""

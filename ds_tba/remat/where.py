@@ -15,7 +15,7 @@ from types import FrameType
 
 from torch import nn
 
-from ds_tba.core.eligibility import Eligibility
+from ds_tba.core.tensors import Eligibility
 
 _OURS = (__name__.partition(".")[0] + ".", "contextlib")
 _CALL = nn.Module._wrapped_call_impl.__code__

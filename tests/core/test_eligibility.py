@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_tba.core.eligibility import Eligibility, Gate
-from ds_tba.core.tensors import mark_owned
+from ds_tba.core.tensors import Eligibility, Gate, mark_owned
 from ds_tba.device.accelerator import Accelerator
 
 E = Eligibility

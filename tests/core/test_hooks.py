@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ds_tba.core.functions import keep_originals
-from ds_tba.core.hooks import ForwardHooks
+from ds_tba.core.hooks import ForwardHooks, keep_originals
 from ds_tba.errors import ActivationModifiedError
 
 

@@ -31,8 +31,8 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.eligibility import Eligibility
 from ds_tba.core.saved import Hooks, RecordState
+from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.feedback import Action

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.functions import keep_originals
+from ds_tba.core.hooks import keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.recompute import checkpoint as checkpointing
 from ds_tba.recompute.blocks import find_blocks

@@ -143,7 +143,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         now_bytes, peak_bytes, largest_bytes: now, the peak so far, and of one storage.
-        observes_only: activations go where they go without the meter; see ``ds_tba.core.eligibility.is_under_a_mode``.
+        observes_only: activations go where they go without the meter; see ``ds_tba.core.tensors.is_under_a_mode``.
     """
 
     observes_only = True
