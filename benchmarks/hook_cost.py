@@ -31,10 +31,10 @@ from torch.nn import functional
 from ds_tba.core.cache import TensorCache
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
-from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import SwapFile
 from ds_tba.storage.staging import StagingRing
-from ds_tba.storage.swap_file import SwapFile
 
 COUNTS = (10, 100, 1000, 10_000)
 ELEMENTS = 4096  # 16 KiB of float32

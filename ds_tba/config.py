@@ -1,7 +1,7 @@
 """The block ``"activation_nvme_offload"``: its keys, their rules, and refusals that name key, value, rule and repair.
 
 This file knows JSON and every rule that needs no look at the machine. It cannot see DeepSpeed, torch or the file system
-(``storage/swap_file.py`` checks directories).
+(``storage/path.py`` checks directories).
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks, innermost_hooks
 from ds_tba.core.tensors import mark_inputs
-from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes
-from ds_tba.device.memory import allocator_advice, is_out_of_memory
+from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, is_out_of_memory
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.ranks import agreement
 from ds_tba.report import OffloadReport, ReportFile
@@ -275,7 +274,7 @@ class ActivationOffloader:
         config, tiers, accelerator, cache = self.config, self._tiers, self._accelerator, self.cache
         staged = host_memory(min(COPY_BYTES, slots_bytes_of(config)), accelerator)
         copies = measure_copies(accelerator, Copies(accelerator), staged)
-        memory = MemoryMeter(accelerator.memory, lambda: cache.stats.resident.now)  # without what is gone by now
+        memory = MemoryMeter(accelerator, lambda: cache.stats.resident.now)  # without what is gone by now
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if accelerator.is_synchronous else 1
         is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
@@ -399,8 +398,7 @@ class ActivationOffloader:
 
     def start_line(self) -> str:
         """Return the start-up line of the log: where activations go, and by which rule."""
-        advice = allocator_advice() if self._accelerator.is_synchronous else ""
-        return start_line(self.config, self._tiers) + ENGINES.beside(self) + (f"; {advice}" if advice else "")
+        return start_line(self.config, self._tiers) + ENGINES.beside(self)
 
     # ---- closing ------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ class Reporter:
     ) -> None:
         self._config, self._tiers, self._cache, self._file = config, tiers, cache, file
         self.rank, self.steps = file.rank, 0
-        self._memory = None if accelerator.is_synchronous else accelerator.memory
+        self._memory = None if accelerator.is_synchronous else accelerator
         self._rooms: list[Summarized] = [tiers]
         self._started_at, self._ended_at = time.monotonic(), math.inf
         self._has_begun = False  # to train

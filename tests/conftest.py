@@ -25,13 +25,11 @@ from support.victims import NoVictims, Victims, serving
 
 from ds_tba.cli import main
 from ds_tba.config import AioConfig
-from ds_tba.storage.backends import aio
-from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.codec import Codec
+from ds_tba.storage.backends import IoBackend, PosixBackend, aio
+from ds_tba.storage.integrity import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import SwapFile
 from ds_tba.storage.staging import StagingRing
-from ds_tba.storage.swap_file import SwapFile
 
 pytest.register_assert_rewrite("contracts")
 

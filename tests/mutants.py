@@ -31,7 +31,7 @@ class Mutant:
 
 
 STREAMS, SPACE, NVME = "ds_tba/device/copies.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
-STAGING, SPANS = "ds_tba/storage/staging.py", "ds_tba/storage/spans.py"
+STAGING = "ds_tba/storage/staging.py"
 POOLS = "tests/device/test_copies.py"
 REMAT = "ds_tba/remat/store.py"
 HOST = "ds_tba/storage/host.py"
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant("a slot is given back while a copy into it runs", SPACE,
            "part.uses + ([part.copy.event] if part.copy is not None else [])", "part.uses",
            "tests/storage/test_ordering.py tests/storage/test_nvme.py"),
-    Mutant("a span in copies is free at once", SPANS,
+    Mutant("a span in copies is free at once", STAGING,
            "            if all(event.query() for event in events):", "            if events:"),
     Mutant("room in host memory is given back while a copy into it runs", HOST,
            "ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])", "ticket.uses",
@@ -128,7 +128,7 @@ MUTANTS = [
            "            arrival.wait()  # the memory", "            pass  # the memory"),
     Mutant("memory beside staging is used before kernels have left it", STAGING,
            "wait_for_stream(self.accelerator)\n        return memory", "return memory",
-           "tests/storage/test_device_staging.py"),
+           "tests/storage/test_staging.py"),
     Mutant("what a lane writes is given up under the write", NVME,
            "if part.state in (_S.WRITING, _S.READING)", "if part.state in (_S.READING,)",
            "tests/storage/test_nvme.py tests/core/test_prefetch.py"),
@@ -180,7 +180,7 @@ MUTANTS = [
            "tests/remat/test_sites.py"),
     Mutant("staging is used before it was zeroed", STAGING,
            "wait_for_stream(self.accelerator)  # zeroing on the device", "#",
-           "tests/storage/test_device_staging.py"),
+           "tests/storage/test_staging.py"),
     Mutant("the update forgets the weight decay of AdamW", FORMULA,
            "        master.add_(master, alpha=scalars.decay)\n", "        pass\n", OF_FORMULA),
     Mutant("the update adds the weight decay to the gradient itself", FORMULA,

@@ -42,9 +42,7 @@ TESTED_ELSEWHERE = {
     "explain.account": "with the answer and the rows that use it, in test_out_of_memory.py and tests/cli/test_rows.py",
     "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",
     "plan.timeline": "arrays that the replay and the search read",
-    "storage.backends.base": "an interface: tests/contracts/backend.py",
     "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",
-    "storage.staging": "on a device, in test_device_staging.py; its buffers, in test_codec.py; else with the store",
 }
 CORE = {"core", "storage", "device", "stats", "wear", "holders", "report", "config", "errors"}
 LONGEST_CHAIN = 9  # 8 is the goal: the store stands on files of one noun each

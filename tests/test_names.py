@@ -10,7 +10,7 @@ import pytest
 
 from ds_tba.errors import BackendUnavailableError
 from ds_tba.storage.backends.kvikio import named
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.path import SwapFile
 
 
 @pytest.fixture

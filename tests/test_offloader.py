@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import os
-import platform
 import threading
 import weakref
 from pathlib import Path
@@ -120,17 +119,6 @@ def test_engines_that_take_turns_keep_what_they_have(make: Factory) -> None:
         for engine, gradients in zip(engines, expected, strict=True):
             assert all(map(torch.equal, engine.step(), gradients))
     assert all(a is b.offloader._tiers.nvme.ring._memory for a, b in zip(before, engines, strict=True))
-
-
-def test_on_a_cpu_the_start_line_says_how_glibc_gives_memory_back(
-    make: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    offloader = make().offloader
-    is_glibc = platform.libc_ver()[0] == "glibc"
-    assert ("set MALLOC_MMAP_THRESHOLD_=65536" in offloader.start_line()) == is_glibc
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
-    assert "MALLOC" not in offloader.start_line()
 
 
 def test_a_second_engine_says_what_both_take(make: Factory) -> None:

@@ -21,8 +21,8 @@ from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.report import SCHEMA, OffloadReport, write_file
-from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Refusal
+from ds_tba.storage.tiers import Selection
 
 MIB = 1 << 20
 

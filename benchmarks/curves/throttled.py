@@ -11,9 +11,8 @@ from unittest import mock
 
 import torch
 
-from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.backends import IoBackend, IoHandle, PosixBackend
+from ds_tba.storage.tiers import Selection
 
 
 class _Channel:

@@ -28,7 +28,7 @@ from ds_tba.cli.plan.dry_run import PeakMeter
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends import IoBackend
 
 Meter = TypeVar("Meter", bound=PeakMeter)
 MAX_STEPS_TO_A_PLAN = 20

@@ -24,8 +24,14 @@ import torch
 from benchmarking import GIB, first_line, write_json
 from curves.device import Device
 
-from ds_tba.device.accelerator import available_bytes
-from ds_tba.device.memory import HUGE_PAGE_BYTES, PAGE_BYTES, advise_huge_pages, host_view, huge_page_memory
+from ds_tba.device.accelerator import (
+    HUGE_PAGE_BYTES,
+    PAGE_BYTES,
+    advise_huge_pages,
+    available_bytes,
+    host_view,
+    huge_page_memory,
+)
 from ds_tba.update.pinning import CudaDriver, Registry
 from gpu.results import piece_parser
 

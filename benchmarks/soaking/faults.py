@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 
 import ds_tba.storage.tiers
-from ds_tba.device.memory import PAGE_BYTES, huge_page_memory
+from ds_tba.device.accelerator import PAGE_BYTES, huge_page_memory
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StorageError, TransferError
-from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.backends import IoBackend, IoHandle
+from ds_tba.storage.tiers import Selection
 
 BAD_WRITES = ("dropped write", "short write", "stale write")
 LOST_READ = "read error twice"

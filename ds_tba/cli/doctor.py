@@ -61,7 +61,7 @@ def _examine(options: argparse.Namespace) -> Result:
 def checks(paths: Sequence[str], staging_bytes: int) -> Iterator[Check]:
     """Check versions, the entry point, backends and directories."""
     from ds_tba.storage.backends import aio, kvikio
-    from ds_tba.storage.swap_file import SwapFile, check_directories
+    from ds_tba.storage.path import SwapFile, check_directories
 
     torch_wanted = SpecifierSet(">=2.8", prereleases=True)  # as in NVIDIA's containers: 2.9.0a0+145a3a7
     for package, wanted in (("deepspeed", SUPPORTED_DEEPSPEED), ("torch", torch_wanted)):

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ds_tba.device.memory import is_out_of_memory
+from ds_tba.device.accelerator import is_out_of_memory
 from ds_tba.errors import DsTbaError, StateError
 
 P = ParamSpec("P")

@@ -33,9 +33,8 @@ from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.interrupts import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import out_of_modes, unmodified, whole_storage
-from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event
+from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, is_out_of_memory
 from ds_tba.device.copies import PendingCopy, Release
-from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.storage.base import AnyIssuer, AnyStore, Choice, Loaded, Refusal, Store, Ticket
 

@@ -1,4 +1,4 @@
-"""The device of one rank: its streams and events, its memory, and threads on it.
+"""The device of one rank: its streams and events, its memory and the host's, and threads on it.
 
 Cannot see what is saved, nor who else takes the device's memory.
 
@@ -11,17 +11,18 @@ two samples the accelerator's own peak tells whether there was more.
 from __future__ import annotations
 
 import ctypes
-import errno
 import math
+import mmap
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import xxhash
 
 KINDS = ("cpu", "cuda")  # of devices that are served, by torch's names
 THREAD_PREFIX = "ds_tba-"  # of the names of our threads
@@ -33,6 +34,10 @@ _VERSIONS = (
 )
 # Part of a device's memory that is left to temporaries, fragmentation and other libraries, where no budget is set.
 TEMPORARY_FRACTION = 0.1
+PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25  # Linux 6.1
 
 
 # ---- streams --------------------------------------------------------------------------------------------------------
@@ -77,31 +82,6 @@ class AtOnce:
 AT_ONCE = AtOnce()
 
 
-class TimedEvent(Event, Protocol):
-    """An event that knows when it came."""
-
-    def elapsed_time(self, end_event: TimedEvent) -> float:
-        """Return the milliseconds from this event to a later one."""
-        ...
-
-
-_Stream = Stream  # a method below has that name
-
-
-class DeviceModule(Protocol):
-    """Declares what offloading calls of torch's module for a kind of device, such as ``torch.cuda``."""
-
-    def current_device(self) -> int: ...
-    def set_device(self, device: int) -> None: ...
-    def is_current_stream_capturing(self) -> bool: ...
-    def Stream(self, device: int) -> _Stream: ...  # noqa: N802 - its names
-    def stream(self, stream: _Stream) -> AbstractContextManager[object]: ...
-    def current_stream(self, device: int) -> _Stream: ...
-    def Event(self, **options: bool) -> TimedEvent: ...  # noqa: N802
-    def mem_get_info(self, device: int) -> tuple[int, int]: ...
-    def memory_stats(self, device: int) -> dict[str, int] | None: ...
-
-
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +115,7 @@ def available_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int:
 def _left_bytes(proc: Path, groups: Path) -> list[int]:
     """Return the bytes left to each limited group, from this process's own up. Its cached pages count as free."""
     memberships: list[list[str]] = []  # hierarchy, controllers, path
-    with _if_present():
+    with suppress(OSError):  # a kernel may be without these files, or a sandbox may hide them
         lines = (proc / "self/cgroup").read_text(encoding="utf-8").splitlines()
         memberships = [line.split(":", 2) for line in lines]
     found = []
@@ -144,7 +124,7 @@ def _left_bytes(proc: Path, groups: Path) -> list[int]:
         own = root / next((path.lstrip("/") for _, ruled, path in memberships if controller in ruled.split(",")), "")
         for group in [own, *own.parents]:
             if group.is_relative_to(root):
-                with _if_present(), suppress(ValueError):  # "max": no limit
+                with suppress(OSError, ValueError):  # "max": no limit
                     limit_bytes, held_bytes = (int((group / one).read_text(encoding="ascii")) for one in (limit, held))
                     stat = (group / "memory.stat").read_text(encoding="ascii").split()
                     cached_bytes = int(dict(zip(stat[::2], stat[1::2], strict=True)).get(cached, 0))
@@ -152,74 +132,16 @@ def _left_bytes(proc: Path, groups: Path) -> list[int]:
     return found
 
 
-@contextmanager
-def _if_present() -> Iterator[None]:
-    """Pass over files that a kernel may be without, or a sandbox may hide; want of a descriptor is no such case."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise
-
-
-class HostMemoryUse:
-    """Memory of the machine and of this process."""
-
-    def free_bytes(self) -> float:
-        """Return the memory that can be taken without swapping, less a part as on a device; all processes share it."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps much of what was freed
-        if trim is not None:
-            trim(0)
-        return (1 - TEMPORARY_FRACTION) * available_bytes()
-
-    def levels(self) -> MemoryLevels:
-        """Return the resident memory of this process, and its peak (``VmRSS`` and ``VmHWM`` of proc(5))."""
-        status = (PROC / "self/status").read_text(encoding="ascii", errors="replace")
-        now, peak = (int(status.partition(key)[2].split()[0]) * 1024 for key in ("VmRSS:", "VmHWM:"))
-        return MemoryLevels(now, peak, now, 0)
-
-
-class DeviceMemoryUse:
-    """Memory of the device of that index, as its driver and its allocator count it."""
-
-    def __init__(self, module: DeviceModule, index: int) -> None:
-        self._module = module
-        self._index = index
-
-    def free_bytes(self) -> float:
-        """Return the bytes left to the device and the allocator, less a part for temporaries between activations.
-
-        Blocks that the allocator keeps count as free: saved tensors take theirs from the pools of training's own
-        streams, whatever brings them back (``copies.py``, [Note: Pools]).
-        """
-        free_bytes, total_bytes = self._module.mem_get_info(self._index)
-        levels = self.levels()
-        free_bytes += max(0, levels.reserved_bytes - levels.in_use_bytes)
-        return max(0.0, free_bytes - TEMPORARY_FRACTION * total_bytes)
-
-    def levels(self) -> MemoryLevels:
-        counts: dict[str, int] = self._module.memory_stats(self._index) or {}
-
-        def most(when: str) -> int:  # "active" also has what record_stream() holds; not every allocator counts it
-            return max(counts.get(f"{kind}_bytes.all.{when}", 0) for kind in ("active", "allocated"))
-
-        reserved_bytes = counts.get("reserved_bytes.all.current", 0)
-        return MemoryLevels(most("current"), most("peak"), reserved_bytes, counts.get("num_alloc_retries", 0))
-
-
-MemoryUse = HostMemoryUse | DeviceMemoryUse
-
-
 class MemoryMeter:
     """The most device memory that everything but saved tensors held at once; see [Note: Room].
 
     Args:
-        memory: the device's memory.
-        resident_bytes: tells how much of it saved tensors hold.
+        accelerator: of the device.
+        resident_bytes: tells how much of its memory saved tensors hold.
     """
 
-    def __init__(self, memory: MemoryUse, resident_bytes: Callable[[], int]) -> None:
-        self._memory = memory
+    def __init__(self, accelerator: Accelerator, resident_bytes: Callable[[], int]) -> None:
+        self._accelerator = accelerator
         self._now_resident_bytes = resident_bytes
         self._resident_before_bytes = 0
         self._peak_bytes = math.inf  # at the last sample; before the first there is nothing to compare with
@@ -229,7 +151,7 @@ class MemoryMeter:
         """Take the level of now, and the peak since the last sample."""
         resident_bytes = self._now_resident_bytes()
         try:
-            levels = self._memory.levels()
+            levels = self._accelerator.levels()
         except OSError:  # /proc cannot be read while no file descriptor is free: the samples before count
             return
         peak_bytes, others_bytes = levels.peak_in_use_bytes, levels.in_use_bytes - resident_bytes
@@ -241,9 +163,108 @@ class MemoryMeter:
 
     def room_bytes(self) -> float:
         """Return the bytes that saved tensors may hold; see [Note: Room]."""
-        free_bytes = self._memory.free_bytes()
-        others_bytes = self._memory.levels().in_use_bytes - self._now_resident_bytes()
+        free_bytes = self._accelerator.free_bytes()
+        others_bytes = self._accelerator.levels().in_use_bytes - self._now_resident_bytes()
         return max(0.0, free_bytes - max(0, self._most_bytes - others_bytes))
+
+
+# ---- memory of the host, as the kernel has it -----------------------------------------------------------------------
+# Aligned and in huge pages for direct I/O, whose rate these double against 4 KiB pages, measured; and kept from forks.
+
+
+def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
+    """Return ``nbytes`` of private anonymous memory, 2 MiB-aligned, touched once, in huge pages if there are any.
+
+    Python's default for anonymous maps is ``MAP_SHARED``, for which huge pages are often off.
+
+    Args:
+        forked: whether forked children see it. Memory of direct I/O must be kept from them (open(2), O_DIRECT): a fork
+            in the middle of a request makes it copy-on-write, and the drive's bytes may land in the child's copy.
+    """
+    region = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(region, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    staging = memory[start : start + nbytes]
+    advise_huge_pages(staging)
+    if not forked:
+        keep_from_children(staging)
+    return staging.zero_()
+
+
+def aligned_memory(nbytes: int, device: torch.device | str) -> torch.Tensor:
+    """Return zeroed memory of a device that starts at a page: caching allocators align to 512 bytes only."""
+    memory = torch.zeros(nbytes + PAGE_BYTES, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % PAGE_BYTES
+    return memory[start : start + nbytes]
+
+
+def keep_from_children(memory: torch.Tensor) -> bool:
+    """Keep page-aligned memory, of whole pages, out of forked children; False where the kernel refuses.
+
+    Memory that goes back to ``malloc`` needs :func:`show_to_children` first: whatever is put there next must exist in a
+    child, or the child dies of it.
+    """
+    return _madvise(memory, mmap.MADV_DONTFORK) == 0
+
+
+def show_to_children(memory: torch.Tensor) -> None:
+    """Undo :func:`keep_from_children`."""
+    _madvise(memory, mmap.MADV_DOFORK)
+
+
+def _madvise(memory: torch.Tensor, advice: int) -> int:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return int(madvise(memory.data_ptr(), memory.numel(), advice))
+
+
+def advise_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> None:
+    """Ask for huge pages behind the 2 MiB-aligned part of ``memory``; a kernel that refuses costs speed only.
+
+    Args:
+        collapse: also replace the small pages that are there already (memory that was touched or locked).
+    """
+    start = -memory.data_ptr() % HUGE_PAGE_BYTES
+    nbytes = max(0, memory.numel() - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE) if collapse else (_MADV_HUGEPAGE,):
+        if nbytes:
+            _madvise(memory[start : start + nbytes], advice)
+
+
+def can_lock(nbytes: int) -> bool:
+    """Try whether this process may lock so much memory (``RLIMIT_MEMLOCK``, ``CAP_IPC_LOCK``); return the answer."""
+    libc = ctypes.CDLL(None)
+    libc.mlock.argtypes = libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    try:
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):  # more than the machine has, or than an address can tell
+        return False
+    address = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
+    locked: bool = libc.mlock(address, nbytes) == 0
+    if locked:
+        libc.munlock(address, nbytes)
+    return locked
+
+
+def digest_of(data: torch.Tensor) -> int:
+    """Return XXH3 of a contiguous host tensor (uint8), and leave it resizable, unlike what NumPy has seen."""
+    size = data.numel()
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * size).from_address(data.data_ptr()) if size else b"")
+
+
+def host_view(data: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous host tensor (uint8), sharing its memory."""
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out: of a device, of the CPU's allocator, or of Python."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # RuntimeErrors: of c10/core/impl/alloc_cpu.cpp the first two, of drivers and their libraries the others.
+    texts = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
@@ -269,20 +290,20 @@ class HostClock:
 class StreamClock:
     """Events with timing on the calling thread's current stream of the device of that index."""
 
-    def __init__(self, module: DeviceModule, index: int) -> None:
+    def __init__(self, module: Any, index: int) -> None:
         self._module = module
         self._index = index
 
-    def mark(self) -> TimedEvent:
+    def mark(self) -> Any:
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._index))
         return event
 
-    def elapsed_s(self, earlier: TimedEvent, later: TimedEvent) -> float:
+    def elapsed_s(self, earlier: Any, later: Any) -> float:
         """Return the seconds between two marks. Blocks the host until the device has passed both."""
         later.synchronize()
         earlier.synchronize()
-        return earlier.elapsed_time(later) / 1000.0
+        return float(earlier.elapsed_time(later)) / 1000.0
 
 
 class Accelerator:
@@ -298,7 +319,6 @@ class Accelerator:
 
     is_synchronous = True
     clock: Clock = HostClock()
-    memory: MemoryUse = HostMemoryUse()
 
     def device(self) -> torch.device:
         """Return this rank's device, with its index where it has one."""
@@ -306,6 +326,22 @@ class Accelerator:
 
     def enter_thread(self) -> None:
         """Make it the current device of the calling thread, which is one of ours."""
+
+    def free_bytes(self) -> float:
+        """Return the memory that activations may take, less a part for temporaries between them.
+
+        On a CPU it is what can be taken without swapping, which all processes share.
+        """
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps much of what was freed
+        if trim is not None:
+            trim(0)
+        return (1 - TEMPORARY_FRACTION) * available_bytes()
+
+    def levels(self) -> MemoryLevels:
+        """Return the levels of its memory, on a CPU the resident memory of this process and its peak, by proc(5)."""
+        status = (PROC / "self/status").read_text(encoding="ascii", errors="replace")
+        now, peak = (int(status.partition(key)[2].split()[0]) * 1024 for key in ("VmRSS:", "VmHWM:"))
+        return MemoryLevels(now, peak, now, 0)
 
     def is_capturing(self) -> bool:
         """Return whether the current stream is being captured into a graph."""
@@ -381,10 +417,9 @@ class CudaAccelerator(Accelerator):
     is_synchronous = False
 
     def __init__(self) -> None:
-        self._module: DeviceModule = torch.get_device_module("cuda")
-        self._index = self._module.current_device()
+        self._module: Any = torch.get_device_module("cuda")
+        self._index: int = self._module.current_device()
         self.clock = StreamClock(self._module, self._index)
-        self.memory = DeviceMemoryUse(self._module, self._index)
 
     def device(self) -> torch.device:
         return torch.device("cuda", self._index)
@@ -392,8 +427,28 @@ class CudaAccelerator(Accelerator):
     def enter_thread(self) -> None:
         self._module.set_device(self._index)
 
+    def free_bytes(self) -> float:
+        """Return what is left to the device and the allocator, less a part for temporaries between activations.
+
+        Blocks that the allocator keeps count as free: saved tensors take theirs from the pools of training's own
+        streams, whatever brings them back (``copies.py``, [Note: Pools]).
+        """
+        free_bytes, total_bytes = self._module.mem_get_info(self._index)
+        levels = self.levels()
+        free_bytes += max(0, levels.reserved_bytes - levels.in_use_bytes)
+        return max(0.0, free_bytes - TEMPORARY_FRACTION * total_bytes)
+
+    def levels(self) -> MemoryLevels:
+        counts: dict[str, int] = self._module.memory_stats(self._index) or {}
+
+        def most(when: str) -> int:  # "active" also has what record_stream() holds; not every allocator counts it
+            return max(counts.get(f"{kind}_bytes.all.{when}", 0) for kind in ("active", "allocated"))
+
+        reserved_bytes = counts.get("reserved_bytes.all.current", 0)
+        return MemoryLevels(most("current"), most("peak"), reserved_bytes, counts.get("num_alloc_retries", 0))
+
     def is_capturing(self) -> bool:
-        return self._module.is_current_stream_capturing()
+        return bool(self._module.is_current_stream_capturing())
 
     def is_of_graph(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``torch.compile(mode="reduce-overhead")`` has it in its pool (``cudagraph_trees.py``)."""

@@ -108,7 +108,7 @@ def explained(
     held = {"saved tensors hold": now_bytes, "at their peak": peak_bytes, "without ds_tba": stats.saved.peak}
     held |= memory.always
     if not accelerator.is_synchronous:
-        held["in use in all"] = accelerator.memory.levels().in_use_bytes
+        held["in use in all"] = accelerator.levels().in_use_bytes
     lines = [
         f"{', '.join(first)}.",
         f"In memory: {', '.join(f'{name} {readable(nbytes)}' for name, nbytes in held.items())}.",

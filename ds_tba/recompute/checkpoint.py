@@ -33,7 +33,7 @@ from ds_tba.core.accounts import Accounts
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
-from ds_tba.device.memory import digest_of
+from ds_tba.device.accelerator import digest_of
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 
 _NO_BACKWARD = -1  # autograd's number of the backward in this thread when there is none

@@ -32,8 +32,7 @@ import torch
 from ds_tba.config import BLOCK
 from ds_tba.core.saved import Keeper
 from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, whole_storage
-from ds_tba.device.accelerator import Accelerator, moment
-from ds_tba.device.memory import is_out_of_memory
+from ds_tba.device.accelerator import Accelerator, is_out_of_memory, moment
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 from ds_tba.remat.recipe import Comparison, Kernels, Recipe, Site, as_in_forward, is_of_a_module
 from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError

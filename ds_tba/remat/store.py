@@ -18,9 +18,8 @@ import torch
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView, TensorStore
-from ds_tba.device.accelerator import moment
+from ds_tba.device.accelerator import is_out_of_memory, moment
 from ds_tba.device.copies import Arrival, PendingCopy
-from ds_tba.device.memory import is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe
 from ds_tba.remat.search import note

@@ -31,15 +31,12 @@ from ds_tba.config import IO_ALIGNMENT_BYTES
 from ds_tba.device.accelerator import THREAD_PREFIX
 from ds_tba.device.copies import Destination, PendingCopy
 from ds_tba.errors import ActivationLostError, DsTbaError, StateError
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Store
-from ds_tba.storage.codec import Codec
-from ds_tba.storage.integrity import Integrity, PieceIo
-from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapPath
+from ds_tba.storage.integrity import Codec, Integrity, PieceIo
+from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapFile, SwapPath
 from ds_tba.storage.space import BEFORE_WRITTEN, GIVEN_UP, OVER, Ahead, Part, PartState, SwapSpace, SwapTicket
-from ds_tba.storage.spans import Span
-from ds_tba.storage.staging import CLOSED, StagingRing
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.staging import CLOSED, Span, StagingRing
 
 logger = logging.getLogger(__name__)
 

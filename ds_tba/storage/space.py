@@ -27,12 +27,11 @@ from ds_tba.device.accelerator import Event
 from ds_tba.device.copies import Arrival, Destination, PendingCopy
 from ds_tba.errors import StorageError
 from ds_tba.stats import Kind, StoreStats
-from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.backends import IoHandle
 from ds_tba.storage.base import StateMachine, Store, Ticket
 from ds_tba.storage.integrity import Piece, PieceIo
 from ds_tba.storage.path import AHEAD, SwapPath
-from ds_tba.storage.spans import Span
-from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.staging import Span, StagingRing
 
 
 class PartState(Enum):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ds_tba.device.memory import PAGE_BYTES
+from ds_tba.device.accelerator import PAGE_BYTES
 from ds_tba.update.config import BYTES_PER_ELEMENT
 
 SLICE_ELEMENTS = 128

@@ -18,7 +18,7 @@ from typing import SupportsInt
 
 import torch
 
-from ds_tba.device.memory import PAGE_BYTES, keep_from_children, show_to_children
+from ds_tba.device.accelerator import PAGE_BYTES, keep_from_children, show_to_children
 
 
 class Registry:

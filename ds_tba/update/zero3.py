@@ -25,7 +25,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ds_tba.config import UPDATE_BLOCK
-from ds_tba.device.memory import advise_huge_pages
+from ds_tba.device.accelerator import advise_huge_pages
 from ds_tba.errors import IncompatibleError
 from ds_tba.update import HALF_UPDATED, refuse_half_updated
 from ds_tba.update.formula import Hyper

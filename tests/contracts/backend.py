@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ds_tba.device.memory import huge_page_memory
-from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.backends.select import DESCRIPTORS_OF_LANE
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.device.accelerator import huge_page_memory
+from ds_tba.storage.backends import IoBackend
+from ds_tba.storage.path import SwapFile
+from ds_tba.storage.tiers import DESCRIPTORS_OF_LANE
 
 MIB = 1 << 20
 

@@ -23,7 +23,7 @@ from ds_tba.device.accelerator import Accelerator
 from ds_tba.device.copies import Copies
 from ds_tba.errors import ConfigError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.staging import StagingRing
 

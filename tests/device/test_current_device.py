@@ -15,8 +15,7 @@ from conftest import StoreFactory
 from support.doubles import DeviceBackend, ScriptedBackend, wait_for_writes
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CudaAccelerator
-from ds_tba.device.memory import huge_page_memory
+from ds_tba.device.accelerator import CudaAccelerator, huge_page_memory
 from ds_tba.offloader import ActivationOffloader
 
 MIB = 1 << 20

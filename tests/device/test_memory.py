@@ -12,8 +12,14 @@ import torch
 from support.doubles import EventAccelerator
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import TEMPORARY_FRACTION, DeviceMemoryUse, HostMemoryUse, MemoryLevels, available_bytes
-from ds_tba.device.memory import can_lock
+from ds_tba.device.accelerator import (
+    TEMPORARY_FRACTION,
+    DeviceMemoryUse,
+    HostMemoryUse,
+    MemoryLevels,
+    available_bytes,
+    can_lock,
+)
 from ds_tba.offloader import ActivationOffloader
 
 MIB = 1 << 20

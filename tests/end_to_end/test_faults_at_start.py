@@ -16,7 +16,7 @@ from support.victims import Fault, Job, Outcome, Victims
 
 from ds_tba.config import BLOCK, OffloadConfig, parse_block
 from ds_tba.errors import ConfigError, PathError
-from ds_tba.storage.swap_file import SwapFile, check_directories
+from ds_tba.storage.path import SwapFile, check_directories
 
 Sees = Callable[[str], None]
 

@@ -8,7 +8,7 @@ from support.disks import Disk, run
 
 from ds_tba.errors import PathError
 from ds_tba.report import checked_path
-from ds_tba.storage.swap_file import check_directories, file_system_of
+from ds_tba.storage.path import check_directories, file_system_of
 
 
 def refusal(*paths: object, needed_bytes: int = 1, ranks: int = 1) -> str:

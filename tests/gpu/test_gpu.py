@@ -40,14 +40,13 @@ from ds_tba.plan.agreement import Alone
 from ds_tba.plan.plan import Planner
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends import IoBackend, PosixBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.integrity import Integrity
 from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.tiers import Selection
 
 __all__ = ["shows_something"]
 MIB = 1 << 20

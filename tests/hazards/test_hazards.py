@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_tba.core.cache import TensorCache
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20

@@ -37,11 +37,11 @@ from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.feedback import Action
 from ds_tba.stats import Gauge
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.base import Choice
 from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import SwapSpace
+from ds_tba.storage.tiers import Selection
 
 KIB, MIB = 1 << 10, 1 << 20
 WIDTH = 64

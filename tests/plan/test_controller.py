@@ -38,8 +38,8 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.feedback import MIN_STEPS, Action, Feedback
 from ds_tba.plan.search import adaptive
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.backends import PosixBackend
+from ds_tba.storage.tiers import Selection
 
 Make = Callable[..., ActivationOffloader]
 

@@ -17,7 +17,7 @@ from support.stepping import assert_same_steps
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.tiers import Selection
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 2048  # 0.5 MiB, and 2 MiB in the middle of a block: too large to share a request

@@ -49,12 +49,12 @@ from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
-from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.base import Choice, Store
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import SwapFile
 from ds_tba.storage.staging import StagingRing
-from ds_tba.storage.swap_file import SwapFile
 from programs.kind import Failure, Kind, Outcome, named
 from programs.ops import CHEAP, DTYPES, FUNCTIONS, MIXED, SURPRISES, UNRECORDED, State, Table
 from programs.running import Plain, Tape, Training, kind_of

@@ -11,7 +11,7 @@ import pytest
 from support.doubles import ScriptedBackend
 
 from ds_tba.core.residency import Residency
-from ds_tba.storage.backends.select import Selection
+from ds_tba.storage.tiers import Selection
 from programs.budgets import BASE, KIB, MIB, check, draw, run, step
 from programs.kind import Kind, check_all
 from programs.running import Ours

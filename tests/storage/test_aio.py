@@ -11,11 +11,10 @@ from support import runs
 from support.machines import run_python
 
 from ds_tba.config import AioConfig
-from ds_tba.device.memory import huge_page_memory
+from ds_tba.device.accelerator import huge_page_memory
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.storage.backends import aio
-from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.backends import IoBackend, aio
+from ds_tba.storage.path import SwapFile
 
 
 @pytest.mark.aio
@@ -92,7 +91,7 @@ class Slow(logging.Handler):
 logger.addHandler(Slow())
 from ds_tba.config import AioConfig
 from ds_tba.storage.backends.aio import AioBackend
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.path import SwapFile
 backend, file = AioBackend(AioConfig()), SwapFile(Path({str(tmp_path)!r}), 1 << 20)
 file.grow(1 << 20)
 staging = backend.allocate_staging(1 << 20)

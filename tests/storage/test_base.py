@@ -12,10 +12,10 @@ from support import runs
 from support.doubles import CpuAccelerator
 
 from ds_tba.config import Compression
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.base import Refusal, Store
-from ds_tba.storage.codec import Codec
 from ds_tba.storage.host import HostStore
+from ds_tba.storage.integrity import Codec
 
 PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
 

@@ -18,7 +18,7 @@ from support.late_device import LateDevice
 from ds_tba.config import Compression
 from ds_tba.errors import ActivationLostError, DsTbaError, StateError, TransferError
 from ds_tba.storage.base import Refusal, Ticket
-from ds_tba.storage.codec import Codec
+from ds_tba.storage.integrity import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapSpace
 

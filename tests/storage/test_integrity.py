@@ -1,11 +1,31 @@
-"""What checksums must find, for staging in host memory and in device memory, which host memory plays here."""
+"""Checksums, of staging in host memory and on a device, which it plays; and codecs: every bit comes back."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import sys
+from itertools import product
+from pathlib import Path
+from typing import get_args
+
 import pytest
 import torch
+from conftest import StoreFactory
+from support.disks import until
+from support.doubles import DeviceBackend, part_of
+from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
-from ds_tba.storage.integrity import Integrity
+from ds_tba.config import AioConfig, Compression, OffloadConfig
+from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, ConfigError, TransferError
+from ds_tba.storage import tiers as tiers_module
+from ds_tba.storage.backends import IoBackend, PosixBackend
+from ds_tba.storage.integrity import Codec, Integrity
+from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.space import PartState, SwapTicket
+from ds_tba.storage.staging import BUFFER_BYTES, StagingRing, lane_buffer_bytes, slots_bytes_of
+from ds_tba.storage.tiers import Selection, Tiers
 
 PAGE = 4096
 BLOCK = 5 * PAGE
@@ -79,3 +99,220 @@ def test_the_default_device_does_not_matter() -> None:
     with torch.device("meta"):
         found = integrity.digest(data)
     assert found == integrity.digest(data)
+
+
+# ---- codecs ---------------------------------------------------------------------------------------------------------
+
+
+NAMES = get_args(Compression)
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8).flatten()
+
+
+def activations(count: int) -> torch.Tensor:
+    return torch.nn.functional.gelu(torch.randn(count)).bfloat16()
+
+
+def saved(store: NvmeStore, data: torch.Tensor, item_bytes: int = 2) -> SwapTicket:
+    ticket = store.put(data, wait=True, item_bytes=item_bytes)
+    assert isinstance(ticket, SwapTicket)
+    until(lambda: all(part.state is PartState.STORED for part in ticket.parts), "stored")
+    return ticket
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_every_bit_comes_back_whatever_the_length_of_an_element(make_store: StoreFactory, name: str, size: int) -> None:
+    """Random bits are numbers, NaNs with payloads, infinities and denormals of each dtype; beside them usual values."""
+    store = make_store(codec=Codec(name))
+    usual = torch.randn(100_003).mul(4)
+    for data in (noise(70_001 * size), bytes_of(usual), torch.zeros(MIB + size, dtype=torch.uint8)):
+        ticket = saved(store, data.clone(), size)
+        assert torch.equal(store.get(ticket, CPU).data, data)
+        store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [*product(NAMES, (1, 4095, 4096, 4097, 3 * MIB + 17, 20 * MIB + 1))])
+@pytest.mark.parametrize("values", [1, 16, 256])
+def test_odd_sizes_come_back_from_every_backend(
+    make_store: StoreFactory, backend: IoBackend, name: str, nbytes: int, values: int
+) -> None:
+    store = make_store(backend, codec=Codec(name))
+    data = torch.randint(0, values, (nbytes,), dtype=torch.uint8)
+    ticket = stored(store, data.clone())
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, name: str) -> None:
+    store, data = make_store(codec=Codec(name)), bytes_of(activations(4 * MIB))
+    ticket = saved(store, data)
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    (path,) = store.paths
+    assert path.tensor_bytes == data.numel() and path.stored_bytes < 0.85 * data.numel()
+    counts = {store.stats.written_bytes, store.stats.read_bytes, path.meter.writes.drive_bytes, path.stored_bytes}
+    assert counts == {sum(part.stored_bytes for part in ticket.parts)}
+    assert path.meter.writes.moved_bytes == path.meter.reads.moved_bytes == data.numel()  # rates are of tensors
+    assert all(piece.stored_bytes % 4096 == 0 for part in ticket.parts for piece in part.pieces)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_length_of_an_element_is_what_the_shuffle_needs(make_store: StoreFactory, name: str) -> None:
+    store, data = make_store(codec=Codec(name)), bytes_of(activations(MIB))
+    lengths = {}
+    for item_bytes in (1, 2):
+        ticket = saved(store, data.clone(), item_bytes)
+        lengths[item_bytes] = part_of(ticket).stored_bytes
+    assert lengths[2] < 0.95 * lengths[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_piece_that_does_not_become_smaller_is_stored_as_it_is(make_store: StoreFactory, name: str) -> None:
+    store = make_store(codec=Codec(name), staging_bytes=64 * MIB)
+    data = torch.cat([noise(BUFFER_BYTES), torch.zeros(BUFFER_BYTES, dtype=torch.uint8)])
+    ticket = stored(store, data.clone())
+    first, second = part_of(ticket).pieces
+    assert (first.packed_bytes, first.stored_bytes) == (0, BUFFER_BYTES)
+    assert 0 < second.packed_bytes <= second.stored_bytes < BUFFER_BYTES / 100
+    assert second.offset == first.offset + first.stored_bytes
+    assert torch.equal(store.get(ticket, CPU).data, data)
+
+
+def lose(store: NvmeStore, offset: int, nbytes: int) -> None:
+    """Have other bytes there, as where a write was lost."""
+    os.pwritev(store.paths[0].file.fd, [mmap_of(nbytes)], offset)
+
+
+def mmap_of(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes)
+    memory.write(noise(nbytes).numpy().tobytes())
+    return memory
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("where", ["first page", "last page", "all of it"])
+def test_torn_and_stale_pieces_are_found(make_store: StoreFactory, name: str, where: str) -> None:
+    store = make_store(codec=Codec(name))
+    ticket = saved(store, bytes_of(activations(MIB)))
+    (piece,) = part_of(ticket).pieces
+    length = piece.stored_bytes if where == "all of it" else 4096
+    lose(store, piece.offset + (piece.stored_bytes - 4096 if where == "last page" else 0), length)
+    with pytest.raises(ActivationCorruptionError, match="bytes read back are not the bytes written"):
+        store.get(ticket, CPU)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_checksums_do_not_see_never_leaves_its_memory(make_store: StoreFactory, name: str, seed: int) -> None:
+    """With integrity off any bytes reach the codec: it refuses, or fills the memory that it has, and no other."""
+    store = make_store(codec=Codec(name), integrity="off")
+    beside = noise(MIB)
+    neighbour = put(store, beside.clone())
+    ticket = saved(store, bytes_of(activations(MIB)))
+    (piece,) = part_of(ticket).pieces
+    torch.manual_seed(seed)
+    page = 4096 * int(torch.randint(0, piece.stored_bytes // 4096, (1,))) if seed else 0
+    lose(store, piece.offset + page, 4096)
+    if not page:
+        with pytest.raises(ActivationCorruptionError, match=f"{name} cannot decompress"):
+            store.get(ticket, CPU)
+    else:
+        try:
+            assert store.get(ticket, CPU).data.numel() == 2 * MIB
+        except ActivationCorruptionError as error:
+            assert f"{name} cannot decompress" in str(error)
+    assert torch.equal(store.get(neighbour, CPU).data, beside)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_other_lengths_than_those_of_the_piece_are_refused(name: str) -> None:
+    codec = Codec(name)
+    packed, target = torch.empty(MIB, dtype=torch.uint8), torch.full((MIB,), 7, dtype=torch.uint8)
+    length = codec.compress(torch.zeros(MIB, dtype=torch.uint8), packed, 1)
+    for wrong in (target[: MIB // 2], torch.empty(MIB + 1, dtype=torch.uint8)):
+        with pytest.raises(TransferError, match=f"{name} cannot decompress"):
+            codec.decompress(packed[:length], wrong)
+    with pytest.raises(TransferError, match=f"{name} cannot decompress"):
+        codec.decompress(packed[: length - 1], target)
+    assert bool((target == 7).all())
+    codec.decompress(packed[:length], target)
+    assert not target.any()
+
+
+def test_a_codec_without_memory_is_told_from_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, data = Codec("lz4"), torch.zeros(MIB, dtype=torch.uint8)
+    for raised, told in (
+        (RuntimeError("Could not create the context"), MemoryError),
+        (ValueError("damaged"), TransferError),
+    ):
+
+        def fails(*_: object, raised: Exception = raised, **__: object) -> None:
+            raise raised
+
+        for verb in ("compress2", "decompress2"):
+            with monkeypatch.context() as patch:
+                packed = data.clone()
+                length = codec.compress(data, packed, 1)
+                patch.setattr(codec._blosc2, verb, fails)
+                with pytest.raises(told, match=f"lz4 cannot {verb[:-1]} .*{raised}"):
+                    codec.compress(data, packed, 1) if verb == "compress2" else codec.decompress(packed[:length], data)
+
+
+def test_staging_that_is_all_buffers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"io.staging_bytes 1048576 .* buffers of 256 lanes.*raise it to 8388608"):
+        StagingRing(CpuAccelerator(), PosixBackend(), MIB, 256)
+    ring = StagingRing(CpuAccelerator(), PosixBackend(), MIB, 255)
+    assert ring.slots.capacity_bytes == 4096
+    ring.close()
+
+
+# ---- who may have one ----
+
+
+def block(tmp_path: Path, **io: object) -> dict[str, object]:
+    return {"nvme_path": str(tmp_path), "io": {"compression": "lz4", **io}}
+
+
+def opened(config: OffloadConfig) -> Tiers:
+    return Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), ranks_on_node=1)
+
+
+def test_without_the_package_it_is_refused_with_the_line_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    config = OffloadConfig.model_validate(block(tmp_path, backend="posix"))
+    with pytest.raises(
+        BackendUnavailableError, match=r'io.compression "lz4" needs.*pip install "ds_tba\[compression\]"'
+    ):
+        opened(config)
+
+
+def test_nothing_is_imported_where_nothing_is_compressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "blosc2", None)
+    opened(OffloadConfig.model_validate(block(tmp_path, backend="posix", compression=None))).close()
+
+
+@pytest.mark.parametrize("staging_bytes", [MIB, 64 * MIB])
+def test_buffers_of_lanes_are_a_part_of_staging_and_plans_count_with_the_rest(
+    tmp_path: Path, staging_bytes: int
+) -> None:
+    config = OffloadConfig.model_validate(block(tmp_path, backend="posix", staging_bytes=staging_bytes, write_lanes=3))
+    tiers = opened(config)
+    assert tiers.nvme is not None
+    ring, held = tiers.nvme.ring, sum(buffer.nbytes for buffer in tiers.nvme.ring.buffers)
+    assert len(ring.buffers) == 5 and held + ring.slots.capacity_bytes == staging_bytes >= 4 * held
+    assert slots_bytes_of(config) == ring.slots.capacity_bytes
+    assert lane_buffer_bytes(1 << 30, 4) == BUFFER_BYTES and lane_buffer_bytes(MIB, 128) == 4096
+    tiers.close()
+
+
+def test_a_backend_that_stages_on_the_device_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers_module, "select_backend", lambda *_, **__: Selection(DeviceBackend(), "a test"))
+    with pytest.raises(BackendUnavailableError, match=r'io.compression "lz4".*host memory.*"backend": "posix"'):
+        opened(OffloadConfig.model_validate(block(tmp_path)))

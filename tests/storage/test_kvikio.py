@@ -19,10 +19,10 @@ from support.doubles import EventAccelerator
 from support.stores import CPU, noise, stored
 
 from ds_tba.errors import BackendUnavailableError, TransferError
+from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.backends import kvikio as module
-from ds_tba.storage.backends.base import IoBackend
 from ds_tba.storage.backends.kvikio import KvikioBackend
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.path import SwapFile
 
 
 @pytest.fixture

@@ -30,9 +30,8 @@ from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, 
 
 from ds_tba.device.copies import Copies
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
-from ds_tba.storage import swap_file
-from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.posix import PosixBackend, PosixHandle
+from ds_tba.storage import path as swap_file
+from ds_tba.storage.backends import IoBackend, IoHandle, PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import Lanes, NvmeStore

@@ -1,20 +1,30 @@
-"""The lanes of a path: threads that end with their work, whatever comes between."""
+"""A directory, its swap file and its lanes."""
 
 from __future__ import annotations
 
+import errno
+import os
 import queue
+import resource
+import signal
+import stat
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import Alarm, AlarmError
+from support.disks import MIB, mounted, until
+from support.machines import run_python
 
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.path import SwapPath
+from ds_tba.errors import PathError
+from ds_tba.storage import path as swap_file
+from ds_tba.storage.backends import PosixBackend
+from ds_tba.storage.path import SwapFile, SwapPath
 
 # Python ignores what comes in a finalizer of its own, such as that of a thread in ``threading``'s set of them.
 ignored_in_finalizers = pytest.mark.filterwarnings("ignore:(?s).*AlarmError:pytest.PytestUnraisableExceptionWarning")
@@ -100,3 +110,255 @@ def test_a_lane_that_fails_ends_and_says_why(caplog: pytest.LogCaptureFixture, t
         assert lanes.end(time.monotonic() + 10.0)
     assert isinstance(lanes.error, MemoryError) and path.failure == "MemoryError"
     assert caplog.messages == ["nvme: a lane failed (MemoryError); from here on activations stay in memory instead"]
+
+
+# ---- the swap file --------------------------------------------------------------------------------------------------
+
+
+def test_it_has_no_name_and_is_private(tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, 1 << 20)
+    assert list(tmp_path.iterdir()) == []
+    assert stat.S_IMODE(os.fstat(file.fd).st_mode) == 0o600
+    assert os.path.samestat(os.stat(f"/proc/self/fd/{file.fd}"), os.fstat(file.fd))
+    file.close()
+    file.close()
+
+
+def test_it_grows_in_steps_up_to_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", 1 << 20)
+    file = SwapFile(tmp_path, 5 << 19)
+    assert file.grow(4096) and file.size_bytes == 1 << 20
+    assert os.fstat(file.fd).st_blocks * 512 >= 1 << 20
+    assert file.grow(3 << 19) and file.size_bytes == 5 << 19
+    assert not file.grow(4096)
+    file.close()
+
+
+def test_a_failed_step_gives_its_part_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = SwapFile(tmp_path, 1 << 60)
+
+    def partial(fd: int, offset: int, length: int) -> None:
+        os.ftruncate(fd, offset + length // 2 if length < 1 << 30 else offset)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", partial)
+    with pytest.raises(OSError, match="No space"):
+        file.grow(1 << 20)
+    assert os.fstat(file.fd).st_size == 0 == file.size_bytes
+    with pytest.raises(PathError, match="cannot reserve 4096 bytes"):
+        file.reserve_first(4096)
+    file.close()
+
+
+def test_without_o_tmpfile_nobody_can_put_a_link_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who may write into the directory swaps the file for a link whenever it is opened by its name."""
+    directory, precious, real = tmp_path / "nvme", tmp_path / "precious", os.open
+    directory.mkdir()
+    precious.touch()
+
+    def with_an_attacker(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        if str(path).startswith(str(directory)):
+            Path(str(path)).unlink(missing_ok=True)
+            if not flags & os.O_EXCL:
+                Path(str(path)).symlink_to(precious)
+        return real(path, flags, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", with_an_attacker)
+    file = SwapFile(directory, 1 << 20)
+    assert not os.path.samestat(os.fstat(file.fd), precious.stat())
+    file.close()
+
+
+def test_a_file_that_cannot_be_opened_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without O_DIRECT a file system makes the file, and then refuses to open it."""
+    real = os.open
+
+    def without_o_direct(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(95, "Operation not supported")
+        fd = real(path, flags, *rest)  # type: ignore[arg-type]
+        if flags & os.O_DIRECT:
+            os.close(fd)
+            raise OSError(22, "Invalid argument")
+        return fd
+
+    monkeypatch.setattr(os, "open", without_o_direct)
+    with pytest.raises(PathError, match=r"cannot make a swap file there \(Invalid argument\)\. .* lacks O_DIRECT or"):
+        SwapFile(tmp_path, 1 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def forked_child() -> Iterator[int]:
+    """A child that waits, as a worker of a data loader does."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_hold_the_room_after_close(tmp_path: Path) -> None:
+    """Even one that kept its descriptor, as where a library forks in its own way."""
+    file = SwapFile(tmp_path, 64 << 20)
+    file.reserve_first(64 << 20)
+    kept = os.dup(file.fd)
+    file.close()
+    assert os.fstat(kept).st_blocks == 0
+    os.close(kept)
+
+
+def test_a_forked_child_closes_its_descriptor(tmp_path: Path) -> None:
+    """So that it does not hold the room of a parent that was killed."""
+    file, other = SwapFile(tmp_path, 1 << 20), SwapFile(tmp_path, 1 << 20)
+    inode = os.fstat(file.fd).st_ino
+    other.close()
+    with forked_child() as child:
+        until(lambda: inode not in inodes_of(child), "the child to close it")
+        assert inode in inodes_of(os.getpid())
+    assert file.grow(4096)
+    file.close()
+
+
+def inodes_of(process: int) -> set[int]:
+    return {found.st_ino for found in map(stat_or_none, Path(f"/proc/{process}/fd").iterdir()) if found is not None}
+
+
+def stat_or_none(path: Path) -> os.stat_result | None:
+    with suppress(FileNotFoundError):  # the one with which the directory was read
+        return path.stat()
+    return None
+
+
+def test_a_drive_that_has_failed_keeps_nobody_from_closing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that was remounted read-only refuses to cut the file; a network's tells late errors at close."""
+    file = SwapFile(tmp_path, 8 << 20)
+    file.grow(4096)
+    close = os.close
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def late(fd: int) -> None:
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "ftruncate", refused)
+        failing.setattr(os, "close", late)
+        file.close()
+    assert file.fd == -1
+    file.close()
+
+
+def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PathError, match="cannot make a swap file"):
+        SwapFile(Path("/proc"), 1 << 20)
+
+
+# ---- file systems and limits as machines have them ------------------------------------------------------------------
+
+
+def test_a_file_system_without_fallocate_is_refused(tmp_path: Path) -> None:
+    with mounted(tmp_path / "loop", 64 * MIB, "mkfs.ext3", "-q", "-m", "0", "-b", "4096") as disk:
+        before = disk.free_bytes
+        with closing(SwapFile(disk.path, before)) as file:
+            with pytest.raises(PathError, match=r"cannot reserve 8388608 bytes there .* lacks O_DIRECT or fallocate"):
+                file.reserve_first(8 * MIB)
+            assert os.fstat(file.fd).st_size == file.size_bytes == 0
+        until(lambda: disk.is_empty(before), "the space comes back")
+
+
+@pytest.mark.parametrize("code", [1, 11, 38])
+def test_a_container_that_forbids_fallocate_is_told(tmp_path: Path, code: int) -> None:
+    program = f"""
+from pathlib import Path
+from support.machines import forbid
+from ds_tba.errors import PathError
+from ds_tba.storage.path import SwapFile
+file = SwapFile(Path({str(tmp_path)!r}), 8 << 20)
+forbid("fallocate", code={code})
+try:
+    file.reserve_first(4 << 20)
+except PathError as error:
+    print(error)
+"""
+    done = run_python(program)
+    assert f"cannot reserve 4194304 bytes there ({os.strerror(code)})" in done.stdout, done.stderr
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = SwapFile(tmp_path, 64 * MIB)
+    path = SwapPath(file, 1, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB + 1024, before[1]))
+    try:
+        with pytest.raises(
+            PathError, match=r"reserve 16777216 .*File too large.*limit of file sizes \(ulimit -f\), or"
+        ):
+            file.reserve_first(16 * MIB)
+        path.grow(4 * MIB)
+        assert file.size_bytes >= 4 * MIB and not path.full
+        path.grow(16 * MIB)
+        assert path.full
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (said,) = caplog.messages
+    assert "cannot grow" in said and "ulimit -f" in said and "quota" not in said
+    file.close()
+
+
+# ---- memory that looks like a drive ---------------------------------------------------------------------------------
+
+EXAMINE = """
+from pathlib import Path
+from ds_tba.errors import PathError
+from ds_tba.storage.path import check_directories, file_system_of
+import os, sys
+path = os.fsdecode(sys.argv[1].encode("utf-8", "surrogateescape"))
+print(file_system_of(Path(path)))
+try:
+    check_directories((path,), 1, 1)
+except PathError as error:
+    print(str(error).replace("\\n", " "))
+else:
+    print("taken")
+"""
+
+
+MOUNTS = {
+    "another's mount whose name is no UTF-8": ("""
+mkdir mine $'caf\\xe9'
+mount -t tmpfs none $'caf\\xe9'
+""", "mine"),
+    "a mount that another one hides": ("""
+mkdir -p a/b c/b
+mount -t tmpfs none a/b
+mount --bind c a
+""", "a/b"),
+} | {
+    name: ("mkdir \"$NAME\"\nmount -t tmpfs none */", name)
+    for name in ("über", "two words", "back\\slash", "tab\there", "new\nline", "日本")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOUNTS)
+def test_memory_is_told_from_drives_through_all_mounts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    setup, path = MOUNTS[name]
+    monkeypatch.setenv("NAME", name)
+    program = EXAMINE.replace("sys.argv[1]", repr(f"{tmp_path}/{path}"))
+    done = run_python(program, own_mounts=True, setup=f"cd '{tmp_path}'\n{setup}")
+    assert done.returncode == 0, done.stderr
+    kind, said = done.stdout.splitlines()
+    if path == name:
+        assert kind == "tmpfs" and "tmpfs, which is memory" in said
+    else:
+        assert kind not in ("tmpfs", "unknown") and said == "taken"

@@ -12,7 +12,7 @@ from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBack
 from support.stores import CPU, noise, store_is_empty
 
 from ds_tba.stats import PathMeter
-from ds_tba.storage.backends.base import IoBackend
+from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapTicket

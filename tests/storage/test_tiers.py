@@ -1,7 +1,12 @@
-"""Host memory first and the drive behind it: nothing is lost or kept."""
+"""Which tiers and which backend a run has; with host memory first and a drive behind it nothing is lost or kept."""
 
 from __future__ import annotations
 
+import errno
+import os
+import re
+import resource
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,12 +15,19 @@ from typing import Any
 import pytest
 import torch
 from support import stepping
+from support.cuda_doubles import FakeKvikio
+from support.machines import KILLED, run_python
 from support.models import Stack
 from support.stepping import offloader_of
 from torch import nn
+from torch.utils import cpp_extension
 
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.offloader import ActivationOffloader
+from ds_tba.storage.backends import IoBackend, PosixBackend, aio
 from ds_tba.storage.host import HostStore
+from ds_tba.storage.tiers import Selection, select_backend
 
 MIB = 1 << 20
 LAYERS = 12
@@ -77,3 +89,246 @@ def test_without_a_budget_half_of_the_free_memory_stays_free(
         assert 2 * MIB < stores[0].taken_bytes <= 6 * MIB
         assert report.written_bytes > 0 and report.host_bytes > 0
         assert "no room in host_budget_bytes" not in report.kept_bytes_by_reason
+
+
+# ---- the backend ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The lock of a just-in-time build of the op, which is there."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(aio, "_is_installed", lambda op: False)
+    monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)  # as before PyTorch 2.14
+    monkeypatch.setattr(aio, "LOADING_S", 0.5)
+    lock = tmp_path / aio.OP / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    return lock
+
+
+CALLS, CODES = ("io_setup", "io_submit", "io_pgetevents"), (1, 11, 38, KILLED)
+
+
+@pytest.fixture(scope="module")
+def forbidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What is selected and what the doctor says where a filter refuses a call, by call and error number."""
+    directory = str(tmp_path_factory.mktemp("nvme"))
+    refused = [(call, code) for call in CALLS for code in CODES]
+    program = f"""
+import logging, os, sys
+import deepspeed
+from ds_tba.cli import main
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.errors import BackendUnavailableError
+from ds_tba.storage.backends import aio
+from ds_tba.storage.backends import PosixBackend
+from ds_tba.storage.tiers import select_backend
+from support.machines import forbid
+
+class Loaded(PosixBackend):
+    name = "loaded"
+    def __init__(self, *_):
+        pass
+
+def select(call, code):
+    forbid(call, code=code)
+    for backend, zero in ((None, False), ("aio", False), (None, True)):
+        config = OffloadConfig(nvme_path={directory!r}, io={{"staging_bytes": 1 << 20, "backend": backend}})
+        try:
+            chosen = select_backend(config, AioConfig(), zero_uses_nvme=zero, pinned=True)
+            print("NULL", chosen.backend.name, chosen.reason)
+        except BackendUnavailableError as error:
+            print("NAMED", error)
+    print("DOCTOR", main(["doctor", "--nvme-path", {directory!r}]))
+
+aio.is_offered, aio.is_built, aio.AioBackend = lambda: True, lambda: True, Loaded
+logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
+for call, code in {[*refused, ("io_getevents", 1)]!r}:
+    print(f"=== {{call}} {{code}}", flush=True)
+    if os.fork() == 0:
+        select(call, code)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+    done = run_python(program, timeout_s=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = [part.partition("\n") for part in done.stdout.split("=== ")[1:]]
+    return {name: said for name, _, said in parts}
+
+
+class Loaded(PosixBackend):
+    """Plays DeepSpeed's op, which takes minutes to build."""
+
+    name = "loaded"
+
+    def __init__(self, config: AioConfig, lanes: int) -> None:
+        self.lanes = lanes
+
+
+@pytest.fixture
+def deepspeed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is one that trains under DeepSpeed, as far as the selection asks."""
+    monkeypatch.setattr(aio, "is_offered", lambda: True)
+
+
+@pytest.mark.usefixtures("deepspeed_is_imported")
+class TestSelection:
+    def config(self, **io: object) -> OffloadConfig:
+        return OffloadConfig.model_validate({"nvme_path": "/x", "io": {"staging_bytes": 1 << 20, **io}})
+
+    def test_null_is_posix_where_the_op_is_not_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
+        assert chosen.backend.name == "posix" and "not built" in chosen.reason
+
+    def test_null_is_posix_in_a_program_that_does_not_import_deepspeed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Looking for its op would import it, which takes seconds."""
+        monkeypatch.setattr(aio, "is_offered", lambda: False)
+        monkeypatch.setattr(aio, "is_built", lambda: pytest.fail("asked DeepSpeed for its op"))
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
+        assert chosen.backend.name == "posix" and "does not import DeepSpeed" in chosen.reason
+
+    def test_null_is_aio_where_zero_uses_it_or_it_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "AioBackend", Loaded)
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        assert "ZeRO" in select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False).reason
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        assert "is built" in select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False).reason
+
+    def test_a_lock_that_stays_rules_aio_out_unless_it_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, lock: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """torch waits for that of a killed build for ever, and says nothing."""
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
+        assert chosen.backend.name == "posix" and f"would wait for {lock}: delete that file if no" in chosen.reason
+        assert not caplog.messages
+        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.load", lambda self, verbose: "the op")
+        assert aio._load_op() == "the op"
+        (said,) = caplog.messages
+        assert said.startswith(f"{lock} is there: another process builds") and "delete that file" in said
+
+    def test_another_rank_that_only_loads_is_waited_for(self, lock: Path) -> None:
+        loaded = threading.Timer(0.2, lock.unlink)
+        loaded.start()
+        assert aio.lock_that_stays() is None and not lock.exists()
+        loaded.join()
+
+    def test_an_op_that_came_with_the_installation_has_no_locks(
+        self, monkeypatch: pytest.MonkeyPatch, lock: Path
+    ) -> None:
+        assert aio.build_locks() == [lock]
+        monkeypatch.setattr(aio, "_is_installed", lambda op: True)
+        assert aio.build_locks() == []
+
+    def test_since_pytorch_2_14_the_kernel_frees_the_lock_of_a_killed_build(
+        self, monkeypatch: pytest.MonkeyPatch, lock: Path
+    ) -> None:
+        """The file stays after each build, too."""
+        monkeypatch.delattr(cpp_extension, "FileBaton")
+        assert aio.build_locks() == [] and lock.exists()
+
+    def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All of staging where nothing pins it, and the page of the first write."""
+        limit = [MIB]
+        monkeypatch.setattr("ds_tba.storage.tiers.can_lock", lambda nbytes: nbytes <= limit[0])
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        monkeypatch.setattr(aio, "AioBackend", Loaded)
+
+        def chosen(*, pinned: bool) -> Selection:
+            return select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=pinned)
+
+        assert chosen(pinned=False).backend.name == "posix" and "1052672 bytes" in chosen(pinned=False).reason
+        assert chosen(pinned=True).backend.name == "loaded"
+        with pytest.raises(BackendUnavailableError, match="ulimit -l unlimited"):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)
+        limit[0] += 4096
+        assert chosen(pinned=False).backend.name == "loaded"
+        limit[0] = 0
+        assert chosen(pinned=True).backend.name == "posix"
+
+    @pytest.mark.parametrize("name", ["gds", "kvikio"])
+    def test_gds_is_kvikio_that_never_goes_through_the_host(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        FakeKvikio(nvidia_fs=False).install(monkeypatch)  # which newer drivers do without
+        config = self.config(backend=name)
+        chosen = select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda")
+        assert chosen.backend.name == name and chosen.backend.stages_on_device is (name == "gds")
+        mode = "GPUDirect Storage" if name == "gds" else "compatibility mode, through host memory: "
+        assert chosen.reason.startswith(f"named in io.backend; {mode}")
+
+    @pytest.mark.parametrize(
+        ("backend", "lanes", "needed"), [("posix", 64, 546), ("kvikio", 1, 42), ("kvikio", 64, 546)]
+    )
+    def test_descriptors_are_counted_beforehand(
+        self, monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int
+    ) -> None:
+        FakeKvikio().install(monkeypatch)
+        config = self.config(backend=backend, write_lanes=lanes, read_lanes=lanes)
+        config = config.model_copy(update={"nvme_path": ["/x", "/y"]})
+        present = len(os.listdir("/proc/self/fd"))
+        limits = [present + needed - 1, 1 << 20]
+        monkeypatch.setattr("ds_tba.storage.tiers.resource.getrlimit", lambda which: tuple(limits))
+
+        def select() -> IoBackend:
+            return select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda").backend
+
+        with pytest.raises(
+            ConfigError,
+            match=rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
+            rf".*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)",
+        ):
+            select()
+        limits[0] += 1
+        assert select().name == backend
+        limits[0] = resource.RLIM_INFINITY
+        assert select().name == backend
+
+    @pytest.mark.parametrize("call", CALLS)
+    @pytest.mark.parametrize("code", CODES)
+    def test_a_kernel_that_forbids_aio_is_found_before_the_op_is_used(
+        self, forbidden: dict[str, str], call: str, code: int
+    ) -> None:
+        """With it the process would abort at its first write, or hang; see aio.py [Note: Asking the kernel]."""
+        said = forbidden[f"{call} {code}"]
+        why = "ends processes" if code == KILLED else rf"refuses {call}.*\({re.escape(os.strerror(code))}\)"
+        assert re.search(rf"^NULL posix .*{why}.*seccomp profile allow io_setup", said, re.MULTILINE), said
+        assert re.search(rf'^NAMED io.backend: .*{why}.*, or set "backend": "posix"', said, re.MULTILINE), said
+        assert re.search(rf"^--    io.backend aio, .* would fail; null means posix: .*{why}", said, re.MULTILINE), said
+        assert re.search(rf"^ZeRO's NVMe offload needs DeepSpeed's aio op, which .*{why}", said, re.MULTILINE), said
+        assert "DOCTOR 0" in said
+
+    def test_calls_that_the_op_does_not_make_may_be_forbidden(self, forbidden: dict[str, str]) -> None:
+        assert "NULL loaded" in forbidden["io_getevents 1"]
+
+    def test_a_context_that_cannot_be_had_means_posix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def taken(self: object, config: AioConfig, handles: int) -> None:
+            raise BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts.")
+
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        monkeypatch.setattr(aio.AioBackend, "__init__", taken)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
+        assert (chosen.backend.name, chosen.reason) == ("posix", "backend aio: the kernel gave 8 of 10 contexts")
+        with pytest.raises(BackendUnavailableError, match="gave 8 of 10"):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
+
+    def test_an_op_that_another_user_has_built_means_posix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Loading takes a lock in the cache: containers have one that root has made."""
+
+        def load(self: object, verbose: bool) -> None:
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        monkeypatch.setattr(aio, "is_built", lambda: True)
+        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.load", load)
+        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
+        assert chosen.backend.name == "posix"
+        assert re.search(r"Read-only file system.*Set TORCH_EXTENSIONS_DIR.*or set.*posix", chosen.reason)
+        with pytest.raises(BackendUnavailableError, match=r"Read-only.*Set TORCH_EXTENSIONS_DIR"):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
+
+    def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio, "is_built", lambda: False)
+        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda self, verbose: False)
+        with pytest.raises(BackendUnavailableError, match=r'libaio-dev.*"backend": "posix"'):
+            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_tba.device.memory import aligned_memory
+from ds_tba.device.accelerator import aligned_memory
 from ds_tba.storage.backends import kvikio as kvikio_backend
 
 Script = Callable[[str, int], str | None]

@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.device.memory import aligned_memory, huge_page_memory
+from ds_tba.device.accelerator import CpuAccelerator, aligned_memory, huge_page_memory
 from ds_tba.errors import TransferError
-from ds_tba.storage.backends.base import IoHandle
-from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends import IoHandle, PosixBackend
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.space import Part, SwapTicket
 

@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationModifiedError
-from ds_tba.storage.backends.posix import PosixBackend
+from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.path import SwapFile
 from ds_tba.storage.staging import StagingRing
-from ds_tba.storage.swap_file import SwapFile
 from support.awkward import Read, function
 from support.doubles import CpuAccelerator
 from support.leftovers import after_a_while, held

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.device.memory import huge_page_memory
+from ds_tba.device.accelerator import CpuAccelerator, huge_page_memory
 
 POISON = 0xDB
 LONGEST_PAUSE_S = 0.003

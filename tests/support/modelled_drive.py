@@ -8,7 +8,7 @@ import weakref
 
 from curves.throttled import ThrottledBackend
 
-from ds_tba.storage.backends.base import IoHandle
+from ds_tba.storage.backends import IoHandle
 
 LARGEST_BYTES = 1 << 40  # of a swap file; what is not written takes no memory
 

@@ -58,7 +58,6 @@ class SmallDevice(CpuAccelerator):
 
     def __init__(self, room_bytes: int) -> None:
         self.room_bytes = room_bytes
-        self.memory = self
 
     def free_bytes(self) -> float:
         return self.room_bytes

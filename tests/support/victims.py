@@ -308,7 +308,7 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     from ds_tba.device.accelerator import CpuAccelerator
     from ds_tba.errors import DsTbaError
     from ds_tba.offloader import ActivationOffloader
-    from ds_tba.storage import swap_file
+    from ds_tba.storage import path as swap_file
     from support.doubles import Warnings
 
     log = Warnings()

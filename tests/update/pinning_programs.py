@@ -20,7 +20,7 @@ from support.late_device import LateDevice
 from torch.utils.data import DataLoader
 from update_programs import build, steps
 
-from ds_tba.device.memory import PAGE_BYTES
+from ds_tba.device.accelerator import PAGE_BYTES
 from ds_tba.update import interleaved
 from ds_tba.update.config import UpdateConfig
 from ds_tba.update.pinning import Registry

@@ -17,7 +17,7 @@ from pinning_programs import Pins
 from support import runs
 from update_programs import CHUNKS, ds_config
 
-from ds_tba.device.memory import PAGE_BYTES
+from ds_tba.device.accelerator import PAGE_BYTES
 from ds_tba.update import zero3
 from ds_tba.update.chunks import chunks_of
 from ds_tba.update.pinning import Registry

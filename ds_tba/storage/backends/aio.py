@@ -28,10 +28,9 @@ from typing import Any, TextIO
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES, AioConfig
-from ds_tba.device.memory import advise_huge_pages, keep_from_children, show_to_children
+from ds_tba.device.accelerator import advise_huge_pages, keep_from_children, show_to_children
 from ds_tba.errors import BackendUnavailableError
-from ds_tba.storage.backends.base import IoBackend, IoHandle
-from ds_tba.storage.backends.posix import PosixHandle
+from ds_tba.storage.backends import IoBackend, IoHandle, PosixHandle
 
 logger = logging.getLogger(__name__)
 

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from ds_tba.device.memory import aligned_memory, host_view, huge_page_memory
+from ds_tba.device.accelerator import aligned_memory, host_view, huge_page_memory
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.storage.backends.base import IoBackend, IoHandle
+from ds_tba.storage.backends import IoBackend, IoHandle
 
 # The first whose future ends only when every task has left the buffer, also after an error (parallel_operation.hpp).
 MIN_VERSION = Version("26.10")

@@ -9,9 +9,8 @@ import torch
 from contracts.backend import MIB, BackendContract
 
 from ds_tba.errors import TransferError
-from ds_tba.storage.backends.base import IoBackend
-from ds_tba.storage.backends.posix import PosixBackend
-from ds_tba.storage.swap_file import SwapFile
+from ds_tba.storage.backends import IoBackend, PosixBackend
+from ds_tba.storage.path import SwapFile
 
 
 class TestPosix(BackendContract):
