@@ -1,22 +1,142 @@
 """How many bytes of saved tensors are in device memory: one account for each storage, whoever has saved it.
 
 Sees tensors and their storages, and makes no room for them (``residency.py`` does); cannot see records or stores.
+
+[Note: Ends] A finalizer may run anywhere: in any thread, and inside any critical section, also one that its own thread
+is in. So it may neither wait for a lock nor take one that its thread could hold: it only puts the end of its object
+into a queue. Packing, unpacking, waiting for room and reading figures act on the queue, under the cache's lock.
+
+[Note: No Python in finalizers] A signal handler runs before the first bytecode of whatever Python function is called
+next, and what it raises inside a finalizer (``__del__``, a weak reference's callback) Python reports and drops: the
+``sys.exit`` of a handler that has saved a checkpoint would be lost, and training go on until SIGKILL. So no class has a
+``__del__``. A :class:`Notice` is a weak reference whose callback is a method written in C, which puts the notice into
+a queue: no bytecode runs between the end of the object and that.
 """
 
 from __future__ import annotations
 
 import threading
 import uuid
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ds_tba.core.interrupts import Ends, Notice
 from ds_tba.core.prefetch import MicroStep
-from ds_tba.core.tensors import has_plain_storage, held_memory, is_parameter
-from ds_tba.device.accelerator import Accelerator, Stream
-from ds_tba.device.copies import Releases
-from ds_tba.stats import CacheStats
+from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
+from ds_tba.stats import CacheStats, Gauge
+
+# ---- the ends of objects --------------------------------------------------------------------------------------------
+
+
+class Notice(weakref.ref[Any]):
+    """A weak reference that enters a queue when its object is gone; see [Note: No Python in finalizers].
+
+    A kind of notice has attributes that say what the end means. Whoever watches sets them.
+    """
+
+    __slots__ = ()
+
+
+OneNotice = TypeVar("OneNotice", bound=Notice)
+
+
+class Ends:
+    """The ends of watched objects that nobody has acted on yet.
+
+    Args:
+        act_on: deals with one notice; called by :meth:`act`.
+
+    Attributes:
+        left: the notices of objects that are gone; empty if there is nothing to act on.
+    """
+
+    def __init__(self, act_on: Callable[[Any], None]) -> None:
+        self._act_on = act_on
+        self.left: deque[Notice] = deque()
+        self._tell: Callable[[Any], None] = self.left.append
+        self._watched: set[Notice] = set()  # a weak reference that is gone itself tells nobody
+
+    def watch(self, watched: object, kind: type[OneNotice]) -> OneNotice:
+        """Return a notice that is left when an object, which is equal to itself only, is gone, whoever lets go of it.
+
+        Args:
+            kind: of the notice, one of those that ``act_on`` deals with.
+        """
+        notice = kind(watched, self._tell)
+        self._watched.add(notice)
+        return notice
+
+    def act(self) -> None:
+        """Act on every notice that was left; under the lock of what they are about."""
+        while self.left:
+            try:
+                notice = self.left.popleft()
+            except IndexError:  # a queue without a lock of its own: another thread has taken the last one
+                return
+            self._watched.discard(notice)
+            self._act_on(notice)
+
+
+# ---- memory that the host has freed ---------------------------------------------------------------------------------
+
+
+class Release(NamedTuple):
+    """Device memory that the host has freed, and events of the streams that may still use it."""
+
+    nbytes: int
+    events: list[Event]
+
+    def wait(self) -> None:
+        """Block the calling host thread until the streams have come so far."""
+        for event in self.events:
+            event.synchronize()
+
+
+class Releases:
+    """Device memory that the host has freed, oldest first, until the allocator can hand it out again.
+
+    The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
+    when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
+    one lock.
+
+    Args:
+        accelerator: of the device.
+        resident: the level that the memory is counted in until then.
+    """
+
+    def __init__(self, accelerator: Accelerator, resident: Gauge) -> None:
+        self.nbytes = 0
+        self._accelerator = accelerator
+        self._resident = resident
+        self._pending: deque[Release] = deque()
+
+    @property
+    def oldest(self) -> Release | None:
+        return self._pending[0] if self._pending else None
+
+    def add(self, nbytes: int, streams: Iterable[Stream]) -> None:
+        """Count freed memory until these streams, which may still use it, have come so far."""
+        accelerator = self._accelerator
+        # It is free at once, or nobody can tell: an event of a capture says nothing of the device.
+        if accelerator.is_synchronous or accelerator.is_capturing():
+            self._resident.add(-nbytes)
+            return
+        self._pending.append(Release(nbytes, [moment(accelerator, stream) for stream in streams]))
+        self.nbytes += nbytes
+
+    def settle(self) -> None:
+        """Count no longer what is free by now. Never blocks."""
+        while self._pending and all(event.query() for event in self._pending[0].events):
+            nbytes = self._pending.popleft().nbytes
+            self.nbytes -= nbytes
+            self._resident.add(-nbytes)
+
+
+# ---- the accounts ---------------------------------------------------------------------------------------------------
 
 
 class CountedMemory:
@@ -82,8 +202,7 @@ class MemoryGone(Notice):
 
 
 class Accounts(ABC):
-    """Counts the device memory of saved tensors. Changes only under the lock, which ``count_kept`` and the two about
-    recomputations take.
+    """Counts the device memory of saved tensors. Changes only under the lock, which ``count_kept`` takes.
 
     Args:
         device: the training device, with its index.
@@ -107,7 +226,6 @@ class Accounts(ABC):
         self._device = device
         self._accelerator = accelerator
         self._releases = Releases(accelerator, self._gauge)
-        self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
 
     @abstractmethod
     def finalize(self, gone: Notice) -> None:
@@ -206,20 +324,3 @@ class Accounts(ABC):
             self._releases.add(nbytes, memory.consumers)
         else:
             self._gauge.add(-nbytes)
-
-    def count_again(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
-        if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
-            return
-        storage, nbytes = tensor.untyped_storage(), held_memory(tensor, self._device)[1]
-        self.wait_for(nbytes)
-        with self.lock:
-            self.meter.recomputed_bytes += 0 if self.memory_of(storage) else nbytes
-            self._recomputed.append(self.count(storage, nbytes))
-            self.count_until_free(storage)
-
-    def end_recomputations(self) -> None:
-        """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
-        with self.lock:
-            while self._recomputed:
-                self.uncount(self._recomputed.pop())

@@ -39,9 +39,9 @@ from typing import Any
 
 import torch
 
-from ds_tba.core.accounts import CountedGone, MemoryGone
+from ds_tba.core.accounts import CountedGone, MemoryGone, Notice
 from ds_tba.core.hooks import ForwardHooks, hooks_of_forward, keep_originals
-from ds_tba.core.interrupts import Notice, poisons
+from ds_tba.core.poison import poisons
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import (

@@ -59,7 +59,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as checkpointing
 
-from ds_tba.core.interrupts import FORKS
+from ds_tba.core.poison import FORKS
 from ds_tba.core.saved import PassedThrough, held_of
 from ds_tba.core.tensors import has_plain_storage, is_of_a_users_function, next_sequence_number, own, stamp_of
 

@@ -29,12 +29,12 @@ from contextlib import contextmanager
 
 import torch
 
-from ds_tba.core.accounts import CountedMemory
-from ds_tba.core.interrupts import Poisoned
+from ds_tba.core.accounts import CountedMemory, Release
+from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
-from ds_tba.core.tensors import out_of_modes, unmodified, whole_storage
+from ds_tba.core.tensors import has_plain_storage, held_memory, is_parameter, out_of_modes, unmodified, whole_storage
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, is_out_of_memory
-from ds_tba.device.copies import PendingCopy, Release
+from ds_tba.device.copies import PendingCopy
 from ds_tba.errors import StateError
 from ds_tba.storage.base import AnyIssuer, AnyStore, Choice, Loaded, Refusal, Store, Ticket
 
@@ -75,6 +75,7 @@ class Residency(Keeper, Poisoned):
         self._movable: dict[SavedStorage, Event] = {}
         self._ahead: dict[SavedStorage, AnyStore] = {}  # asked of these stores ahead of backward, oldest first
         self._copied: list[CountedMemory] = []  # memory that copies out may hold, and no record any more
+        self._recomputed: list[CountedMemory] = []  # what blocks that ran again have saved in this backward
         self._early: dict[SavedStorage, None] = {}  # oldest first: see add_early()
 
     # ---- room ---------------------------------------------------------------------------------------------------
@@ -218,6 +219,25 @@ class Residency(Keeper, Poisoned):
         self.end_prefetch(record)
         self._early.pop(record, None)
         self._movable.pop(record, None)
+
+    # ---- what recomputations save -------------------------------------------------------------------------------
+
+    def count_again(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that a forward saves which runs again in backward, until it is free or backward is over."""
+        if is_parameter(tensor) or not has_plain_storage(tensor):  # a parameter's memory is its owner's
+            return
+        storage, nbytes = tensor.untyped_storage(), held_memory(tensor, self._device)[1]
+        self.wait_for(nbytes)
+        with self.lock:
+            self.meter.recomputed_bytes += 0 if self.memory_of(storage) else nbytes
+            self._recomputed.append(self.count(storage, nbytes))
+            self.count_until_free(storage)
+
+    def end_recomputations(self) -> None:
+        """Count no longer what backward has saved again: what others still hold of it, a buffer say, is theirs."""
+        with self.lock:
+            while self._recomputed:
+                self.uncount(self._recomputed.pop())
 
     # ---- ahead of backward ---------------------------------------------------------------------------------------
 

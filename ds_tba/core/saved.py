@@ -11,7 +11,7 @@ own graph node.
 holds views of its own (lent) of other records. That is no circle: a ticket never holds a graph. The cache lists
 records, and gives them up with their last view, and with them ticket and bytes. A storage that is counted has its
 account as an attribute, and records share it: the end of a record tells of the end of a user, the end of the storage of
-the end of the memory, in any order (``interrupts.py``).
+the end of the memory, in any order (``accounts.py``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 
-from ds_tba.core.accounts import Accounts, CountedMemory
-from ds_tba.core.interrupts import Notice
+from ds_tba.core.accounts import Accounts, CountedMemory, Notice
 from ds_tba.core.prefetch import MicroStep
 from ds_tba.core.tensors import (
     Stamp,

@@ -18,14 +18,13 @@ then (:meth:`Copies.drop`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, Stream, moment
-from ds_tba.stats import Gauge
 
 
 class PendingCopy:
@@ -53,58 +52,6 @@ class PendingCopy:
         if self.storage is not None:
             self.event.synchronize()
             self.storage = None
-
-
-class Release(NamedTuple):
-    """Device memory that the host has freed, and events of the streams that may still use it."""
-
-    nbytes: int
-    events: list[Event]
-
-    def wait(self) -> None:
-        """Block the calling host thread until the streams have come so far."""
-        for event in self.events:
-            event.synchronize()
-
-
-class Releases:
-    """Device memory that the host has freed, oldest first, until the allocator can hand it out again.
-
-    The host runs far ahead of a device. Memory that another stream uses than the one it was allocated on is free only
-    when that stream has come so far; new memory would be taken for whatever is reloaded until then. Changed only under
-    one lock.
-
-    Args:
-        accelerator: of the device.
-        resident: the level that the memory is counted in until then.
-    """
-
-    def __init__(self, accelerator: Accelerator, resident: Gauge) -> None:
-        self.nbytes = 0
-        self._accelerator = accelerator
-        self._resident = resident
-        self._pending: deque[Release] = deque()
-
-    @property
-    def oldest(self) -> Release | None:
-        return self._pending[0] if self._pending else None
-
-    def add(self, nbytes: int, streams: Iterable[Stream]) -> None:
-        """Count freed memory until these streams, which may still use it, have come so far."""
-        accelerator = self._accelerator
-        # It is free at once, or nobody can tell: an event of a capture says nothing of the device.
-        if accelerator.is_synchronous or accelerator.is_capturing():
-            self._resident.add(-nbytes)
-            return
-        self._pending.append(Release(nbytes, [moment(accelerator, stream) for stream in streams]))
-        self.nbytes += nbytes
-
-    def settle(self) -> None:
-        """Count no longer what is free by now. Never blocks."""
-        while self._pending and all(event.query() for event in self._pending[0].events):
-            nbytes = self._pending.popleft().nbytes
-            self.nbytes -= nbytes
-            self._resident.add(-nbytes)
 
 
 class Arrival:

@@ -35,8 +35,7 @@ from typing import Protocol
 
 import torch
 
-from ds_tba.core.accounts import CountedMemory
-from ds_tba.core.interrupts import Ends, Notice
+from ds_tba.core.accounts import CountedMemory, Ends, Notice
 from ds_tba.core.saved import (
     Hooks,
     Origin,

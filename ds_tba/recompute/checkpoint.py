@@ -29,8 +29,8 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_tba.core.accounts import Accounts
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
+from ds_tba.core.residency import Residency
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
 from ds_tba.device.accelerator import digest_of
@@ -71,7 +71,7 @@ class Blocks:
         chosen: paths of those that run under a checkpoint.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], cache: Accounts, chosen: Collection[str] = ()) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], cache: Residency, chosen: Collection[str] = ()) -> None:
         self.chosen = frozenset(chosen)
         self.cache = cache
         self.forwards = _Forwards()

@@ -9,7 +9,7 @@ from types import FrameType
 
 from support import runs
 
-from ds_tba.core.interrupts import Ends, Notice
+from ds_tba.core.accounts import Ends, Notice
 
 
 class Watched:
