@@ -50,17 +50,6 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
     assert len(ticket.parts) == 12
 
 
-def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: StoreFactory) -> None:
-    gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, accelerator=EventAccelerator())
-    store = nvme
-    assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
-    assert not isinstance(nvme.put(noise(2 * MIB), wait=False), Refusal)
-    assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
-    assert nvme.stats.offloaded_bytes == 2 * MIB
-    gate.opened.set()
-
-
 def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory) -> None:
     nvme = make_store(staging_bytes=4 * MIB, swap_file_bytes=6 * MIB)
     assert nvme.put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
