@@ -32,16 +32,7 @@ class StorageError(DsTbaError, RuntimeError):
 
 
 class TransferError(StorageError):
-    """One I/O request failed or moved fewer bytes than asked.
-
-    Args:
-        message: what happened, with path, offset and both byte counts.
-        errno: the operating system's error number, where the backend knows one.
-    """
-
-    def __init__(self, message: str, errno: int | None = None) -> None:
-        super().__init__(message)
-        self.errno = errno
+    """One I/O request failed or moved fewer bytes than asked; the message has offset and byte counts."""
 
 
 class ActivationLostError(StorageError):

@@ -278,8 +278,8 @@ class ActivationOffloader:
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if accelerator.is_synchronous else 1
         is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
-        clock, is_host = accelerator.clock, accelerator.is_synchronous
-        return Machine(config, tiers, copies, memory, clock, is_host, sharers, is_shared)
+        is_host = accelerator.is_synchronous
+        return Machine(config, tiers, copies, memory, accelerator, is_host, sharers, is_shared)
 
     # ---- called in training -------------------------------------------------------------------------------------
 

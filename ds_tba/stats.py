@@ -26,16 +26,13 @@ STEADY_BYTES = 64 << 20
 
 @dataclass
 class StoreStats:
-    """Counters of a store. Bytes are those of tensors, except for ``written_bytes`` and ``read_bytes``, which are those
-    that the drives moved for them.
+    """Counters of a store. Bytes are those of tensors; what drives moved for them is in the meters of their paths.
 
     Attributes:
         rescued_storages: number of storages with a part whose write failed.
     """
 
     offloaded_bytes: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
     cancelled_bytes: int = 0
     forwarded_bytes: int = 0
     rescued_bytes: int = 0

@@ -132,7 +132,7 @@ class Injector:
 
 def _repeated(data: torch.Tensor | None, nbytes: int) -> torch.Tensor:
     """Return older bytes in place of newer ones, aligned for direct I/O."""
-    stale = huge_page_memory(nbytes, forked=False)
+    stale = huge_page_memory(nbytes)
     if data is not None:
         stale.copy_(data.repeat(-(-nbytes // data.numel()))[:nbytes])
     return stale
@@ -205,7 +205,7 @@ class _FaultyHandle(IoHandle):
 
 
 def _error(what: str, data: torch.Tensor, code: int) -> TransferError:
-    return TransferError(f"{what} of {data.numel()} bytes failed: {os.strerror(code)}", code)
+    return TransferError(f"{what} of {data.numel()} bytes failed: {os.strerror(code)}")
 
 
 class Faults:

@@ -451,8 +451,6 @@ class Residency(Keeper, Poisoned):
             return False
         if not record.refusal:  # once: a budget tries again at each save
             self.meter.fallbacks[refusal.value] += 1
-            if self.meter.fallbacks[refusal.value] == 1:
-                refusal.advise(record.nbytes)
         record.refusal = refusal.value
         return False
 

@@ -172,22 +172,19 @@ class MemoryMeter:
 # Aligned and in huge pages for direct I/O, whose rate these double against 4 KiB pages, measured; and kept from forks.
 
 
-def huge_page_memory(nbytes: int, *, forked: bool = True) -> torch.Tensor:
+def huge_page_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of private anonymous memory, 2 MiB-aligned, touched once, in huge pages if there are any.
 
-    Python's default for anonymous maps is ``MAP_SHARED``, for which huge pages are often off.
-
-    Args:
-        forked: whether forked children see it. Memory of direct I/O must be kept from them (open(2), O_DIRECT): a fork
-            in the middle of a request makes it copy-on-write, and the drive's bytes may land in the child's copy.
+    Python's default for anonymous maps is ``MAP_SHARED``, for which huge pages are often off. Forked children do not
+    see it, as memory of direct I/O must not be seen (open(2), O_DIRECT): a fork in the middle of a request makes it
+    copy-on-write, and the drive's bytes may land in the child's copy.
     """
     region = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(region, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
     staging = memory[start : start + nbytes]
     advise_huge_pages(staging)
-    if not forked:
-        keep_from_children(staging)
+    keep_from_children(staging)
     return staging.zero_()
 
 
@@ -277,35 +274,6 @@ class Clock(Protocol):
     def elapsed_s(self, earlier: Any, later: Any) -> float: ...
 
 
-class HostClock:
-    """The host's time, where calls wait for their kernels."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_s(self, earlier: float, later: float) -> float:
-        return later - earlier
-
-
-class StreamClock:
-    """Events with timing on the calling thread's current stream of the device of that index."""
-
-    def __init__(self, module: Any, index: int) -> None:
-        self._module = module
-        self._index = index
-
-    def mark(self) -> Any:
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._index))
-        return event
-
-    def elapsed_s(self, earlier: Any, later: Any) -> float:
-        """Return the seconds between two marks. Blocks the host until the device has passed both."""
-        later.synchronize()
-        earlier.synchronize()
-        return float(earlier.elapsed_time(later)) / 1000.0
-
-
 class Accelerator:
     """The operations of a device that offloading needs, here of a synchronous one.
 
@@ -318,7 +286,6 @@ class Accelerator:
     """
 
     is_synchronous = True
-    clock: Clock = HostClock()
 
     def device(self) -> torch.device:
         """Return this rank's device, with its index where it has one."""
@@ -326,6 +293,14 @@ class Accelerator:
 
     def enter_thread(self) -> None:
         """Make it the current device of the calling thread, which is one of ours."""
+
+    def mark(self) -> Any:
+        """Mark the present in the current stream."""
+        return time.perf_counter()
+
+    def elapsed_s(self, earlier: Any, later: Any) -> float:
+        """Return the seconds between two marks. Blocks the host until the device has passed both."""
+        return float(later - earlier)
 
     def free_bytes(self) -> float:
         """Return the memory that activations may take, less a part for temporaries between them.
@@ -419,13 +394,22 @@ class CudaAccelerator(Accelerator):
     def __init__(self) -> None:
         self._module: Any = torch.get_device_module("cuda")
         self._index: int = self._module.current_device()
-        self.clock = StreamClock(self._module, self._index)
 
     def device(self) -> torch.device:
         return torch.device("cuda", self._index)
 
     def enter_thread(self) -> None:
         self._module.set_device(self._index)
+
+    def mark(self) -> Any:
+        event = self._module.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def elapsed_s(self, earlier: Any, later: Any) -> float:
+        later.synchronize()
+        earlier.synchronize()
+        return float(earlier.elapsed_time(later)) / 1000.0
 
     def free_bytes(self) -> float:
         """Return what is left to the device and the allocator, less a part for temporaries between activations.

@@ -24,7 +24,7 @@ from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import PathRates, Resources
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.staging import slots_bytes_of, wait_for_stream
+from ds_tba.storage.staging import slots_bytes_of
 from ds_tba.wear import write_limit_bytes_per_step
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
@@ -48,7 +48,7 @@ def measure_copies(
     device = accelerator.device()
     data = accelerator.allocate(staged.numel(), device)
     accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
-    wait_for_stream(accelerator)
+    accelerator.current_stream().synchronize()
     out_s, in_s = math.inf, math.inf
     for _ in range(TIMES):
         began_s = clock()

@@ -176,13 +176,13 @@ class Sites:
         Args:
             recipe: with views of its own.
         """
-        site, clock = recipe.site, self.accelerator.clock
+        site, accelerator = recipe.site, self.accelerator
         try:
             with as_in_forward():
                 restored = self._restore(recipe)
-                before = clock.mark()
+                before = accelerator.mark()
                 made = recipe.make(restored)
-                marks = before, clock.mark()
+                marks = before, accelerator.mark()
                 saved = base_of(tensor).detach()
                 bits = integers_of(saved)
                 differs = integers_of(made) != bits
@@ -215,7 +215,7 @@ class Sites:
         """
         site = comparison.recipe.site
         comparison.done.synchronize()
-        site.measured_s = self.accelerator.clock.elapsed_s(*comparison.marks)
+        site.measured_s = self.accelerator.elapsed_s(*comparison.marks)
         is_other, has_values = comparison.flags.tolist()
         if not is_other:
             if has_values:

@@ -5,7 +5,6 @@ Cannot see tensors, graphs or plans: a store gets whole storages as bytes, and g
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ import torch
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import StateError
 
-logger = logging.getLogger(__name__)
-
 ASKED_TOO_LATE = "bytes were asked for after they were given up; this is a bug in ds_tba"
 
 
@@ -26,30 +23,10 @@ class Refusal(Enum):
     """Why a store cannot take a tensor now; the values are the report's words."""
 
     STAGING_FULL = "staging full"
-    LARGER_THAN_STAGING = "larger than staging"
     NO_SPACE = "no space in the swap file"
     PATH_FAILED = "path failed"
     HOST_FULL = "no room in host_budget_bytes"
     CLOSED = "store closed"
-
-    def advise(self, nbytes: int) -> None:
-        """Say in the log that a storage stays in memory because no store has taken it, and what to do about that."""
-        if self in _ADVICE:
-            logger.info(
-                "%s: a saved storage of %d bytes stays in device memory, and others may (the report counts them as "
-                "fallbacks). %s",
-                self.value,
-                nbytes,
-                _ADVICE[self],
-            )
-
-
-# What to do, for what is not said where it happens.
-_ADVICE = {
-    Refusal.STAGING_FULL: "Forward saves faster than the drives write; a larger io.staging_bytes holds more of a burst",
-    Refusal.LARGER_THAN_STAGING: "Set io.staging_bytes above that, or train smaller micro-batches",
-    Refusal.HOST_FULL: "A larger host_budget_bytes takes more, and a drive in nvme_path what the host cannot",
-}
 
 
 class Ticket:
@@ -108,13 +85,16 @@ class Issuer(ABC, Generic[OwnTicket]):
     def release(self, ticket: OwnTicket) -> None:
         """Give the bytes up. Waits for no transfer and no device; any thread may call it, but no finalizer."""
 
-    @abstractmethod
     def settle(self) -> None:
-        """Free the memory that finished copies still hold. Never blocks on the device."""
+        """Free the memory that finished copies still hold, as :meth:`copies_out` does. Never blocks on the device."""
+        self.copies_out()
 
     @abstractmethod
     def copies_out(self) -> Sequence[PendingCopy]:
-        """List the copies out of device memory under way, oldest first. Never blocks."""
+        """List the copies out of device memory under way, oldest first, and free the memory of the others.
+
+        Never blocks.
+        """
 
 
 class Store(Issuer[OwnTicket]):

@@ -153,10 +153,6 @@ class HostStore(Store[HostTicket]):
                 events = ticket.uses + ([ticket.copy.event] if ticket.copy is not None else [])
                 ticket.segment.spans.free_after(events, span)
 
-    def settle(self) -> None:
-        with self._lock:
-            self._settle()
-
     def cancel_prefetch(self, ticket: HostTicket) -> bool:
         with self._lock:
             return self._drop_arrival(ticket)
@@ -169,7 +165,7 @@ class HostStore(Store[HostTicket]):
     def give_back(self) -> bool:
         with self._lock:
             self._settle()
-            if self._closed or self._copies.under_way or not all(one.spans.is_unused for one in self._segments):
+            if self._closed or self._copies.under_way or any(one.spans.used_bytes for one in self._segments):
                 return self._closed
             self._segments.clear()
             self.taken_bytes, self._is_full = 0, False

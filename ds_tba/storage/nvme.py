@@ -47,6 +47,7 @@ COPY_POLL_S = 0.001
 SLOW_WAIT_S = 30.0  # for a drive, before that is told
 SLOW_AGAIN_S = 60.0  # from one such warning to the next
 PART_FRACTION_OF_STAGING = 0.25
+_NOT_OPENED = "what is needed cannot be opened"
 _S = PartState
 
 
@@ -92,7 +93,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         self._backend = backend
         # Held while handles and threads come or go, which waits for the lanes; the first to be taken of the two locks.
         self._opening = threading.Lock()
-        self.closed = self.is_open = self._has_failed_to_open = False
+        self.closed = self.is_open = False
         self._quiet_until_s = -math.inf  # about drives that do not answer
         try:
             for path in paths:
@@ -104,85 +105,74 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     # ---- out ----------------------------------------------------------------------------------------------------
 
     def put(self, data: torch.Tensor, *, wait: bool, item_bytes: int = 1) -> SwapTicket | Refusal:
-        if not (self.is_open or self.closed or self._has_failed_to_open):
-            self._open_or_warn()
+        if self.working and not (self.is_open or self.closed):
+            self.open()
         ticket = SwapTicket(data.numel(), self, data.device, item_bytes)
         try:
             for start in range(0, data.numel(), self.part_bytes):
                 part_data = data[start : start + self.part_bytes]
-                with self.lock:
-                    part = self._reserve(ticket, start, part_data.numel(), wait)
+                part = self._reserve(ticket, start, part_data.numel(), wait)
                 if isinstance(part, Refusal):
                     self.release(ticket)  # or the parts before would take room that nobody gives back
                     return part
                 # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
                 part.copy = self.ring.copies.out(part_data, self.ring.view(part.slot))
                 part.path.writes.put(partial(self._write, ticket, part))
-                self.copying.discard(part)
             with self.lock:
                 ticket.is_taken = True
                 self.stats.offloaded_bytes += ticket.nbytes
         except BaseException:  # a signal handler may raise here, too
-            self.writes.difference_update(ticket.parts)  # or who waits for a slot would count on them for ever
-            try:
-                self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
-            finally:
-                self.copying.difference_update(ticket.parts)
-            self.release(ticket)  # not after a second interrupt: the copy would hit the next tenant
+            self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+            self.release(ticket)
             raise
         return ticket
 
     def _reserve(self, ticket: SwapTicket, start: int, nbytes: int, wait: bool) -> Part | Refusal:
-        """Give a storage its next part, with a slot and an extent. Called under the lock, which each wait releases."""
+        """Give a storage its next part, with a slot and an extent."""
+        while True:
+            with self.lock:
+                part = self._find_room(ticket, start, nbytes, wait)
+            if not isinstance(part, SwapPath):
+                return part
+            part.grow(nbytes)  # without the lock, or lanes and backward would wait for a drive that hangs
+
+    def _find_room(self, ticket: SwapTicket, start: int, nbytes: int, wait: bool) -> Part | Refusal | SwapPath:
+        """Take a slot and an extent for a part, or name the path whose file has to grow for it.
+
+        Called under the lock, which each wait releases.
+        """
         if not (self.is_open and self.working):
-            return self._refusal(Refusal.PATH_FAILED)
+            return self._refusal(Refusal.CLOSED)
         self.settle_copies()  # or slots whose copies are done would pass for taken
         slots = self.ring.slots
-        if not (wait or ticket.parts) and ticket.nbytes > self.part_bytes:
-            # Else its first parts would be copied for nothing.
-            if slots.padded(ticket.nbytes) > slots.capacity_bytes:
-                return Refusal.LARGER_THAN_STAGING
-            if slots.padded(ticket.nbytes) > slots.capacity_bytes - slots.used_bytes:
-                return Refusal.STAGING_FULL
+        is_first = not ticket.parts and ticket.nbytes > self.part_bytes
+        if not wait and is_first and slots.padded(ticket.nbytes) > slots.capacity_bytes - slots.used_bytes:
+            return Refusal.STAGING_FULL  # else its first parts would be copied for nothing
         slot = slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
             return self._refusal(Refusal.STAGING_FULL)
-        part = None
-        try:
-            # The path that would be done first: with equal shares the slowest would end every step alone.
-            for path in sorted(self.working, key=lambda path: path.busy_s(nbytes)):
-                extent = self._extent(path, nbytes)
-                if extent is not None:
-                    part = Part(start, nbytes, path, extent, slot)
-                    ticket.parts.append(part)  # from here on releasing the ticket frees slot and extent
-                    self.writes.add(part)
-                    self.copying.add(part)  # or closing would free the memory under the copy
-                    return part
-        finally:
-            if part is None:  # also where an exception ended the wait for a drive
+        # The path that would be done first: with equal shares the slowest would end every step alone.
+        for path in sorted(self.working, key=lambda path: path.busy_s(nbytes)):
+            path.extents.grow(path.file.size_bytes)
+            extent = path.extents.allocate(nbytes)
+            if extent is not None:
+                part = Part(start, nbytes, path, extent, slot)
+                ticket.parts.append(part)  # from here on releasing the ticket frees slot and extent
+                self.writes.add(part)
+                return part
+            if not path.full:
                 slots.free(slot)
+                return path
+        slots.free(slot)
         return self._refusal(Refusal.NO_SPACE)
 
     def _refusal(self, where_open: Refusal) -> Refusal:
         """Return the reason of a refusal, which after a wait may be another: the store was closed meanwhile."""
         if self.closed:
             return Refusal.CLOSED
-        return Refusal.PATH_FAILED if self._has_failed_to_open or not self.working else where_open
-
-    def _extent(self, path: SwapPath, nbytes: int) -> Span | None:
-        """Take an extent, and have the file grow if need be; None where there is no room."""
-        nbytes = path.extents.padded(nbytes)
-        while self.is_open:  # asked after each wait, or a put would copy into staging that is gone
-            extent = path.extents.allocate(nbytes)
-            if extent is not None or path.full or path.failure is not None:
-                return extent
-            self.lock.release()  # or lanes and backward would wait for a drive that hangs
-            try:
-                path.grow(nbytes)
-            finally:
-                self.lock.acquire()
-            path.extents.grow(path.file.size_bytes)
-        return None
+        if not self.working:
+            return Refusal.PATH_FAILED
+        return where_open if self.is_open else Refusal.CLOSED  # it was given back
 
     def _wait_for_slot(self, nbytes: int, wait: bool) -> Span | None:
         """Take a slot once there is one: while writes drain, or without ``wait`` while the device is behind the host.
@@ -203,7 +193,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 break
             self._tell_if_slow("forward", self.writes or self.read_ahead.newest_first(), started)
             self.settle_copies()
-            slot = slots.allocate(nbytes)
+            slot = slots.allocate(nbytes) if self.is_open else None  # else a put would copy into staging that is gone
         self.stats.stall_s += time.perf_counter() - started
         return slot
 
@@ -372,10 +362,6 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             ticket.destination = None
             self.changed.notify_all()
 
-    def settle(self) -> None:
-        with self.lock:
-            self.settle_copies()
-
     def cancel_prefetch(self, ticket: SwapTicket) -> bool:
         with self.lock:
             ahead = [part for part in ticket.parts if part in self.read_ahead]
@@ -402,34 +388,32 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     def open(self) -> None:
         """Take staging, disk space, handles and lanes, unless they are taken; see [Note: Open].
 
-        Raises:
-            OSError, RuntimeError, MemoryError, DsTbaError: something cannot be had now; nothing of it is held.
+        A path that cannot be opened again fails alone. Whatever else cannot be had fails all: training goes on without.
         """
         with self._opening:
             if self.is_open or self.closed:
                 return
             try:
-                for path in self.paths:  # before any thread: a failure must leave none behind
-                    path.open(self._backend, self.ring.slots.capacity_bytes)
+                for path in self.working:  # before any thread: a failure must leave none behind
+                    try:
+                        path.open(self._backend, self.ring.slots.capacity_bytes)
+                    except (OSError, DsTbaError) as error:
+                        if len(self.working) == 1:
+                            raise
+                        path.fail(_NOT_OPENED, error)
                 self.ring.open()
                 self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
                 for index, path in enumerate(self.paths):
                     path.writes.start(f"{THREAD_PREFIX}write-{index}", self.ring.accelerator)
                     path.reads.start(f"{THREAD_PREFIX}read-{index}", self.ring.accelerator)
-            except BaseException:
+                with self.lock:
+                    self.is_open = not self.closed
+            except BaseException as error:
                 self._end()
-                raise
-            with self.lock:
-                self.is_open = not self.closed
-
-    def _open_or_warn(self) -> None:
-        """Open it for a put, which refuses where that fails: whatever is missing, training goes on without it."""
-        try:
-            self.open()
-        except (OSError, RuntimeError, MemoryError, DsTbaError) as error:
-            self._has_failed_to_open = True
-            # As text: a log that keeps the error would keep its frames, and the tensors in them.
-            logger.warning("activations stay in memory, for want of %s", str(error))
+                if not isinstance(error, (OSError, RuntimeError, MemoryError, DsTbaError)):
+                    raise
+                for path in self.working:
+                    path.fail(_NOT_OPENED, error)
 
     def give_back(self) -> bool:
         with self._opening:
@@ -442,7 +426,6 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 self.is_open = False
             if not self._end():
                 self.closed = True  # what a lane that hangs uses stays
-            self._has_failed_to_open = False  # whoever had the room may have given it back by the next save
         return True
 
     def close(self) -> None:
@@ -450,7 +433,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             self.closed, self.is_open = True, False
             self.changed.notify_all()
             deadline_s = time.monotonic() + COPYING_LIMIT_S
-            while self.copying and time.monotonic() < deadline_s:  # else staging would go under a put
+            # Else staging would go under a put that copies.
+            while any(part.copy is None for part in self.writes) and time.monotonic() < deadline_s:
                 self.changed.wait(COPY_POLL_S)
         with self._opening:
             self._end()

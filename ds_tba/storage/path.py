@@ -18,12 +18,12 @@ and then. From then on the store takes nothing, and what is not loaded yet is lo
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import queue
-import re
 import secrets
 import struct
 import threading
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_tba.device.accelerator import Accelerator, new_thread
-from ds_tba.errors import PathError, TransferError
+from ds_tba.errors import PathError
 from ds_tba.stats import KindMeter, PathMeter, RecentRate, expanded, readable
 from ds_tba.storage.backends import IoBackend, IoHandle
 from ds_tba.storage.staging import SpanAllocator
@@ -45,17 +45,19 @@ from ds_tba.storage.staging import SpanAllocator
 logger = logging.getLogger(__name__)
 
 LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, which may have failed, or have a slow drive
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
 Task: TypeAlias = Callable[[IoHandle], None]  # the work of a lane, with its handle
-Queues: TypeAlias = "list[queue.SimpleQueue[Task | None]]"
 GROW_STEP_BYTES = 1 << 30
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # linux/fs.h: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS (their size field says long, their argument is an int), FS_NOCOW_FL.
 _GET_FLAGS, _SET_FLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 _NO_CALL = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_FILE_SYSTEMS = {  # linux/magic.h, and those of zfs and lustre
+    0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x2FC12FC1: "zfs", 0x794C7630: "overlay",
+    0x6969: "nfs", 0x0BD00BD0: "lustre", 0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs",
+}  # fmt: skip
+MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 class LaneGroup:
@@ -80,7 +82,7 @@ class LaneGroup:
         self.handles: list[IoHandle] = []
         self._threads: list[threading.Thread] = []
         # Queues that are written in C: a signal handler's exception leaves no lock of theirs taken.
-        self._tasks: Queues = [queue.SimpleQueue(), queue.SimpleQueue()]  # by priority
+        self._tasks: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]  # by priority
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more
 
     def open(self, backend: IoBackend, fd: int) -> None:
@@ -91,9 +93,8 @@ class LaneGroup:
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
         for handle in self.handles:
-            thread = new_thread(accelerator, partial(self._run, handle, self._tasks, self._wakes), name)
-            # First: a signal handler may raise while start() waits for the thread, which then runs, and has to end.
-            self._threads.append(thread)
+            thread = new_thread(accelerator, partial(self._run, handle), name)
+            self._threads.append(thread)  # first: where an interrupt comes while it starts, it has to end, too
             thread.start()
 
     def put(self, task: Task | None, priority: int = AHEAD) -> None:
@@ -120,23 +121,22 @@ class LaneGroup:
         self._forget()
         return True
 
-    def _run(self, handle: IoHandle, tasks: Queues, wakes: queue.SimpleQueue[None]) -> None:
-        try:  # with the queues of its start: an interrupt then may have had it forgotten before it ran
-            while (task := _next(tasks, wakes)) is not None:
+    def _run(self, handle: IoHandle) -> None:
+        try:
+            while (task := self._next()) is not None:
                 task(handle)
         except BaseException as error:  # noqa: BLE001 - see [Note: A lane that fails]
             self.error = error  # first: it takes no memory
             error.__traceback__ = None  # its frames have tensors
             self._path.fail("a lane failed", error)
 
-
-def _next(tasks: Queues, wakes: queue.SimpleQueue[None]) -> Task | None:
-    """Wait for the next task; None where the lane is to end."""
-    while True:
-        wakes.get()
-        for one in tasks:
-            with suppress(queue.Empty):  # in all of them after a task whose queuing was interrupted
-                return one.get_nowait()
+    def _next(self) -> Task | None:
+        """Wait for the next task; None where the lane is to end."""
+        while True:
+            self._wakes.get()
+            for one in self._tasks:
+                with suppress(queue.Empty):  # in all of them after a task whose queuing was interrupted
+                    return one.get_nowait()
 
 
 class SwapPath:
@@ -156,7 +156,6 @@ class SwapPath:
         self.writes = LaneGroup(self, write_lanes)
         self.reads = LaneGroup(self, read_lanes)
         self.meter = PathMeter(write_lanes, read_lanes)
-        self.tensor_bytes = self.stored_bytes = 0  # of storages: before the codec, and as the drive has them
         self.failure: str | None = None
         self.full = False  # it grows no more
 
@@ -194,8 +193,8 @@ class SwapPath:
             "read_alone_bytes_per_s": reads.alone.bytes_per_s,
             "write_beside_read_bytes_per_s": writes.concurrent.bytes_per_s,
             "read_beside_write_bytes_per_s": reads.concurrent.bytes_per_s,
-            "tensor_bytes": self.tensor_bytes,
-            "stored_bytes": self.stored_bytes,
+            "tensor_bytes": writes.moved_bytes,
+            "stored_bytes": writes.drive_bytes,
             "failure": self.failure,
         }
 
@@ -212,38 +211,30 @@ class SwapPath:
     def grow(self, nbytes: int) -> None:
         """Have the file grow by so many bytes at least, or be full, and say so. Without the lock: a drive may hang."""
         file = self.file
-        if file.size_bytes + nbytes > file.limit_bytes:
-            self.full = True
-            logger.warning(
-                "%s: the swap file has reached its limit of %s; what does not fit stays in memory. Raise "
-                "io.swap_file_bytes to what one step saves, or, where it is not set, free space there: then the limit "
-                "is 90 %% of what was free on the drive, shared by the ranks",
-                file.directory,
-                readable(file.limit_bytes),
-            )
-            return
         try:
-            file.grow(nbytes)
-        except OSError as error:
-            self.full = True
-            logger.warning(
-                "%s: the swap file cannot grow beyond %d bytes (%s); what does not fit stays in memory. %s",
-                file.directory,
-                file.size_bytes,
-                error.strerror,
-                repair_of(error),
+            if file.grow(self.extents.padded(nbytes)) or file.fd < 0:  # it was closed
+                return
+            why = f"the swap file has reached its limit of {readable(file.limit_bytes)}"
+            repair = (
+                "Raise io.swap_file_bytes to what one step saves, or, where it is not set, free space there: then the "
+                "limit is 90 % of what was free on the drive, shared by the ranks"
             )
+        except OSError as error:
+            why = f"the swap file cannot grow beyond {file.size_bytes} bytes ({error.strerror})"
+            repair = repair_of(error)
+        self.full = True
+        logger.warning("%s: %s; what does not fit stays in memory. %s", file.directory, why, repair)
 
     def fail(self, what: str, failure: BaseException) -> None:
-        """Take no more tensors for as long as the engine lives; say once what has happened, and why."""
+        """Take no more tensors for as long as the engine lives; say once what has happened, and why.
+
+        As text: a log that keeps the error would keep its frames, and the tensors in them.
+        """
         if self.failure is not None:
             return
         self.failure = str(failure) or type(failure).__name__  # Python's own lack of memory has no words
         logger.warning(
-            "%s: %s (%s); from here on activations stay in memory instead",
-            self.file.directory,
-            "the drive is full" if isinstance(failure, TransferError) and failure.errno in _FULL else what,
-            self.failure,
+            "%s: %s (%s); from here on activations stay in memory instead", self.file.directory, what, self.failure
         )
 
 
@@ -419,20 +410,20 @@ def check_directories(
     Raises:
         PathError: naming the directory, the rule, the numbers and the repair.
     """
-    directories = [_checked(path, needed_bytes, ranks_on_node, lower) for path in map(expanded, paths)]
+    directories: list[SwapDirectory] = []
     seen: dict[Path, Path] = {}
-    for directory in directories:
+    for path in map(expanded, paths):
+        try:
+            directory = _check(path, needed_bytes, ranks_on_node, lower)
+        except OSError as error:
+            raise PathError(
+                f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents."
+            ) from error
+        directories.append(directory)
         other = seen.setdefault(directory.path.resolve(), directory.path)
         if other is not directory.path:
             raise PathError(f"nvme_path names {other} and {directory.path}, which are one directory: list it once.")
     return directories
-
-
-def _checked(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
-    try:
-        return _check(path, needed_bytes, ranks_on_node, lower)
-    except OSError as error:
-        raise PathError(f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents.") from error
 
 
 def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> SwapDirectory:
@@ -466,19 +457,7 @@ def _check(path: Path, needed_bytes: int, ranks_on_node: int, lower: str) -> Swa
 
 
 def file_system_of(path: Path) -> str:
-    """Return the type of a path's file system, by the kernel's number for its mount; ``"unknown"`` where it tells none.
-
-    By the number, because of two mounts with one name only the later one is seen.
-    """
-    try:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        try:
-            told = Path(f"/proc/self/fdinfo/{fd}").read_bytes()
-        finally:
-            os.close(fd)
-        mounts = Path("/proc/self/mountinfo").read_bytes()
-    except OSError:
-        return "unknown"
-    number = re.search(rb"^mnt_id:\s*(\d+)", told, re.MULTILINE)
-    mount = number and re.search(rb"^%b .*? - (\S+)" % number[1], mounts, re.MULTILINE)
-    return os.fsdecode(mount[1]) if mount else "unknown"
+    """Return the type of a path's file system by its number in statfs(2); ``"unknown"`` where that says nothing."""
+    answer = (ctypes.c_long * 64)()  # more than it fills; the number comes first
+    refused = ctypes.CDLL(None).statfs(os.fsencode(path), answer)
+    return "unknown" if refused else _FILE_SYSTEMS.get(answer[0] & 0xFFFFFFFF, "unknown")

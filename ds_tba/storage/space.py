@@ -219,8 +219,8 @@ class SwapSpace:
         paths, ring: the swap files and staging, in which parts have their extents and slots.
         io: moves the bytes of parts, and tells by their checksums whether they are the right ones.
         read_ahead: the parts that prefetching has come to.
-        writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them.
-        copying: the parts whose bytes are being copied into staging by a put.
+        writes: the parts whose writes are under way or to come; whoever waits for a slot may count on them. Without a
+            ``copy`` a put is copying its bytes into staging.
     """
 
     def __init__(self, paths: list[SwapPath], ring: StagingRing, io: PieceIo) -> None:
@@ -232,7 +232,6 @@ class SwapSpace:
         self.io = io
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
-        self.copying: set[Part] = set()
 
     @property
     def working(self) -> list[SwapPath]:
@@ -249,8 +248,8 @@ class SwapSpace:
     def is_idle(self) -> bool:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()
-        is_unused = self.ring.slots.is_unused and all(path.extents.is_unused for path in self.paths)
-        return is_unused and not (self.writes or self.copying or self.ring.copies.under_way)
+        is_used = self.ring.slots.used_bytes or any(path.extents.used_bytes for path in self.paths)
+        return not (is_used or self.writes or self.ring.copies.under_way)
 
     # ---- ahead of need ------------------------------------------------------------------------------------------
 
@@ -393,9 +392,6 @@ class SwapSpace:
         self._end_work(part, _S.LOADED if stays else _S.STORED)
         if not stays or part.arrival is not None:
             self.free_slot(part)
-        self.stats.written_bytes += part.stored_bytes
-        part.path.tensor_bytes += part.extent.nbytes
-        part.path.stored_bytes += part.stored_bytes
 
     def _end_failed_write(self, ticket: SwapTicket, part: Part, failure: Exception | None) -> None:
         """Keep bytes in their slot that could not be written."""
@@ -433,7 +429,6 @@ class SwapSpace:
             if error is not None or part.arrival is not None:
                 part.host = None
                 self.free_slot(part)
-            self.stats.read_bytes += part.stored_bytes if error is None else 0
             self.settle_copies()
             self.changed.notify_all()
 

@@ -68,11 +68,6 @@ class SpanAllocator:
         """Return ``nbytes`` rounded up to the alignment."""
         return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
-    @property
-    def is_unused(self) -> bool:
-        """True if all of the region is free, by the ranges: an exception may have interrupted the counting."""
-        return sum(length for _, length in self._free) == self.capacity_bytes
-
     def allocate(self, nbytes: int) -> Span | None:
         """Take a span of at least ``nbytes``; None where no free range is long enough."""
         nbytes = self.padded(max(nbytes, 1))
@@ -147,6 +142,11 @@ class CopySafeAllocator(SpanAllocator):
         return bool(self._in_copies)
 
 
+def lanes_of(config: OffloadConfig) -> int:
+    """Return the number of lanes of all paths."""
+    return (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
+
+
 def lane_buffer_bytes(staging_bytes: int, lanes: int) -> int:
     """Return the length of the buffer of each lane that compresses."""
     nbytes = min(BUFFER_BYTES, int(staging_bytes * BUFFERS_FRACTION) // max(lanes, 1))
@@ -157,7 +157,7 @@ def slots_bytes_of(config: OffloadConfig) -> int:
     """Return the bytes of staging for tensors: all but the buffers of lanes that compress."""
     if config.io.compression is None:
         return config.io.ring_bytes
-    lanes = (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
+    lanes = lanes_of(config)
     return config.io.ring_bytes - lanes * lane_buffer_bytes(config.io.ring_bytes, lanes)
 
 
@@ -176,11 +176,6 @@ def with_staging(config: OffloadConfig, host_bytes: float, *, is_host: bool) -> 
     nbytes = 1 << (int(max(min(most_bytes, host_bytes * STAGING_FRACTION), MIN_STAGING_BYTES)).bit_length() - 1)
     nbytes = CPU_STAGING_BYTES if is_host else nbytes
     return config.model_copy(update={"io": config.io.model_copy(update={"staging_bytes": nbytes})})
-
-
-def wait_for_stream(accelerator: Accelerator) -> None:
-    """Block until the device has done what this thread's current stream was given so far."""
-    accelerator.current_stream().synchronize()
 
 
 class StagingRing:
@@ -237,10 +232,10 @@ class StagingRing:
     def overflow(self, nbytes: int) -> torch.Tensor:
         """Take memory outside the ring, of its kind, for a read that cannot wait for room in it."""
         if not self._on_device:
-            return huge_page_memory(nbytes, forked=False)
+            return huge_page_memory(nbytes)
         memory = aligned_memory(nbytes, self.accelerator.device())
         # The allocator hands out what kernels in this stream may still be using; the drive knows no streams.
-        wait_for_stream(self.accelerator)
+        self.accelerator.current_stream().synchronize()
         return memory
 
     def open(self) -> None:
@@ -249,19 +244,17 @@ class StagingRing:
         Raises:
             RuntimeError, MemoryError, OSError, BackendUnavailableError: it cannot be had.
         """
-        if self._memory is None:
-            self._memory = self._allocate()
+        if self._memory is not None:
+            return
+        nbytes = self.slots.capacity_bytes + sum(buffer.nbytes for buffer in self.buffers)
+        if self._is_pinned:
+            self._memory = self.accelerator.pinned(nbytes).zero_()
+            return
+        self._memory = self._backend.allocate_staging(nbytes)
+        self.accelerator.current_stream().synchronize()  # zeroing on the device must not overwrite the first tensor
 
     def close(self) -> None:
         """Give the memory back until :meth:`open`; no slot is in use. Idempotent."""
         memory, self._memory = self._memory, None
         if memory is not None and not self._is_pinned:
             self._backend.free_staging(memory)
-
-    def _allocate(self) -> torch.Tensor:
-        nbytes = self.slots.capacity_bytes + sum(buffer.nbytes for buffer in self.buffers)
-        if self._is_pinned:
-            return self.accelerator.pinned(nbytes).zero_()
-        memory = self._backend.allocate_staging(nbytes)
-        wait_for_stream(self.accelerator)  # zeroing on the device must not overwrite the first tensor
-        return memory

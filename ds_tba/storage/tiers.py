@@ -26,7 +26,7 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.integrity import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapDirectory, SwapFile, SwapPath, check_directories
-from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.staging import StagingRing, lanes_of
 from ds_tba.wear import ASSUMED_TBW, PathWear, drive_of, path_wear, rated, share_a_drive
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,9 @@ class Tiers:
         nvme, chosen = self.nvme, self.selection
         compression = None if nvme is None else self._config.io.compression
         store = nvme.stats if nvme is not None else StoreStats()
+        writes, reads = [path.meter.writes for path in self.paths], [path.meter.reads for path in self.paths]
         compressed = {
-            "uncompressed_bytes": sum(path.tensor_bytes for path in self.paths),
+            "uncompressed_bytes": sum(one.moved_bytes for one in writes),
             "compression_ratio": round(self.stored_share(), 4),
         }
         host = self.host.stats if self.host is not None else StoreStats()
@@ -139,18 +140,18 @@ class Tiers:
             "backend_reason": chosen.reason if chosen else f"placement {self._config.placement}",
             "paths": [str(directory.path) for directory in self.directories],
             "offloaded_bytes": store.offloaded_bytes + host.offloaded_bytes,
-            "written_bytes": store.written_bytes,
+            "written_bytes": sum(one.drive_bytes for one in writes),
             "compression": compression,
             **(compressed if compression else {}),
-            "read_bytes": store.read_bytes,
+            "read_bytes": sum(one.drive_bytes for one in reads),
             "forwarded_bytes": store.forwarded_bytes,
             "cancelled_bytes": store.cancelled_bytes,
             "host_bytes": host.offloaded_bytes + store.rescued_bytes,
             "peak_staging_bytes": nvme.ring.slots.peak_used_bytes if nvme is not None else 0,
             "swap_file_bytes": sum(path.file.largest_bytes for path in self.paths),
             "fallbacks_by_reason": dict(+Counter({Refusal.PATH_FAILED.value: store.rescued_storages})),
-            "write_bytes_per_s": sum(path.meter.writes.recent.bytes_per_s for path in self.paths),
-            "read_bytes_per_s": sum(path.meter.reads.recent.bytes_per_s for path in self.paths),
+            "write_bytes_per_s": sum(one.recent.bytes_per_s for one in writes),
+            "read_bytes_per_s": sum(one.recent.bytes_per_s for one in reads),
             "stall_s": store.stall_s,
             "bandwidth": self.bandwidth(),
         }
@@ -169,17 +170,23 @@ class Tiers:
 
     def stored_share(self) -> float:
         """Return the bytes that the drives were written for a byte of storages; 1 without compression."""
-        tensor_bytes = sum(path.tensor_bytes for path in self.paths)
-        return sum(path.stored_bytes for path in self.paths) / tensor_bytes if tensor_bytes else 1.0
+        writes = [path.meter.writes for path in self.paths]
+        tensor_bytes = sum(one.moved_bytes for one in writes)
+        return sum(one.drive_bytes for one in writes) / tensor_bytes if tensor_bytes else 1.0
 
     def describe(self) -> list[str]:
         """Return parts of the line that says at the start what will run; empty where nothing is offloaded."""
+        host = "" if self.host is None else f"host memory, up to {self.host.limit_bytes} bytes per rank"
         if self.selection is None:
-            return [] if self.host is None else [f"activations go to {self.host_in_words}"]
+            return [f"activations go to {host}"] if host else []
         why = self.selection.reason.removeprefix(NAMED).removeprefix("; ")  # what the config says needs no reason
-        first = f"{self.host_in_words}, then to " if self._host_is_first else ""
+        first = f"{host}, then to " if self._host_is_first else ""
+        tbw = rated(
+            self._config.ssd.rated_endurance_tbw
+        )  # with the file system: an empty mount point is on the wrong one
+        places = [f"{one.path} ({one.file_system}, {tbw})" for one in self.directories]
         parts = [
-            f"activations go to {first}{', '.join(self._places())}",
+            f"activations go to {first}{', '.join(places)}",
             f"backend {self.selection.backend.name}{why and f' ({why})'}, "
             f"{readable(sum(path.file.limit_bytes for path in self.paths))} at most",
         ]
@@ -189,11 +196,6 @@ class Tiers:
                 "in the same time with either of them on a second drive"
             )
         return parts
-
-    @property
-    def host_in_words(self) -> str:
-        """Return words for host memory and its bound."""
-        return f"host memory, up to {0 if self.host is None else self.host.limit_bytes} bytes per rank"
 
     def give_back(self) -> None:
         """Give lanes, staging, disk space and host memory back until the next save, where nothing of them is in use."""
@@ -207,11 +209,6 @@ class Tiers:
             closing.callback(self._accelerator.give_pinned_back)  # last
             for store in self.by_placement.values():
                 closing.callback(store.close)
-
-    def _places(self) -> list[str]:
-        """Name each directory with its file system and rating: an empty mount point is on the wrong one."""
-        tbw = self._config.ssd.rated_endurance_tbw
-        return [f"{one.path} ({', '.join(filter(None, (one.file_system, rated(tbw))))})" for one in self.directories]
 
     def _open_nvme(self, aio_config: AioConfig) -> NvmeStore:
         config, accelerator = self._config, self._accelerator
@@ -235,7 +232,7 @@ class Tiers:
                 files.append(file)
             codec = _open_codec(config, self.selection)
             lanes = Lanes(config.io.write_lanes, config.io.read_lanes)
-            buffers = 0 if codec is None else len(files) * (lanes.write + lanes.read)
+            buffers = 0 if codec is None else lanes_of(config)
             ring = StagingRing(accelerator, self.selection.backend, config.io.ring_bytes, buffers)
             store = NvmeStore(files, self.selection.backend, ring, lanes, config.io.integrity, codec)
             undo.pop_all()
@@ -299,7 +296,7 @@ def select_backend(
         ConfigError: the process may not open as many files as the lanes need.
     """
     _check_descriptors(config)
-    name, lanes, obstacle = config.io.backend, _lanes(config), None
+    name, lanes, obstacle = config.io.backend, lanes_of(config), None
     if zero_uses_nvme or name in ("aio", None):
         if not (zero_uses_nvme or name):
             obstacle = _why_not_unnamed()
@@ -340,14 +337,10 @@ def _why_not_unnamed() -> str | None:
     return f"loading DeepSpeed's aio op would wait for {lock}: delete that file if no process is building"
 
 
-def _lanes(config: OffloadConfig) -> int:
-    return (config.io.write_lanes + config.io.read_lanes) * len(config.nvme_paths)
-
-
 def _check_descriptors(config: OffloadConfig) -> None:
     """Refuse what would run into ``RLIMIT_NOFILE``, in mid-run and in whoever opens a file then."""
     paths, write, read = len(config.nvme_paths), config.io.write_lanes, config.io.read_lanes
-    needed = paths + _lanes(config) * DESCRIPTORS_OF_LANE + SPARE_DESCRIPTORS
+    needed = paths + lanes_of(config) * DESCRIPTORS_OF_LANE + SPARE_DESCRIPTORS
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         present = len(os.listdir("/proc/self/fd"))

@@ -13,18 +13,13 @@ from typing import Any
 import pytest
 import torch
 from support.disks import until
+from support.stores import CPU, MIB, noise
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Refusal, Store, Ticket
 
-MIB = 1 << 20
-CPU = torch.device("cpu")
 PATIENCE_S = 30.0
-
-
-def noise(nbytes: int) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
 def taken(store: Store[Any], data: torch.Tensor) -> Ticket:

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Closing
 from support.doubles import EventAccelerator
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import (
     TEMPORARY_FRACTION,
-    DeviceMemoryUse,
-    HostMemoryUse,
+    Accelerator,
     MemoryLevels,
+    accelerator_of,
     available_bytes,
     can_lock,
 )
@@ -99,7 +100,7 @@ def test_a_group_of_version_1_counts(machine: Path, group: str) -> None:
 
 def test_the_room_of_a_cpu_is_memory_less_a_part_for_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ds_tba.device.accelerator.available_bytes", lambda: 1000)
-    assert HostMemoryUse().free_bytes() == pytest.approx((1 - TEMPORARY_FRACTION) * 1000)
+    assert Accelerator().free_bytes() == pytest.approx((1 - TEMPORARY_FRACTION) * 1000)
 
 
 def test_what_the_c_library_keeps_of_freed_memory_is_available() -> None:
@@ -110,7 +111,7 @@ def test_what_the_c_library_keeps_of_freed_memory_is_available() -> None:
     held = [torch.ones(size // 4) for _ in range(100) for size in (2 * MIB, 4096)]
     before = resident_bytes()
     del held[::2]
-    HostMemoryUse().free_bytes()
+    Accelerator().free_bytes()
     assert resident_bytes() < before - 150 * MIB
 
 
@@ -125,62 +126,60 @@ COUNTS = {
 
 
 class Module:
-    """A module of torch, asked for its second device."""
+    """A module of torch, whose second device is the current one."""
 
     def __init__(self, counts: dict[str, int] | None) -> None:
-        self._counts = counts
+        self.counts = counts
+        self.asked = 0
 
-    def _of(self, index: int, found: Any) -> Any:
-        assert index == 1
-        return found
+    def current_device(self) -> int:
+        return 1
 
     def memory_stats(self, index: int) -> Any:
-        return self._of(index, self._counts)
+        assert index == 1
+        self.asked += 1
+        return self.counts
 
     def mem_get_info(self, index: int) -> Any:
-        return self._of(index, (FREE_BYTES, TOTAL_BYTES))
+        assert index == 1
+        return FREE_BYTES, TOTAL_BYTES
 
 
-def test_an_allocator_that_counts_all_is_asked_once() -> None:
-    """PyTorch takes all counts anew each time, and a recorded step asks at each saved tensor."""
-    asked: list[str] = []
-
-    class Watched(Module):
-        def _of(self, index: int, found: Any) -> Any:
-            asked.append("once")
-            return super()._of(index, found)
-
-    counts = COUNTS | {"allocated_bytes.all.current": 240, "allocated_bytes.all.peak": 395}
-    assert DeviceMemoryUse(Watched(counts), 1).levels() == MemoryLevels(300, 395, 400, 2)
-    assert asked == ["once"]
+def device(module: Module) -> Accelerator:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_device_module", lambda kind: module)
+        return accelerator_of("cuda")
 
 
-def test_what_streams_still_use_is_in_use() -> None:
-    assert DeviceMemoryUse(Module(COUNTS), 1).levels() == MemoryLevels(300, 390, 400, 2)
-
-
-@pytest.mark.parametrize("in_use", [{}, {"active_bytes.all.current": 0, "active_bytes.all.peak": 0}])
-def test_an_allocator_that_counts_less_is_taken_at_its_word(in_use: dict[str, int]) -> None:
-    counts = in_use | {"allocated_bytes.all.current": 250, "allocated_bytes.all.peak": 350}
-    assert DeviceMemoryUse(Module(counts), 1).levels() == MemoryLevels(250, 350, 0, 0)
-    assert DeviceMemoryUse(Module(None), 1).levels() == MemoryLevels(0, 0, 0, 0)
+@pytest.mark.parametrize(
+    ("counts", "levels"),
+    [
+        (COUNTS, MemoryLevels(300, 390, 400, 2)),
+        (
+            COUNTS | {"allocated_bytes.all.current": 240, "allocated_bytes.all.peak": 395},
+            MemoryLevels(300, 395, 400, 2),
+        ),
+        ({"allocated_bytes.all.current": 250, "allocated_bytes.all.peak": 350}, MemoryLevels(250, 350, 0, 0)),
+        (None, MemoryLevels(0, 0, 0, 0)),
+    ],
+    ids=["what streams still use is in use", "all is counted", "less is counted", "nothing is counted"],
+)
+def test_the_levels_are_those_of_the_allocator(counts: dict[str, int] | None, levels: MemoryLevels) -> None:
+    """Asked once: PyTorch takes all counts anew each time, and a recorded step asks at each saved tensor."""
+    module = Module(counts)
+    assert device(module).levels() == levels and module.asked == 1
 
 
 def test_room_is_what_the_driver_and_the_allocator_have_left() -> None:
     room_bytes = FREE_BYTES + (400 - 300) - TEMPORARY_FRACTION * TOTAL_BYTES
-    assert DeviceMemoryUse(Module(COUNTS), 1).free_bytes() == room_bytes
+    assert device(Module(COUNTS)).free_bytes() == room_bytes
 
 
-def test_the_report_has_the_levels_of_a_device() -> None:
-    class Device(EventAccelerator):
-        memory = DeviceMemoryUse(Module(COUNTS), 1)
-
-    config = OffloadConfig(enabled=True, placement="keep")
-    offloader = ActivationOffloader(config, AioConfig(), Device())
-    try:
-        assert offloader.report().to_dict()["device_memory"] == MemoryLevels(300, 390, 400, 2)._asdict()
-    finally:
-        offloader.close()
+def test_the_report_has_the_levels_of_a_device(closing: Closing) -> None:
+    accelerator = EventAccelerator()
+    accelerator.levels = device(Module(COUNTS)).levels  # type: ignore[method-assign]
+    offloader = closing(ActivationOffloader)(OffloadConfig(placement="keep"), AioConfig(), accelerator)
+    assert offloader.report().to_dict()["device_memory"] == MemoryLevels(300, 390, 400, 2)._asdict()
 
 
 def test_more_than_there_is_cannot_be_locked() -> None:

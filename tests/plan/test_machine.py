@@ -41,7 +41,7 @@ def make_machine(tmp_path: Path, closing: Closing) -> MakeMachine:
         device = CpuAccelerator()
         tiers = tiers_of(config, AioConfig(), device, zero_paths=(), ranks_on_node=1)
         memory = MemoryMeter(device, lambda: 0)
-        return Machine(config, tiers, COPIES, memory, device.clock, is_synchronous), tiers.nvme
+        return Machine(config, tiers, COPIES, memory, device, is_synchronous), tiers.nvme
 
     return make
 

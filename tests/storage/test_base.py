@@ -13,7 +13,7 @@ from support.doubles import CpuAccelerator
 
 from ds_tba.config import Compression
 from ds_tba.storage.backends import IoBackend
-from ds_tba.storage.base import Refusal, Store
+from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.integrity import Codec
 
@@ -48,13 +48,3 @@ class TestStoreOfThePage(StoreContract):
         room: dict[str, Any] = {"__name__": "dict_store"}
         exec(compile(code, str(PAGE), "exec"), room)
         return closing(room["DictStore"])(16 * MIB)
-
-
-def test_a_refusal_that_its_user_can_do_something_about_names_the_key(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ds_tba")
-    for refusal in Refusal:
-        refusal.advise(5 << 20)
-    full, larger, host = caplog.messages
-    assert full.startswith("staging full: a saved storage of 5242880 bytes stays") and "io.staging_bytes" in full
-    assert larger.startswith("larger than staging: a saved storage of 5242880 bytes stays")
-    assert "io.staging_bytes" in larger and "host_budget_bytes" in host

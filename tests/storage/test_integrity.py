@@ -154,9 +154,8 @@ def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, n
     ticket = saved(store, data)
     assert torch.equal(store.get(ticket, CPU).data, data)
     (path,) = store.paths
-    assert path.tensor_bytes == data.numel() and path.stored_bytes < 0.85 * data.numel()
-    counts = {store.stats.written_bytes, store.stats.read_bytes, path.meter.writes.drive_bytes, path.stored_bytes}
-    assert counts == {sum(part.stored_bytes for part in ticket.parts)}
+    counts = {path.meter.writes.drive_bytes, path.meter.reads.drive_bytes}
+    assert counts == {sum(part.stored_bytes for part in ticket.parts)} and max(counts) < 0.85 * data.numel()
     assert path.meter.writes.moved_bytes == path.meter.reads.moved_bytes == data.numel()  # rates are of tensors
     assert all(piece.stored_bytes % 4096 == 0 for part in ticket.parts for piece in part.pieces)
 

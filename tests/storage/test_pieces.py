@@ -9,28 +9,19 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, wait_for_writes
-from support.stores import CPU, noise, store_is_empty
+from support.stores import CPU, MIB, noise, put, store_is_empty
 
 from ds_tba.stats import PathMeter
 from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.nvme import Lanes, NvmeStore
-from ds_tba.storage.space import SwapTicket
-
-KIB, MIB = 1 << 10, 1 << 20
-
-
-def put(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
-    ticket = store.put(data, wait=True)
-    assert isinstance(ticket, SwapTicket) and len(ticket.parts) > 1
-    return ticket
+from ds_tba.storage.nvme import Lanes
 
 
 @pytest.mark.parametrize("nbytes", [4 * MIB + 1, 5 * MIB + 4097, 40 * MIB + 3])
 def test_what_is_larger_than_staging_comes_back(make_store: StoreFactory, backend: IoBackend, nbytes: int) -> None:
     nvme = make_store(backend, staging_bytes=4 * MIB)
     store, data = nvme, noise(nbytes)
-    ticket = put(store, data.clone())
+    ticket = put(store, data.clone(), wait=True)
     wait_for_writes(nvme)
     for _ in range(2):
         loaded = store.get(ticket, CPU)
@@ -45,20 +36,9 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
     nvme = make_store(paths=3, staging_bytes=8 * MIB)
     for path in nvme.paths:
         path.meter = PathMeter(2, 2, lambda: 0.0)  # none is faster than another
-    ticket = put(nvme, noise(24 * MIB))
+    ticket = put(nvme, noise(24 * MIB), wait=True)
     assert [path.extents.used_bytes for path in nvme.paths] == [8 * MIB] * 3
     assert len(ticket.parts) == 12
-
-
-def test_without_waiting_it_is_refused_before_a_byte_is_copied(make_store: StoreFactory) -> None:
-    gate = Gate()
-    nvme = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, accelerator=EventAccelerator())
-    store = nvme
-    assert store.put(noise(5 * MIB), wait=False) is Refusal.LARGER_THAN_STAGING
-    assert not isinstance(nvme.put(noise(2 * MIB), wait=False), Refusal)
-    assert store.put(noise(3 * MIB), wait=False) is Refusal.STAGING_FULL
-    assert nvme.stats.offloaded_bytes == 2 * MIB
-    gate.opened.set()
 
 
 def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory) -> None:
@@ -67,7 +47,7 @@ def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory
     assert store_is_empty(nvme)
     assert (nvme.stats.offloaded_bytes, nvme.stats.cancelled_bytes) == (0, 0)  # no part of what is refused counts
     data = noise(5 * MIB)
-    ticket = put(nvme, data.clone())
+    ticket = put(nvme, data.clone(), wait=True)
     assert torch.equal(nvme.get(ticket, CPU).data, data) and nvme.stats.offloaded_bytes == 5 * MIB
 
 
@@ -79,7 +59,7 @@ def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_a
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=accelerator(), lanes=Lanes(1, 1))
     data = noise(8 * MIB)
-    ticket = put(store, data.clone())
+    ticket = put(store, data.clone(), wait=True)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(store.ring.copies, "into", _fails_after(3, store.ring.copies.into))
         store.get(ticket, CPU)
@@ -93,7 +73,7 @@ def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_a
 @pytest.mark.parametrize("given_up", [False, True], ids=["wanted", "given up"])
 def test_a_storage_of_parts_is_read_ahead_into_its_memory(make_store: StoreFactory, given_up: bool) -> None:
     store, data = make_store(staging_bytes=4 * MIB, accelerator=EventAccelerator()), noise(6 * MIB)
-    ticket = put(store, data.clone())
+    ticket = put(store, data.clone(), wait=True)
     wait_for_writes(store)
     assert store.prefetch(ticket) and ticket.destination is not None
     memory = ticket.destination.data.data_ptr()

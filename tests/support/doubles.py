@@ -149,7 +149,7 @@ def fails(verb: str, code: int = errno.EIO, *, first: int = 0, last: int = 1 << 
 
     def script(what: str, number: int) -> None:
         if what == verb and first <= number <= last:
-            raise TransferError(f"{verb} failed: {os.strerror(code)}", code)
+            raise TransferError(f"{verb} failed: {os.strerror(code)}")
 
     return script
 

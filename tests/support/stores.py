@@ -14,6 +14,10 @@ MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
+def bytes_read(store: NvmeStore) -> int:
+    return sum(path.meter.reads.drive_bytes for path in store.paths)
+
+
 def noise(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 

@@ -89,7 +89,7 @@ class PosixBackend(IoBackend):
         return PosixHandle(fd)
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
-        return huge_page_memory(nbytes, forked=False)
+        return huge_page_memory(nbytes)
 
 
 class PosixHandle(IoHandle):
@@ -112,8 +112,7 @@ class PosixHandle(IoHandle):
                 moved = call(self._fd, [view[done:]], offset + done)
             except OSError as error:
                 raise TransferError(
-                    f"{verb} of {len(view) - done} bytes at offset {offset + done} failed: {error.strerror}",
-                    error.errno,
+                    f"{verb} of {len(view) - done} bytes at offset {offset + done} failed: {error.strerror}"
                 ) from error
             if moved <= 0:
                 raise TransferError(f"{verb} at offset {offset} was short: {done} of {len(view)} bytes")

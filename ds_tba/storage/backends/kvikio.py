@@ -118,7 +118,7 @@ class KvikioBackend(IoBackend):
 
     def allocate_staging(self, nbytes: int) -> torch.Tensor:
         if not self.stages_on_device:
-            return huge_page_memory(nbytes, forked=False)
+            return huge_page_memory(nbytes)
         staging = aligned_memory(nbytes, self._device)
         try:
             self._kvikio.memory_register(staging)
