@@ -78,15 +78,18 @@ class Meter:
 
     def measure(self, count: int) -> Cost:
         """Return microseconds per tensor of pack and of unpack, for ``count`` tensors unpacked in reverse."""
+        held, packing_s = [], 0.0
         with self.cache.saving():
-            tensors = [self._kind.make(self._weight) for _ in range(count)]
             # The very hooks that autograd would call, by hand.
             pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            self._device.synchronize()
+            for _ in range(count):
+                tensor = self._kind.make(self._weight)  # an operation each, in whose order backward reads ahead
+                started = time.perf_counter()
+                held.append(pack(tensor))
+                packing_s += time.perf_counter() - started
+            del tensor  # or backward would get the storage itself
             started = time.perf_counter()
-            held = [pack(tensor) for tensor in tensors]
-            tensors.clear()  # or backward would get the storages themselves
-        packed = time.perf_counter()  # the last operation's tensors leave when forward is over
+        packing_s += time.perf_counter() - started  # the last operation's tensor leaves when forward is over
         with self._store.lock:
             while self._store.writes:
                 self._store.changed.wait(1.0)
@@ -95,7 +98,7 @@ class Meter:
         while held:
             unpack(held.pop())
         done = time.perf_counter()
-        return (packed - started) / count * 1e6, (done - unpacking) / count * 1e6
+        return packing_s / count * 1e6, (done - unpacking) / count * 1e6
 
 
 def take_turn(meters: dict[str, Meter], turn: tuple[str, int]) -> Cost:
