@@ -228,7 +228,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     def get(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         with self.lock:
             self.settle_copies()  # backward needs the memory of what forward has finished copying
-            if ticket.is_given_up:
+            if any(part.state in GIVEN_UP and part.arrival is None for part in ticket.parts):
                 raise StateError(ASKED_TOO_LATE)
             loaded = self._load(ticket, device)
             self.changed.notify_all()

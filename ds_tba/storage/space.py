@@ -138,11 +138,6 @@ class SwapTicket(Ticket):
         destination = self.destination
         return None if destination is None else destination.part(part.start, part.nbytes)
 
-    @property
-    def is_given_up(self) -> bool:
-        """True if nobody may ask for its bytes any more."""
-        return any(part.state in GIVEN_UP and part.arrival is None for part in self.parts)
-
 
 class Ahead(Enum):
     """Whence bytes are in memory ahead of need."""

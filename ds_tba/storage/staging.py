@@ -188,7 +188,7 @@ class StagingRing:
         lanes: how many need a buffer of their own, which are at the end of this memory and in no slot.
 
     Raises:
-        ConfigError: these buffers leave no staging, or pinned memory begins in the middle of a page.
+        ConfigError: pinned memory begins in the middle of a page.
 
     Attributes:
         accelerator: as given.
@@ -203,12 +203,6 @@ class StagingRing:
         self._is_pinned = not (accelerator.is_synchronous or self._on_device)
         self.copies = Copies(accelerator)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes)
-        if staging_bytes - lanes * buffer_bytes < IO_ALIGNMENT_BYTES:  # else no tensor would ever leave
-            raise ConfigError(
-                f"io.staging_bytes {staging_bytes} is no more than io.compression takes for buffers of {lanes} lanes, "
-                f"{buffer_bytes} bytes each: raise it to {8 * lanes * buffer_bytes}, or lower io.write_lanes and "
-                "io.read_lanes."
-            )
         self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes)
         first = self.slots.capacity_bytes
         self.buffers = [Span(first + number * buffer_bytes, buffer_bytes) for number in range(lanes)]

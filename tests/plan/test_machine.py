@@ -223,7 +223,7 @@ def test_what_is_compressed_counts_as_what_it_comes_to_in_limits_of_wear(make_ma
     machine, store = make_machine(ssd={"rated_endurance_tbw": 10.0, "min_life_days": 1.0})
     before = machine.limits(1.0)
     (path,) = store.paths
-    path.tensor_bytes, path.stored_bytes = 100 * MIB, 50 * MIB
+    path.meter.writes.moved_bytes, path.meter.writes.drive_bytes = 100 * MIB, 50 * MIB
     after = machine.limits(1.0)
     assert (before.stored_share, after.stored_share) == (1.0, 0.5)
     assert after.write_limit_bytes_per_step == 2 * before.write_limit_bytes_per_step

@@ -18,13 +18,13 @@ from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
 from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, ConfigError, TransferError
+from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, TransferError
 from ds_tba.storage import tiers as tiers_module
-from ds_tba.storage.backends import IoBackend, PosixBackend
+from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.integrity import Codec, Integrity
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
-from ds_tba.storage.staging import BUFFER_BYTES, StagingRing, lane_buffer_bytes, slots_bytes_of
+from ds_tba.storage.staging import BUFFER_BYTES, lane_buffer_bytes, slots_bytes_of
 from ds_tba.storage.tiers import Selection, Tiers
 
 PAGE = 4096
@@ -260,14 +260,6 @@ def test_a_codec_without_memory_is_told_from_one_that_failed(monkeypatch: pytest
                 patch.setattr(codec._blosc2, verb, fails)
                 with pytest.raises(told, match=f"lz4 cannot {verb[:-1]} .*{raised}"):
                     codec.compress(data, packed, 1) if verb == "compress2" else codec.decompress(packed[:length], data)
-
-
-def test_staging_that_is_all_buffers_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"io.staging_bytes 1048576 .* buffers of 256 lanes.*raise it to 8388608"):
-        StagingRing(CpuAccelerator(), PosixBackend(), MIB, 256)
-    ring = StagingRing(CpuAccelerator(), PosixBackend(), MIB, 255)
-    assert ring.slots.capacity_bytes == 4096
-    ring.close()
 
 
 # ---- who may have one ----

@@ -344,6 +344,14 @@ def test_a_path_that_cannot_be_opened_again_fails_alone(
     store.paths[1].file.directory.rmdir()  # it is open
 
 
+def test_a_put_whose_store_is_given_back_meanwhile_is_refused(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store()
+    monkeypatch.setattr(store, "open", lambda: None)  # as where another thread gives it back at once
+    assert store.put(noise(MIB), wait=True) is Refusal.CLOSED and store.paths[0].failure is None
+
+
 def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:
     store = make_store(staging_bytes=1 << 20)
     store.part_bytes = store.ring.slots.capacity_bytes  # not cut

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -383,47 +382,3 @@ def test_a_slot_stays_taken_until_a_copy_into_it_that_failed_late_is_done(
     assert device.copies_under_way == []
     store.settle()
     assert store.ring.slots.used_bytes == 0
-
-
-def test_what_a_function_reads_on_another_stream_too_is_there_and_stays(make_device: DeviceFactory) -> None:
-    """Its reads share one memory: the second stream waits for the copy of the first, and uses the memory longer."""
-    device = make_device(longest_pause_s=0.0)
-    store = HostStore(device, MIB)
-    cache = TensorCache([store], "cpu", KIB, accelerator=device)
-    first, second, exact = device.new_stream(), device.new_stream(), list[bool]()
-    wanted = torch.randn(64, 64)
-
-    def read(ctx: Any, stream: Any, seconds: float) -> None:
-        def kernel(found: torch.Tensor) -> None:
-            time.sleep(seconds)
-            exact.append(torch.equal(found.flatten(), wanted.flatten()))
-
-        with device.on(stream):
-            device.launch(kernel, ctx.saved_tensors[0])
-
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(b, b.t())
-            return a * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            with device.on(first):
-                device.launch(lambda: time.sleep(0.05))
-            read(ctx, first, 0.0)
-            read(ctx, second, 0.0)
-            read(ctx, second, 0.1)
-            return grad * 2, None
-
-    x = torch.randn(64, 64, requires_grad=True)
-    with cache.saving():
-        loss = Reads.apply(x, wanted.clone()).sum()
-    device.synchronize()
-    store.settle()  # else the memory that was saved is still there, and is what backward gets
-    loss.backward()
-    del loss
-    device.synchronize()
-    assert exact == [True, True, True]
-    hazards.check_nothing_is_left(cache, "two streams")
-    store.close()
