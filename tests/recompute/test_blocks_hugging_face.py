@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_tba.errors import RecomputationError
-from ds_tba.recompute.blocks import find_blocks
-from ds_tba.recompute.checkpoint import Blocks
+from ds_tba.recompute import Blocks, find_blocks
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
