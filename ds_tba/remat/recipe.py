@@ -21,8 +21,8 @@ flush denormals: the last bits may follow from that. So whoever changes these be
 
 [Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
 last bits of an element may depend on where it lies in memory. Steps get their operands in the strides of forward, and
-give their results in the same, but for copies and casts: the graph does not tell into which memory format. Behind one
-of those only such ops are rematerialized whose results are rounded once.
+give their results in the same, but for copies and casts: the graph does not tell into which memory format. So nothing
+is rematerialized behind one that is not saved itself.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Recipe:
         if result.stride() != spec.stride or result.untyped_storage().nbytes() != last.nbytes:
             strides = zip(result.shape, result.stride(), spec.stride, strict=True)
             is_same_order = all(size == 1 or one == other for size, one, other in strides)  # 1 has no order
-            if not (is_same_order or last.rule.is_rounded_once(last.constants)):
+            if not is_same_order:
                 raise NoRecipeError("made again it has another order of elements")
             result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)
         return result
@@ -336,7 +336,6 @@ class Search:
         self._first_node = first_node
         self._entered = 0
         self._found: dict[tuple[int, int], tuple[Node, int]] = {}  # with the node, so that its id stays its own
-        self._is_copied: list[bool] = []  # of each step: whether its strides may be others than in forward
 
     def has(self, node: Node) -> bool:
         """Return whether a node was made in the forward that runs."""
@@ -356,13 +355,9 @@ class Search:
         if rule.listed:
             operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
         constants = tuple([_constant(node, name) for name in rule.constants])
-        is_copied = any(self._is_copied[one] for one in operands if isinstance(one, int))
-        if is_copied and not rule.is_rounded_once(constants):  # other loops, other last bits
-            raise NoRecipeError("behind a copy that may have another order of elements")
         metadata = node._input_metadata[number]
         output = Output(torch.Size(metadata.shape), metadata.dtype, number)
         self.steps.append(Step(rule, tuple(operands), constants, output))
-        self._is_copied.append(is_copied or rule.is_copy)
         self._found[id(node), number] = node, len(self.steps) - 1
         return len(self.steps) - 1
 
@@ -393,7 +388,7 @@ class Search:
         found = self._attribute(node, rule.result) if self.has(node) else None
         if found is not None:
             return found
-        if not rule.operands:
+        if not rule.operands or rule.is_copy:  # other loops, other last bits
             raise NoRecipeError(UNSAVED)
         return self.add(node, rule, number)
 

@@ -74,19 +74,9 @@ class Rule:
     is_copy: bool = False
     from_output: bool = False
 
-    def is_rounded_once(self, constants: tuple[object, ...]) -> bool:
-        """Return whether each element has the same bits wherever it lies in memory: one operation rounds it at most."""
-        has_factor = self.op in ("add", "sub") and constants != (1,)  # which some loops fuse, and others do not
-        return self.is_view or (self.op in _ROUNDED_ONCE and not has_factor)
-
 
 class NoRecipeError(Exception):
     """A tensor cannot be rematerialized; the text is the reason, in the report's words."""
-
-
-_ROUNDED_ONCE = frozenset(  # in any loop the same bits; see [Note: Order of elements]
-    {"mul", "div", "add", "sub", "relu", "neg", "index", "cast", "copy"}
-)
 
 
 def _rule(op: str, operands: str, make: Make, constants: str = "", result: str = "", **more: Any) -> Rule:

@@ -18,7 +18,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError
-from ds_tba.remat.recipe import Recipe, as_in_forward
+from ds_tba.remat.recipe import UNSAVED, Recipe, as_in_forward
 from ds_tba.remat.rules import RULES, NoRecipeError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -365,18 +365,13 @@ def test_graphs_of_earlier_forwards_are_not_entered() -> None:
         lambda h: h.to(torch.float64),
     ],
 )
-def test_what_rounds_by_position_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
+def test_nothing_is_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
+    """It may have another order of elements, and other loops round other last bits."""
+
     def moved(a: Tensor) -> Tensor:
         return order(functional.silu(a)[None, :, :, None].expand(2, -1, -1, 3))
 
-    a, b = values(0), values(1)
-    with pytest.raises(NoRecipeError, match="another order of elements"):
-        Run().find(lambda x, _: torch.sigmoid(moved(x)), a, b)
-    for make in (torch.neg, lambda h: h * h, lambda h: h + h, torch.relu):  # each element on its own
-        made, recipe = Run().find(lambda x, _, make=make: make(moved(x)), a, b)
-        assert recipe is not None
-        again = made_by(recipe).contiguous()
-        assert torch.equal(again.view(torch.uint8), made.detach().contiguous().view(torch.uint8))
+    assert Run().refusal(lambda x, _: torch.sigmoid(moved(x)), values(0), values(1)) == UNSAVED
 
 
 def test_an_op_in_place_that_would_promote_is_not_made() -> None:
