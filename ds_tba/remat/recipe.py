@@ -335,15 +335,15 @@ class Search:
         self._rules = rules
         self._first_node = first_node
         self._entered = 0
-        self._found: dict[tuple[int, int], tuple[Node, int]] = {}  # with the node, so that its id stays its own
+        self._found: dict[int, tuple[Node, int]] = {}  # with the node, so that its id stays its own
 
     def has(self, node: Node) -> bool:
         """Return whether a node was made in the forward that runs."""
         return bool(node._sequence_nr() >= self._first_node)
 
-    def add(self, node: Node, rule: Rule, number: int) -> int:
-        """Return the number of the step that makes the output of a node; the same for the same output."""
-        known = self._found.get((id(node), number))
+    def add(self, node: Node, rule: Rule) -> int:
+        """Return the number of the step that makes the output of a node; the same for the same node."""
+        known = self._found.get(id(node))
         if known is not None:
             return known[1]
         self._entered += 1  # before those it needs: what is too large is not looked at to its end
@@ -355,10 +355,10 @@ class Search:
         if rule.listed:
             operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
         constants = tuple([_constant(node, name) for name in rule.constants])
-        metadata = node._input_metadata[number]
-        output = Output(torch.Size(metadata.shape), metadata.dtype, number)
+        metadata = node._input_metadata[0]
+        output = Output(torch.Size(metadata.shape), metadata.dtype)
         self.steps.append(Step(rule, tuple(operands), constants, output))
-        self._found[id(node), number] = node, len(self.steps) - 1
+        self._found[id(node)] = node, len(self.steps) - 1
         return len(self.steps) - 1
 
     def _operand(self, node: Node, operand: Operand) -> int | Held | torch.Tensor | None:
@@ -383,14 +383,14 @@ class Search:
         if view is not None:
             return self._usable(view)
         rule = self._rules.get(type(node).__name__)
-        if rule is None or (number and not rule.is_view):
+        if rule is None or number:
             raise NoRecipeError(UNSAVED)
         found = self._attribute(node, rule.result) if self.has(node) else None
         if found is not None:
             return found
         if not rule.operands or rule.is_copy:  # other loops, other last bits
             raise NoRecipeError(UNSAVED)
-        return self.add(node, rule, number)
+        return self.add(node, rule)
 
     def _attribute(self, node: Node, name: str) -> Held | torch.Tensor | None:
         """Return an operand that a node holds; None where it holds nothing, or the name is empty."""

@@ -24,15 +24,10 @@ Make = Callable[..., Tensor]
 
 
 class Output(NamedTuple):
-    """An output of a node, as it was in forward.
-
-    Attributes:
-        number: place among the node's outputs.
-    """
+    """The output of a node, as it was in forward."""
 
     shape: torch.Size
     dtype: torch.dtype
-    number: int
 
 
 class Operand(NamedTuple):
@@ -87,18 +82,6 @@ def _rule(op: str, operands: str, make: Make, constants: str = "", result: str =
 
 def _reshaped(tensor: Tensor, output: Output) -> Tensor:
     return tensor.reshape(output.shape)
-
-
-def _expanded(tensor: Tensor, output: Output) -> Tensor:
-    return tensor.expand(output.shape)
-
-
-def _split(tensor: Tensor, nelements: int, dim: int, output: Output) -> Tensor:
-    return tensor.split(nelements, dim)[output.number]  # type: ignore[no-untyped-call]
-
-
-def _unbound(tensor: Tensor, dim: int, output: Output) -> Tensor:
-    return tensor.unbind(dim)[output.number]
 
 
 def _cast(tensor: Tensor, output: Output) -> Tensor:
@@ -173,14 +156,9 @@ RULES: dict[str, Rule] = {
         kind: _view(_reshaped, from_output=True)
         for kind in ("ViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1")
     },
-    "ExpandBackward0": _view(_expanded, from_output=True),
     "TBackward0": _view(torch.t),
     "TransposeBackward0": _view(torch.transpose, "dim0 dim1"),
     "PermuteBackward0": _view(torch.permute, "dims"),
-    "SelectBackward0": _view(torch.select, "dim index"),
-    "SliceBackward0": _view(torch.ops.aten.slice, "dim start end step"),
-    "SplitBackward0": _view(_split, "split_size dim", from_output=True),
-    "UnbindBackward0": _view(_unbound, "dim", from_output=True),
     **{
         f"ScaledDotProduct{kind}Backward0": _rule("attention", "", torch.clone, result="output")  # never made
         for kind in ("FlashAttention", "EfficientAttention", "CudnnAttention", "FlashAttentionForCpu")

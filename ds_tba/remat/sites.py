@@ -138,7 +138,7 @@ class Sites:
         if made.is_complex():
             raise NoRecipeError("complex numbers")
         search = Search(self._cache, self.rules, self._first_node)
-        search.add(node, rule, 0)
+        search.add(node, rule)
         present = kernels() if self._is_synchronous else None
         recipe = Recipe(_NOWHERE, tuple(search.steps), ViewSpec.of(made), present)
         if any(is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * recipe.nbytes for one in recipe.held):
@@ -254,8 +254,6 @@ class Sites:
                 f"{error} Output of {site.op} was to be made again from it, not saved: "
                 f"{_remedy(recipe)} if your model may change it."
             ) from error
-        except NoRecipeError as error:
-            raise StateError(f"{site.op}, equal in forward: {error}; this is a bug in ds_tba") from error
         self._seconds += site.measured_s
         return made
 

@@ -34,9 +34,9 @@ class RecipeTicket(Ticket):
     """One storage that is rematerialized, or about to be.
 
     Attributes:
-        recipe: makes the bytes; None once nobody wants them any more, or they were found to differ.
-        comparison: that the device had not answered as the storage was taken; the bytes stay until it has. Both are
-            changed under the cache's lock.
+        recipe: makes the bytes; None once nobody wants them any more, or they were found to differ. Changed under the
+            cache's lock.
+        comparison: that the device had not answered as the storage was taken; the bytes stay until it has.
     """
 
     __slots__ = ("comparison", "recipe")
@@ -184,7 +184,6 @@ class RematStore(TensorStore[RecipeTicket]):
             is_equal, record, ticket = self.sites.read(pending.comparison), pending.record, pending.ticket
             if record is None or ticket is None:
                 continue
-            ticket.comparison = None
             if is_equal and record.is_kept:
                 self._give(record, ticket)
                 continue

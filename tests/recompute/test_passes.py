@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -89,18 +88,6 @@ class ReadsContext(Plain):
         return super().forward(x * SCALE.get())
 
 
-class Given(Plain):
-    """Reads an object among its arguments."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        return super().forward(x * (1 if given is None else given.scale))
-
-
-@dataclass
-class Arguments:
-    scale: float = 1.5
-
-
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
@@ -120,50 +107,17 @@ class InContext(Net):
             SCALE.reset(token)
 
 
-class Gives(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        self.given = Arguments()
-        return super().forward(x)
-
-    def call(self, layer: Any, x: Tensor) -> Tensor:
-        return layer(x, given=self.given)  # type: ignore[no-any-return]
-
-    def between(self) -> None:
-        self.given.scale += 1
-
-
-class GivesDicts(Net):
-    """Containers are taken apart, so that a change of them later is nobody's concern."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.given = {"scale": 1.5}
-        return super().forward(x)
-
-    def call(self, layer: Any, x: Tensor) -> Tensor:
-        return layer(x, self.given)  # type: ignore[no-any-return]
-
-    def between(self) -> None:
-        self.given["scale"] = 2.5
-
-
-class TakesDicts(Plain):
-    def forward(self, x: Tensor, given: dict[str, float]) -> Tensor:
-        return super().forward(x * given["scale"])
-
-
 STATEFUL: dict[str, tuple[Make, type[Net]]] = {
     "counter": (Counts, Net),
     "own generator": (OwnGenerator, Net),
     "Python's random": (PythonRandom, Net),
     "memory of the last segment": (Memory, SetsMemory),
     "ContextVar": (ReadsContext, InContext),
-    "argument object": (Given, Gives),
 }
 PLAIN: dict[str, tuple[Make, type[Net]]] = {
     "an embedding with max_norm": (Renormalizes, Net),
     "MLP with dropout": (Plain, Net),
     "torch's own": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32), Net),
-    "dict argument": (TakesDicts, GivesDicts),
 }
 
 
