@@ -11,9 +11,8 @@ one sibling of the same class and shape, and with modules inside. The outermost 
 of their layer. But stages that differ in shape (Swin, ResNet) are no layers, nor is a ``Sequential`` in which something
 repeats; what repeats inside of them is. A lone layer that is called many times (ALBERT's) has to be named.
 
-[Note: In the place of forward] Our forward stands in the place of a block's own from the start. It hands on what comes
-outside of our forwards, from code that ``torch.compile`` compiles, and from a checkpoint of the model's own. The model
-does not hold its engine by it, and a deep copy of the block has its own forward.
+[Note: In the place of forward] Our forward stands in the place of a block's own from the start. It hands on outside of
+our forwards, in compiled code and in a checkpoint of the model's. The model does not hold its engine by it.
 
 [Note: Parameters] ZeRO-3 gathers a parameter when backward needs it, and frees it after the forward of its module. So
 parameters never get to the checkpoint, which would hold the memory that is freed; and what backward has gathered stays
@@ -160,10 +159,10 @@ class Blocks:
 
     def compare(self, path: str, first: _Digests, again: _Digests) -> None:
         """Compare what a pass has returned with what it returns again, on its device."""
-        answers = [torch.tensor(True)]
-        if [form for form, _ in first] == [form for form, _ in again]:
-            answers = [(one != other).any() for (_, one), (_, other) in zip(first, again, strict=True)]
-        self._answers += [(path, differs) for differs in answers]
+        differs = [torch.tensor([form for form, _ in first] != [form for form, _ in again])]
+        if not differs[0]:
+            differs += [(one != other).any() for (_, one), (_, other) in zip(first, again, strict=True)]
+        self._answers += [(path, one) for one in differs]
 
     def end_backward(self) -> None:
         """End the recomputations of a backward, and read the answers of the device.
@@ -206,17 +205,13 @@ class _InPlace:
         return self._checkpointed(blocks, [(args, kwargs)], values, tree)
 
     def _checkpointed(self, blocks: Blocks, given: list[Any], values: list[Any], tree: Any) -> Any:
-        """Run a pass under a checkpoint, which calls it in forward, and in backward with the values it has saved.
-
-        Args:
-            given: the arguments until forward has them, which may fill a list of the caller's.
-        """
+        """Run a pass under a checkpoint, which calls it in forward, and in backward with the values it has saved."""
         first: list[_Digests] = []  # none before forward is over, which may take a gradient of its own
         users_stop: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", None)
 
         def one_pass(*values: Any) -> Any:
             if given:
-                args, kwargs = given.pop()  # or they would be held
+                args, kwargs = given.pop()  # with lists of the caller's, to fill; and they are held no longer
                 with set_checkpoint_early_stop(users_stop), self._saving():
                     output = self.own(*args, **kwargs)
                 first.append(_digests(self.path, output))

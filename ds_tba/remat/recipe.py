@@ -21,8 +21,8 @@ flush denormals: the last bits may follow from that. So whoever changes these be
 
 [Note: Order of elements] The vector loop of a CPU's kernel and the scalar loop behind it may round differently, so the
 last bits of an element may depend on where it lies in memory. Steps get their operands in the strides of forward, and
-give their results in the same, but for copies and casts: the graph does not tell into which memory format. So nothing
-is rematerialized behind one that is not saved itself.
+give their results in the same, but for copies (indexing and casts, too): the graph does not tell into which memory
+format. So nothing but copies is rematerialized behind one that is not saved itself.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class Recipe:
         if result.stride() != spec.stride or result.untyped_storage().nbytes() != last.nbytes:
             strides = zip(result.shape, result.stride(), spec.stride, strict=True)
             is_same_order = all(size == 1 or one == other for size, one, other in strides)  # 1 has no order
-            if not is_same_order:
+            if not (is_same_order or last.rule.is_copy):
                 raise NoRecipeError("made again it has another order of elements")
             result = result.new_empty_strided(spec.shape, spec.stride, dtype=spec.dtype).copy_(result)
         return result
@@ -354,6 +354,8 @@ class Search:
         operands = [self._operand(node, one) for one in rule.operands]
         if rule.listed:
             operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
+        if not rule.is_copy and any(isinstance(one, int) and self.steps[one].rule.is_copy for one in operands):
+            raise NoRecipeError("behind a copy")  # other loops, other last bits
         constants = tuple([_constant(node, name) for name in rule.constants])
         metadata = node._input_metadata[0]
         output = Output(torch.Size(metadata.shape), metadata.dtype)
@@ -388,7 +390,7 @@ class Search:
         found = self._attribute(node, rule.result) if self.has(node) else None
         if found is not None:
             return found
-        if not rule.operands or rule.is_copy:  # other loops, other last bits
+        if not rule.operands:
             raise NoRecipeError(UNSAVED)
         return self.add(node, rule)
 

@@ -55,7 +55,7 @@ class Rule:
         result: attribute under which the node may hold its own output.
         is_view: True if the output shares its operand's memory, so that it is a step between others only.
         listed: attribute under which the node holds a list of more operands.
-        is_copy: True if the graph does not tell the strides of the output.
+        is_copy: True if each element is copied or cast, to where the graph does not tell.
         from_output: True if ``make`` takes the :class:`Output`, too, last of all.
     """
 
@@ -123,13 +123,7 @@ RULES: dict[str, Rule] = {
     "SiluBackward0": _rule("silu", "self", functional.silu),
     "GeluBackward0": _rule("gelu", "self", lambda a, how: functional.gelu(a, approximate=how), "approximate"),
     "ReluBackward0": _rule("relu", "-", torch.relu, result="result"),
-    "LeakyReluBackward0": _rule("leaky_relu", "self", functional.leaky_relu, "negative_slope"),
-    "EluBackward0": _rule("elu", "self", torch.ops.aten.elu, "alpha scale input_scale"),
-    "HardtanhBackward0": _rule("hardtanh", "self", functional.hardtanh, "min_val max_val"),
-    "HardswishBackward0": _rule("hardswish", "self", functional.hardswish),
-    "HardsigmoidBackward0": _rule("hardsigmoid", "self", functional.hardsigmoid),
     "SoftplusBackward0": _rule("softplus", "self", functional.softplus, "beta threshold"),
-    "MishBackward0": _rule("mish", "self", functional.mish),
     "GluBackward0": _rule("glu", "self", functional.glu, "dim"),
     "SigmoidBackward0": _rule("sigmoid", "-", torch.sigmoid, result="result"),
     "TanhBackward0": _rule("tanh", "-", torch.tanh, result="result"),
@@ -137,7 +131,6 @@ RULES: dict[str, Rule] = {
     "ExpBackward0": _rule("exp", "-", torch.exp, result="result"),
     "RsqrtBackward0": _rule("rsqrt", "-", torch.rsqrt, result="result"),
     "SinBackward0": _rule("sin", "self", torch.sin),
-    "ErfBackward0": _rule("erf", "self", torch.erf),
     "NegBackward0": _rule("neg", "-", torch.neg),
     "PowBackward0": _rule("pow", "self", torch.pow, "exponent"),
     "ClampMinBackward0": _rule("clamp", "self", torch.clamp_min, "min"),
@@ -147,10 +140,10 @@ RULES: dict[str, Rule] = {
     "FusedRmsNormBackward0": _rule("rms_norm", "input weight?", _rms_norm, "normalized_shape eps"),
     "SoftmaxBackward0": _rule("softmax", "-", _softmax, "dim", "result", from_output=True),
     "NativeDropoutBackward0": _rule("dropout", "- result1", _native_dropout, "p"),
-    "IndexBackward0": _rule("index", "-", _index, listed="indices"),
+    "IndexBackward0": _rule("index", "-", _index, listed="indices", is_copy=True),
     "ToCopyBackward0": _rule("cast", "-", _cast, is_copy=True, from_output=True),
     "CloneBackward0": _rule("copy", "-", Tensor.contiguous, is_copy=True),
-    "UnsafeViewBackward0": _rule("copy", "-", _reshaped, from_output=True),
+    "UnsafeViewBackward0": _rule("copy", "-", _reshaped, is_copy=True, from_output=True),
     # What lies between: views, and ops that hold their own output.
     **{
         kind: _view(_reshaped, from_output=True)

