@@ -162,32 +162,6 @@ def test_a_block_with_state_is_left_out_by_naming_the_others(make: Callable[...,
     assert report.plan is not None and report.recomputed_bytes > 0
 
 
-class _ReadsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp()
-        ctx.save_for_backward(x, y)
-        return y.sin()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _, y = ctx.saved_tensors
-        return gradient * ctx.saved_tensors[1].cos() * y
-
-
-class ReadsTwice(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_ReadsTwice.apply(x))
-
-
-def test_a_function_that_reads_twice_is_named(make: Callable[..., ActivationOffloader]) -> None:
-    ours = Net(ReadsTwice)
-    offloader = make(ours, recompute=True)
-    with pytest.raises(RecomputationError, match=r"the block 'layers\.2' in backward: .*already unpacked once"):
-        list(steps(ours, offloader, 5))
-    assert offloader.report().recomputed_bytes > 0
-
-
 def test_an_evaluation_with_gradients_under_a_plan_is_exact(make: Callable[..., ActivationOffloader]) -> None:
     torch.manual_seed(0)
     begin()

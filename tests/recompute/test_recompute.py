@@ -475,18 +475,18 @@ def test_a_trunk_that_runs_twice_with_another_adapter_raises_in_every_backward()
 
 
 @pytest.mark.parametrize("make", [Scaled, Offset, Adapters], ids=["in what is saved", "in the output", "an adapter"])
-@pytest.mark.parametrize("before", [0, 2], ids=["at once", "later"])
-def test_a_switch_between_forward_and_backward_raises(make: Callable[[], nn.Module], before: int) -> None:
+def test_a_switch_between_forward_and_backward_raises(make: Callable[[], nn.Module]) -> None:
     bench = Bench(make)
-    for _ in range(before):
-        bench.check(0, 1, 2, 3)
+    bench.check(0, 1, 2, 3)
 
     def backward(loss: Tensor) -> None:
         bench.model.layers[1].scale, bench.model.layers[1].active = 2.0, "reference"
         loss.backward()
+        bench.model.layers[1].scale, bench.model.layers[1].active = 1.0, "policy"
 
     with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs .*naming the others"):
-        bench.micro_step(0, 1, 2, 3, backward=backward)
+        bench.micro_step(0, 1, 2, 3, backward=backward)  # when backward is over: a device answers late
+    bench.check(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("name", ["up.weight", "up.bias", "gain"])
@@ -539,23 +539,6 @@ def test_digests_tell_outputs_apart(how: str) -> None:
     assert torch.equal(digest_of(first), digest_of(again)) == (how == "equal")
 
 
-def test_answers_are_read_at_the_end_of_backward() -> None:
-    bench = Bench(Offset)
-    bench.check(0, 1, 2, 3)
-    reached = []
-
-    def backward(loss: Tensor) -> None:
-        bench.model.layers[1].scale = 2.0
-        loss.backward()
-        reached.append(True)
-
-    with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs"):
-        bench.micro_step(0, 1, 2, 3, backward=backward)
-    assert reached
-    bench.model.layers[1].scale = 1.0
-    bench.check(0, 1, 2, 3)
-
-
 def runs_again() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -566,12 +549,6 @@ class Longer(Layer):
         return x.tanh().tanh() if runs_again() else x
 
 
-class Shorter(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x).tanh()
-        return x if runs_again() else x.tanh().tanh()
-
-
 class Wider(Layer):
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.float64 if runs_again() else torch.float32
@@ -579,7 +556,7 @@ class Wider(Layer):
         return x + 0 * x.to(dtype).tanh().to(torch.float32)  # the same output, whatever a processor's tanh rounds
 
 
-@pytest.mark.parametrize("make", [Longer, Shorter, Wider])
+@pytest.mark.parametrize("make", [Longer, Wider])
 def test_other_tensors_in_a_recomputation_raise_an_error_of_ours(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(RecomputationError, match=r"PyTorch cannot recompute the block 'layers\.3' .*the others in"):
         Bench(make).micro_step(0, 1, 2, 3)
