@@ -34,6 +34,7 @@ from torch.utils import checkpoint as checkpointing
 
 from ds_tba.core.saved import held_of
 from ds_tba.core.tensors import (
+    SAVED_BY,
     has_plain_storage,
     is_of_a_users_function,
     next_sequence_number,
@@ -155,6 +156,7 @@ def _note_saves(saves: FunctionSaves) -> None:
     def save_for_backward(self: FunctionCtx, *tensors: torch.Tensor) -> None:
         if is_of_a_users_function(type(self)):
             saves.begin(tensors)
+            vars(self)[SAVED_BY] = threading.get_ident()
         builtin(self, *tensors)
 
     FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]

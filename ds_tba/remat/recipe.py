@@ -52,7 +52,7 @@ from ds_tba.core.saved import (
 )
 from ds_tba.core.tensors import ViewSpec, has_plain_storage, is_input, is_owned, is_parameter, nbytes_of, node_of
 from ds_tba.device.accelerator import Event
-from ds_tba.remat.rules import NoRecipeError, Operand, Output, Rule, is_passing
+from ds_tba.remat.rules import NoRecipeError, Output, Rule, is_passing
 
 # Visits of a site after which it is compared again at the latest.
 PERIOD = 64
@@ -351,7 +351,7 @@ class Search:
             raise NoRecipeError("too many steps")
         if not self.has(node):
             raise NoRecipeError("made in an earlier forward")  # no graph tells what was changed in between
-        operands = [self._operand(node, one) for one in rule.operands]
+        operands = [self._operand(node, edge, name) for edge, name in enumerate(rule.operands)]
         if rule.listed:
             operands += [self._held(saved) for saved in _of_node(node, f"_raw_saved_{rule.listed}")]
         if not rule.is_copy and any(isinstance(one, int) and self.steps[one].rule.is_copy for one in operands):
@@ -363,14 +363,14 @@ class Search:
         self._found[id(node)] = node, len(self.steps) - 1
         return len(self.steps) - 1
 
-    def _operand(self, node: Node, operand: Operand) -> int | Held | torch.Tensor | None:
-        found = self._attribute(node, operand.attribute)
+    def _operand(self, node: Node, edge: int, name: str) -> int | Held | torch.Tensor | None:
+        found = self._attribute(node, name.rstrip("?"))
         if found is not None:
             return found
-        made_by, number = past_hooks(*node.next_functions[operand.edge])
+        made_by, number = past_hooks(*node.next_functions[edge])
         if made_by is not None:
             return self._output(made_by, number)
-        if operand.is_optional:
+        if name.endswith("?"):
             return None
         raise NoRecipeError(UNSAVED)
 
@@ -403,8 +403,8 @@ class Search:
         if data is None:
             return None
         if saved.unpack_hook is None:
-            if _is_number(data):  # autograd calls no hooks for those
-                return data
+            if not data.dim() and not data._version and data.device.type == "cpu":
+                return data  # PyTorch has made it of a number, so that it is nobody else's, and calls no hooks for it
             raise NoRecipeError("saved without our hooks")
         held = held_of(data)
         if held is None:
@@ -469,11 +469,6 @@ def note(tensor: torch.Tensor, held: SavedView | SavedCounted) -> None:
     is_of_norm = node is None or type(node).__name__ == "FusedRmsNormBackward0"
     if is_of_norm and has_plain_storage(tensor) and tensor.shape[-1:] == (1,):
         held.eps = _epsilon_in_frames()
-
-
-def _is_number(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor without hooks is one that PyTorch has made of a number, which is nobody else's."""
-    return not tensor.dim() and not tensor._version and tensor.device.type == "cpu"
 
 
 def _epsilon_in_frames() -> tuple[float | None] | None:

@@ -30,26 +30,14 @@ class Output(NamedTuple):
     dtype: torch.dtype
 
 
-class Operand(NamedTuple):
-    """An operand of an op.
-
-    Attributes:
-        attribute: name under which the node may hold it; empty if it holds none.
-        edge: number of the node's input.
-        is_optional: True if the op can do without it.
-    """
-
-    attribute: str
-    edge: int
-    is_optional: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A way to rematerialize the output of one op.
 
     Attributes:
         op: name in the config and in reports.
+        operands: for each input of the node the attribute under which the node may hold it; empty if it holds none. One
+            that the op can do without ends in ``?``.
         make: returns the output, from the operands and the constants.
         constants: attributes of the node; for ``eps``, which no node of a norm holds, see ``recipe.py``.
         result: attribute under which the node may hold its own output.
@@ -60,7 +48,7 @@ class Rule:
     """
 
     op: str
-    operands: tuple[Operand, ...]
+    operands: tuple[str, ...]
     make: Make
     constants: tuple[str, ...] = ()
     result: str = ""
@@ -75,8 +63,8 @@ class NoRecipeError(Exception):
 
 
 def _rule(op: str, operands: str, make: Make, constants: str = "", result: str = "", **more: Any) -> Rule:
-    """Return a rule; ``-`` stands for an operand that the node does not hold, one with ``?`` may be left out."""
-    found = (Operand(name.strip("-?"), edge, name.endswith("?")) for edge, name in enumerate(operands.split()))
+    """Return a rule; ``-`` stands for an operand that the node does not hold."""
+    found = ("" if name == "-" else name for name in operands.split())
     return Rule(op, tuple(found), make, tuple(constants.split()), result, **more)
 
 
