@@ -155,7 +155,7 @@ class Blocks:
         try:
             yield
         finally:
-            del self.open.listener
+            vars(self.open).pop("listener", None)  # one inside of it has ended both
 
     def compare(self, path: str, first: _Digests, again: _Digests) -> None:
         """Compare what a pass has returned with what it returns again, on its device."""
@@ -185,8 +185,10 @@ class _InPlace:
     def __init__(self, blocks: Blocks, path: str, block: nn.Module) -> None:
         self.path = path
         self.block = block
-        self.own: Any = block.forward
         self._blocks = weakref.ref(blocks)
+        self.own: Any = block.forward
+        while isinstance(self.own, _InPlace) and self.own._blocks() is None:  # of an engine that is gone
+            self.own = self.own.own
         functools.update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -222,6 +222,11 @@ def test_a_model_outlives_its_engine_and_has_its_own_forwards() -> None:
     del bench.blocks
     assert ours() is None
     assert_same(run(bench.model, 7), run(bench.twin, 7))
+    bench.blocks = Blocks(find_blocks(bench.model, ["layers"]), bench.memory)  # of the next engine
+    assert layer.forward.own == type(layer).forward.__get__(layer)
+    with bench.forward(), bench.forward():
+        pass
+    bench.check(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("made", ["deepcopy", "pickle"])
