@@ -252,8 +252,7 @@ class ActivationOffloader:
         from ds_tba.plan.agreement import Planning
         from ds_tba.plan.controller import Controller
         from ds_tba.plan.search import adaptive
-        from ds_tba.recompute.blocks import find_blocks, matching
-        from ds_tba.recompute.checkpoint import Blocks
+        from ds_tba.recompute import Blocks, find_blocks, matching
 
         config, plans, chosen = self.config, self.config.placement == "adaptive", self._chosen
         machine = self._open_machine(everyone)
@@ -261,7 +260,7 @@ class ActivationOffloader:
         if chosen is not None:  # recomputing a block would free what these keep in it
             found = {path: one for path, one in found.items() if not chosen.excludes_part_of(one)}
         patterns = config.recompute if isinstance(config.recompute, list) else []
-        named = matching([*found], patterns, "recompute", "repeated layer")
+        named = matching([*found], patterns, "recompute")
         blocks = Blocks(found if plans and config.recompute else {}, self.cache, named)
         planning = Planning((planner or adaptive) if plans else None, stage)
         return Controller(self.cache, machine, planning, self._running, blocks, self._trace_file)

@@ -22,8 +22,8 @@ from torch import nn
 
 PACKAGE = Path(__file__).parents[1] / "ds_tba"
 ALL = "all: it does not import, or no forward runs"
-AGAIN = "rematerialization: sites.py says at the start that this PyTorch does not show what its graph holds"
-RECOMPUTE = "recomputing: blocks.py leaves all blocks out, and says why"
+AGAIN = "rematerialization: the report says among refused_sites that this PyTorch does not show what its graph holds"
+RECOMPUTE = "recomputing: recompute.py"
 SELECTIVE = "what selective checkpoints save: it stays in memory; PyTorch warns, or raises in later versions"
 COMPILED = "torch.compile would compile our hooks: time"
 UPDATE = "the interleaved optimizer update: update/zero3.py refuses what it does not know"

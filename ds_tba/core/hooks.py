@@ -61,7 +61,7 @@ from torch.utils import checkpoint as checkpointing
 
 from ds_tba.core.poison import FORKS
 from ds_tba.core.saved import PassedThrough, held_of
-from ds_tba.core.tensors import has_plain_storage, is_of_a_users_function, next_sequence_number, own, stamp_of
+from ds_tba.core.tensors import SAVED_BY, has_plain_storage, is_of_a_users_function, next_sequence_number, own, stamp_of
 
 Pack: TypeAlias = Callable[[torch.Tensor], Any]
 Unpack: TypeAlias = Callable[[Any], torch.Tensor]
@@ -354,6 +354,7 @@ def _note_saves(saves: FunctionSaves) -> None:
     def save_for_backward(self: FunctionCtx, *tensors: torch.Tensor) -> None:
         if is_of_a_users_function(type(self)):
             saves.begin(tensors)
+            vars(self)[SAVED_BY] = threading.get_ident()
         builtin(self, *tensors)
 
     FunctionCtx.save_for_backward = save_for_backward  # type: ignore[method-assign]

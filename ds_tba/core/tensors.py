@@ -10,6 +10,7 @@ storage, so an attribute on it lives and dies with the bytes.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -25,6 +26,7 @@ from ds_tba.errors import ActivationModifiedError
 
 STAMP = "_ds_tba_stamp"  # of storages and tensors
 OWNED = "_ds_tba_owned"
+SAVED_BY = "_ds_tba_thread"  # of the nodes of a user's Functions that save
 _INPUT = "_ds_tba_input"
 COMPILED = "torch._functorch._aot_autograd"
 # Packages whose Functions write into nothing that they save; but for custom operators, whose kernels are a user's, and
@@ -236,7 +238,8 @@ def attributes_of(tensor: torch.Tensor, *, is_of_function: bool) -> Mapping[str,
     if attributes.keys() <= {STAMP} or not has_graph(tensor):
         return None
     node = node_of(tensor)
-    if is_of_function and node is not None and node._sequence_nr() == next_sequence_number() - 1:
+    is_of_this_thread = getattr(node, SAVED_BY, None) == threading.get_ident()  # each counts its nodes itself
+    if is_of_function and node is not None and is_of_this_thread and node._sequence_nr() == next_sequence_number() - 1:
         return None
     # A copy, or an attribute that is set later could refer to the node that saves the tensor, and close a cycle. Our
     # stamp is left out: a tensor with a version counter of its own would pass for a view of this one.

@@ -28,7 +28,7 @@ from ds_tba.plan.machine import Machine
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.recorder import Recorder, Recording, Scene
 from ds_tba.plan.trace import Trace
-from ds_tba.recompute.checkpoint import Blocks
+from ds_tba.recompute import Blocks
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import ReportFile
 from ds_tba.storage.base import Always, AnyStore, Choice, Policy
@@ -171,7 +171,7 @@ class Controller:
         prefetch_distance = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         with (
             self._cache.saving(self._policy, around, prefetch_distance, continues=continues),
-            self._blocks.forward(recorder if self._chooses_blocks else None),
+            self._blocks.forward(recorder.passing if recorder is not None and self._chooses_blocks else None),
         ):
             yield
 

@@ -187,7 +187,6 @@ class Recorder:
         self._small: dict[CountedMemory, _Storage] = {}
         self._all_small: _Storage | None = None  # the small tensors of this pass, or since the last one
         self._pass_number = OUTSIDE
-        self._depth = 0
 
     def around(self, hooks: Hooks) -> Hooks:
         """Return the hooks that record what those of the cache do, for a forward that begins."""
@@ -199,10 +198,11 @@ class Recorder:
         self.forwards.append((len(self.pauses), len(self.storages)))
         return self.pack, self.unpack
 
-    def enter(self, path: str, inputs: Sequence[torch.Tensor]) -> None:
-        """Begin a pass through a block; see :class:`ds_tba.recompute.checkpoint.PassListener`."""
-        self._depth += 1
-        if self._depth > 1:
+    @contextmanager
+    def passing(self, path: str, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Note a pass through a block; one inside of another is a part of it."""
+        if self._pass_number != OUTSIDE:
+            yield
             return
         with self._pause():
             found: list[int] = []
@@ -212,11 +212,9 @@ class Recorder:
                     found.append(self._storage_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE).index)
             self._pass_number, self._all_small = len(self._passes), None
             self._passes.append(_Pass(path, len(self.pauses), found))
-
-    def leave(self) -> None:
-        """End the pass."""
-        self._depth -= 1
-        if self._depth == 0:
+        try:
+            yield
+        finally:
             with self._pause():
                 self._passes[-1].left = len(self.pauses)
                 self._pass_number, self._all_small = OUTSIDE, None

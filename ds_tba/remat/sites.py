@@ -21,7 +21,6 @@ gradients may be wrong. What begins and ends between two comparisons of a site i
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Hashable
@@ -31,15 +30,12 @@ import torch
 
 from ds_tba.config import BLOCK
 from ds_tba.core.saved import Keeper
-from ds_tba.core.tensors import ViewSpec, base_of, form_of, integers_of, nbytes_of, next_sequence_number, whole_storage
+from ds_tba.core.tensors import ViewSpec, base_of, integers_of, nbytes_of, next_sequence_number, whole_storage
 from ds_tba.device.accelerator import Accelerator, is_out_of_memory, moment
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
-from ds_tba.remat.recipe import Comparison, Kernels, Recipe, Site, as_in_forward, is_of_a_module
-from ds_tba.remat.rules import OPS, PASSING, RULES, NoRecipeError
-from ds_tba.remat.search import Search, made_by
+from ds_tba.remat.recipe import Comparison, Recipe, Search, Site, as_in_forward, is_of_a_module, kernels, past_hooks
+from ds_tba.remat.rules import OPS, RULES, NoRecipeError
 from ds_tba.remat.where import RunningModule, position_in_code
-
-logger = logging.getLogger(__name__)
 
 # Bytes of the steps between relative to the result's.
 MAX_BETWEEN_FACTOR = 4
@@ -84,15 +80,13 @@ class Sites:
         self._running = running or RunningModule()
         self.accelerator = accelerator
         self._is_synchronous = accelerator.is_synchronous
-        self._names = PASSING | {name for name, rule in self.rules.items() if rule.operands and not rule.is_view}
         self._sites: dict[int, Site] = {}
         self._numbers: Counter[Hashable] = Counter()  # of what comes more than once in a forward
-        self._refused: dict[Hashable, str] = {}  # without a recipe: the reason, once for each form of tensors
+        self._refused: set[tuple[str, torch.dtype, torch.Size]] = set()  # without a recipe: why, for each form
         self._seconds = 0.0  # that making took, by what it took when it was measured
         self._cache = cache
         self._first_node = 0  # of the forward that runs
-        self._thread: threading.Thread | None = None
-        self._has_other_threads = False
+        self._threads: list[threading.Thread] = []  # that run forwards: no more than two
 
     def end_step(self) -> None:
         """Count an optimizer step that is over."""
@@ -101,9 +95,8 @@ class Sites:
     def begin_forward(self) -> None:
         """Begin a forward: enter no nodes of earlier ones, and count sites from its first op on."""
         self._first_node = next_sequence_number()
-        self._thread = self._thread or threading.current_thread()
-        # Each thread counts its nodes itself: with a second one, nobody knows any more which came first.
-        self._has_other_threads |= threading.current_thread() != self._thread
+        if threading.current_thread() not in self._threads:
+            self._threads = [threading.current_thread(), *self._threads[:1]]
         self._numbers.clear()  # counted on, no site would be met again
         if len(self._sites) >= MAX_SITES:  # of lengths that do not come again, say
             self._sites = {key: one for key, one in self._sites.items() if one.unseen_since is not None}
@@ -112,18 +105,18 @@ class Sites:
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
         """Return a recipe for the storage of a tensor that is being saved; None without one."""
-        if type(base_of(tensor).grad_fn).__name__ not in self._names:
-            return None
         try:
             recipe = self.find(tensor)
-        except NoRecipeError as reason:
-            self._note_refused(tensor, str(reason))
-            return None
+        except NoRecipeError as refusal:
+            reason = str(refusal)
         # A node of another PyTorch, or one whose buffers are freed.
         except (AttributeError, LookupError, RuntimeError) as error:
-            self._note_refused(tensor, f"its node cannot be read ({type(error).__name__})")
-            return None
-        return None if recipe is not None and recipe.site.reason else recipe
+            reason = f"its node cannot be read ({type(error).__name__})"
+        else:
+            return None if recipe is not None and recipe.site.reason else recipe
+        if len(self._refused) < MAX_REFUSED:
+            self._refused.add((reason, tensor.dtype, tensor.shape))
+        return None
 
     def find(self, tensor: torch.Tensor) -> Recipe | None:
         """Return a recipe, whatever was proven; None where no rule is for the op.
@@ -132,24 +125,24 @@ class Sites:
             NoRecipeError: there is a rule, and it cannot be used.
         """
         made = base_of(tensor)
-        node, number = made_by(made)
+        node, number = past_hooks(made.grad_fn, made.output_nr)
         rule = self.rules.get(type(node).__name__)
         if node is None or rule is None or rule.is_view or not rule.operands or number:
             return None
-        if self._has_other_threads or threading.current_thread() != (self._thread or threading.current_thread()):
+        # Each thread counts its nodes itself: of two, nobody knows which node came first.
+        if {*self._threads, threading.current_thread()} != {threading.current_thread()}:
             raise NoRecipeError("forwards run in several threads")
         if made._version or made.storage_offset() or made.untyped_storage().nbytes() != made.numel() * made.itemsize:
             raise NoRecipeError("changed in place, or a part of its storage")
         if made.is_complex():
             raise NoRecipeError("complex numbers")
         search = Search(self._cache, self.rules, self._first_node)
-        search.add(node, rule, 0)
-        steps, spec, nbytes = tuple(search.steps), ViewSpec.of(made), search.steps[-1].nbytes
-        kernels = Kernels.present() if self._is_synchronous else None
-        recipe = Recipe(_NOWHERE, steps, spec, kernels)
-        if any(is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * nbytes for one in recipe.held):
+        search.add(node, rule)
+        present = kernels() if self._is_synchronous else None
+        recipe = Recipe(_NOWHERE, tuple(search.steps), ViewSpec.of(made), present)
+        if any(is_of_a_module(one) and nbytes_of(one.held) > MAX_COPIED_PART * recipe.nbytes for one in recipe.held):
             raise NoRecipeError("a parameter or buffer of a module")
-        if recipe.scratch_bytes > MAX_BETWEEN_FACTOR * nbytes:
+        if recipe.scratch_bytes > MAX_BETWEEN_FACTOR * recipe.nbytes:
             raise NoRecipeError("too many steps")
         if recipe.depth > MAX_DEPTH:
             raise NoRecipeError("too many recipes behind each other")
@@ -195,13 +188,14 @@ class Sites:
                 host = self.accelerator.pinned(flags.numel())
                 self.accelerator.copy(flags.view(torch.uint8), host)
                 flags = host.view(torch.bool)
-        except RematerializationError:  # of another site, whose answer came while room was made: it must be heard
-            raise
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
-            if isinstance(error, StorageError) or is_out_of_memory(error):
-                return None  # backward will want the operand, too; or another time
+            # Of another site, whose answer came while room was made, it must be heard.
+            if isinstance(error, RematerializationError) or is_out_of_memory(error):
+                raise
+            if isinstance(error, StorageError):  # backward will want the operand, too
+                return None
             is_told = isinstance(error, NoRecipeError)
-            site.refuse(str(error) if is_told else f"{type(error).__name__} while it was made again")
+            site.reason = str(error) if is_told else f"{type(error).__name__} while it was made again"
             return None
         site.compared()
         module = self._running.path() if site.is_proven else ""
@@ -225,7 +219,7 @@ class Sites:
                 elif site.unseen_since is not None:  # perhaps of later visits; what is compared late was not left out
                     site.unseen_since = comparison.step
             return True
-        site.refuse("made again it differs")
+        site.reason = site.reason or "made again it differs"
         since, site.unseen_since = site.unseen_since, None  # one error for each: it is used no more
         if since is not None:
             raise RematerializationError(_differs(comparison, since))
@@ -245,7 +239,7 @@ class Sites:
             ActivationModifiedError, ActivationLostError, ActivationCorruptionError: as ``SavedView.restore``.
         """
         site = recipe.site
-        if recipe.kernels not in (None, Kernels.present()):
+        if recipe.kernels not in (None, kernels()):
             raise StateError(
                 f"the output of {site.op} is made again in backward, but since forward the number of threads, oneDNN "
                 f"or torch.set_flush_denormal was changed, with which kernels round differently. Change them outside "
@@ -259,8 +253,6 @@ class Sites:
                 f"{error} Output of {site.op} was to be made again from it, not saved: "
                 f"{_remedy(recipe)} if your model may change it."
             ) from error
-        except NoRecipeError as error:
-            raise StateError(f"{site.op}, equal in forward: {error}; this is a bug in ds_tba") from error
         self._seconds += site.measured_s
         return made
 
@@ -277,18 +269,12 @@ class Sites:
     def summary(self) -> dict[str, Any]:
         """Return the fields of the report."""
         sites = list(self._sites.values())
-        refused = [site.reason for site in sites if site.reason] + list(self._refused.values())
+        refused = [site.reason for site in sites if site.reason] + [reason for reason, *_ in self._refused]
         return {
             "rematerialized_s": self._seconds,
             "rematerialized_sites": dict(Counter(site.op for site in sites if site.is_proven)),
             "refused_sites": dict(Counter(refused)),
         }
-
-    def _note_refused(self, tensor: torch.Tensor, reason: str) -> None:
-        form = (reason, tensor.dtype, tensor.shape)
-        if form not in self._refused and len(self._refused) < MAX_REFUSED:
-            self._refused[form] = reason
-            logger.debug("a tensor of %s is not rematerialized: %s", form_of(tensor), reason)
 
 
 _NOWHERE = Site("", 0)

@@ -21,8 +21,7 @@ from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView, TensorStore
 from ds_tba.device.accelerator import is_out_of_memory, moment
 from ds_tba.device.copies import Arrival, PendingCopy
 from ds_tba.errors import StateError
-from ds_tba.remat.recipe import Comparison, Makeable, Recipe
-from ds_tba.remat.search import note
+from ds_tba.remat.recipe import Comparison, Makeable, Recipe, note
 from ds_tba.remat.sites import Sites
 from ds_tba.storage.base import Loaded, Ticket
 
@@ -34,15 +33,15 @@ class RecipeTicket(Ticket):
     """One storage that is rematerialized, or about to be.
 
     Attributes:
-        recipe: makes the bytes; None once nobody wants them any more, or they were found to differ.
-        comparison: that the device had not answered as the storage was taken; the bytes stay until it has. Both are
-            changed under the cache's lock.
+        recipe: makes the bytes; None once nobody wants them any more, or they were found to differ. Changed under the
+            cache's lock.
+        comparison: that the device had not answered as the storage was taken; the bytes stay until it has.
     """
 
     __slots__ = ("comparison", "recipe")
 
     def __init__(self, store: RematStore, recipe: Recipe, comparison: Comparison | None = None) -> None:
-        super().__init__(recipe.steps[-1].nbytes, store)
+        super().__init__(recipe.nbytes, store)
         self.recipe: Recipe | None = recipe
         self.comparison = comparison
 
@@ -108,21 +107,26 @@ class RematStore(TensorStore[RecipeTicket]):
         if recipe is None:
             return None, None
         origin = Makeable(recipe.site, recipe.depth, recipe.sources)
-        return origin, self._proven(tensor, recipe) if is_wanted else None
+        try:
+            return origin, self._proven(tensor, recipe) if is_wanted else None
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return origin, None  # there may be room another time
 
     def _proven(self, tensor: torch.Tensor, recipe: Recipe) -> RecipeTicket | None:
         """Take the storage of a tensor if its recipe gives the same bytes, by a comparison where one is due."""
         site, was_proven = recipe.site, recipe.site.is_proven
-        own = self._own(recipe) if self._may_prove(tensor, recipe) else None
-        if own is None:
+        if not self._may_prove(tensor, recipe):
             return None
+        own = recipe.owned(self._cache)  # the graph may go, or be used up by another backward
         if not site.is_due:
             self.sites.left_out(own)  # from now on a difference is an error
             return RecipeTicket(self, own)
         comparison = self._compare(own, tensor)
         if comparison is None:  # refused, or no room to compare: what is due and unseen is saved
             return None
-        if comparison.is_done:
+        if comparison.done.query():
             return RecipeTicket(self, own) if self.sites.read(comparison) else None
         if not was_proven:
             return RecipeTicket(self, own, comparison)
@@ -140,17 +144,8 @@ class RematStore(TensorStore[RecipeTicket]):
             return False
         return site.visits > 1 or not any(one.load_bytes for one in _leaves(recipe))  # a length may never recur
 
-    def _own(self, recipe: Recipe) -> Recipe | None:
-        """Return the recipe with operands of its own: the graph may go, or be used up by another backward."""
-        try:
-            return recipe.owned(self._cache)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
-
     def _compare(self, recipe: Recipe, tensor: torch.Tensor) -> Comparison | None:
-        needed_bytes, operands = 2 * recipe.steps[-1].nbytes + recipe.scratch_bytes, set(recipe.records)
+        needed_bytes, operands = 2 * recipe.nbytes + recipe.scratch_bytes, set(recipe.records)
         if not self._cache.wait_for(needed_bytes + sum(one.load_bytes for one in operands), operands):
             return None
         try:
@@ -183,12 +178,11 @@ class RematStore(TensorStore[RecipeTicket]):
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
         """
         # In order, or a site's later answer would hide that an earlier one differs.
-        while self._pending and self._pending[0].comparison.is_done:
+        while self._pending and self._pending[0].comparison.done.query():
             pending = self._pending.popleft()
             is_equal, record, ticket = self.sites.read(pending.comparison), pending.record, pending.ticket
             if record is None or ticket is None:
                 continue
-            ticket.comparison = None
             if is_equal and record.is_kept:
                 self._give(record, ticket)
                 continue

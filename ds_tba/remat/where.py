@@ -9,9 +9,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from types import FrameType
 
 from torch import nn
 
@@ -46,15 +45,15 @@ class RunningModule:
         """Return the path of the innermost module that the caller's thread runs; empty outside of all."""
         frame = inspect.currentframe()
         while frame is not None:
-            path = self.path_of(frame)
+            path = self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
             if path is not None:
                 return path
             frame = frame.f_back
         return ""
 
-    def path_of(self, frame: FrameType) -> str | None:
-        """Return the path of the module that a frame calls; None where it calls none."""
-        return self._paths.get(id(frame.f_locals["self"])) if frame.f_code is _CALL else None
+    def path_of(self, module: nn.Module) -> str:
+        """Return the first path of a module in the model; empty for one that is none of it."""
+        return self._paths.get(id(module), "")
 
 
 class ChosenModules:
@@ -71,18 +70,14 @@ class ChosenModules:
     def __init__(self, running: RunningModule, patterns: Mapping[str, Sequence[str]]) -> None:
         self._running = running
         self._patterns = patterns
-        self._reasons: dict[str, str] = {}
-        self._excluded: set[int] = set()
+        self._reasons: dict[str, str] = {}  # by the first of the paths of a module, which ``running`` knows
 
     def watch(self, model: nn.Module) -> dict[str, str]:
         """Choose among the modules of a model; return what is wrong with each pattern that matches none of them."""
-        paths: defaultdict[int, list[str]] = defaultdict(list)  # of a module that stands in several places all
+        paths: defaultdict[nn.Module, list[str]] = defaultdict(list)  # of a module that stands in several places all
         for path, module in model.named_modules(remove_duplicate=False):
-            paths[id(module)].append(path)
-        for key, places in paths.items():
-            self._reasons[places[0]] = self._judged(places)  # the first is the one that RunningModule knows
-            if self._reasons[places[0]]:
-                self._excluded.add(key)
+            paths[module].append(path)
+        self._reasons |= {places[0]: self._judged(places) for places in paths.values()}
         every = [path for places in paths.values() for path in places]
         return {
             pattern: f"{key} has {pattern!r}, which matches no module of the model: the nearest are "
@@ -98,15 +93,19 @@ class ChosenModules:
 
     def excludes_part_of(self, module: nn.Module) -> bool:
         """Return whether any tensor that is saved inside of a module may not leave."""
-        return any(id(one) in self._excluded for one in module.modules())
+        return any(self._reasons.get(self._running.path_of(one)) for one in module.modules())
 
     def _judged(self, places: Sequence[str]) -> str:
-        def matching(key: str) -> Iterator[str]:
-            for one in self._patterns.get(key, ()):  # a module, with all that is inside of it
-                if any(fnmatchcase(path, one) or fnmatchcase(path, f"{one}.*") for path in places):
-                    yield one
-
-        if "only" in self._patterns and not any(matching("only")):
+        """Return why what a module saves may not leave: the patterns name a module with all that is inside of it."""
+        matching = {
+            key: [
+                one
+                for one in patterns
+                if any(fnmatchcase(path, one) or fnmatchcase(path, f"{one}.*") for path in places)
+            ]
+            for key, patterns in self._patterns.items()
+        }
+        if not matching.get("only", True):
             return f'{Eligibility.EXCLUDED.value}: "only" has {", ".join(self._patterns["only"])}'
-        found = next(matching("except"), None)
-        return "" if found is None else f'{Eligibility.EXCLUDED.value}: "except" has {found}'
+        excluding = matching.get("except")
+        return f'{Eligibility.EXCLUDED.value}: "except" has {excluding[0]}' if excluding else ""

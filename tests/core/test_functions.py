@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import next_sequence_number
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.host import HostStore
@@ -347,6 +348,36 @@ def test_a_function_finds_no_attributes_on_its_own_output(is_moved: bool) -> Non
         loss.backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+class Scales(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        ctx.save_for_backward(a)
+        return a * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].scale
+
+
+def test_a_function_finds_the_attributes_of_what_another_thread_has_made() -> None:
+    """Each thread counts its nodes itself, so that the node of another's tensor may have this node's number."""
+    made, number = [], next_sequence_number()
+
+    def make() -> None:
+        x = torch.ones(64, 64, requires_grad=True)
+        while next_sequence_number() < number:
+            x * 1
+        made.append(Marks.apply(x))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert made[0].grad_fn._sequence_nr() == number == next_sequence_number()
+    with TensorCache([], "cpu", 1024).saving():
+        loss = Scales.apply(made[0])
+    loss.sum().backward()
 
 
 @pytest.mark.parametrize("made_by", ["operation", "function"])

@@ -288,7 +288,7 @@ class TwoStreams:
                 return saved.sin().sum()
 
     def is_answered(self) -> list[bool]:
-        return [pending.comparison.is_done for pending in self.store._pending]
+        return [pending.comparison.done.query() for pending in self.store._pending]
 
 
 def test_a_later_answer_does_not_hide_that_an_earlier_one_differs(device: Answers) -> None:

@@ -461,44 +461,29 @@ def test_evaluation_in_between_changes_nothing(make: Make) -> None:
     assert offloader.report().plans == 1
 
 
-def looks(ours: Model) -> list[list[str]]:
-    """What is on each block of a model in the middle of each of its forwards."""
-    found: list[list[str]] = []
-    plain = ours.head.forward
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        words = []
-        for block in ours.layers:
-            assert not block._forward_hooks and not block._forward_pre_hooks
-            words.append("replaced" if "forward" in block.__dict__ else "")
-        found.append(words)
-        return plain(x)
-
-    ours.head.forward = look  # type: ignore[method-assign]
-    return found
-
-
 def test_without_recompute_no_block_has_anything_of_ours(make: Make) -> None:
     ours = model()
-    found = looks(ours)
     offloader = make(ours, recompute=False)
     steps(ours, offloader, [ROWS] * STEPS)
     report = offloader.report()
-    assert found == [[""] * DEPTH] * STEPS and report.plans >= 1
+    assert report.plans >= 1
+    for block in ours.layers:
+        assert not block._forward_hooks and not block._forward_pre_hooks and "forward" not in block.__dict__
     assert report.plan is not None and report.plan["blocks"] == 0
 
 
 @pytest.mark.usefixtures("steady_drives")
-def test_forwards_are_replaced_while_a_step_is_recorded_and_where_a_plan_recomputes_them(make: Make) -> None:
+def test_the_blocks_that_a_plan_has_chosen_run_again(make: Make) -> None:
     def every_second(trace: Any, limits: Any) -> Any:
         again = tuple(number % 2 == 0 for number in range(DEPTH))
         return dataclasses.replace(PLANNERS["recompute"](trace, limits), recomputed_blocks=again)
 
     ours = model()
-    found = looks(ours)
-    steps(ours, make(ours, planner=every_second), [ROWS] * STEPS)
-    assert found[0] == [""] * DEPTH and found[1:FIRST_PLAN] == [["replaced"] * DEPTH] * (FIRST_PLAN - 1)
-    assert found[FIRST_PLAN:] == [["replaced", ""] * (DEPTH // 2)] * (STEPS - FIRST_PLAN)
+    offloader = make(ours, planner=every_second)
+    steps(ours, offloader, [ROWS] * STEPS)
+    in_force = controller_of(offloader).in_force
+    assert in_force is not None and len(in_force.recomputed) == DEPTH // 2
+    assert controller_of(offloader)._blocks.chosen == in_force.recomputed and offloader.report().recomputed_bytes > 0
 
 
 def test_steps_that_compile_are_neither_recorded_nor_counted(make: Make) -> None:

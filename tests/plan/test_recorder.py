@@ -134,9 +134,8 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
     with cache.saving(around=recorder.around):
         x = inputs
         for number, block in enumerate(model):
-            recorder.enter(str(number), [x])
-            x = block(x)
-            recorder.leave()
+            with recorder.passing(str(number), [x]):
+                x = block(x)
         loss = x.sum()
     loss.backward()
     recorder.end()

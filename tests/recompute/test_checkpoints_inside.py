@@ -6,21 +6,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from planners import PLANNERS
 from support import recomputed_training
-from support.doubles import CpuAccelerator
 from support.recomputed_training import DEPTH, WIDTH, Net, Plain, check
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 make = recomputed_training.make
@@ -178,27 +173,3 @@ def test_a_plan_chooses_no_block_of_which_nothing_would_be_freed(
     recomputed_training.check_steps(ours, offloader, twin)
     report = offloader.report()
     assert report.recomputed_bytes == 0 and report.plan is not None and report.plan["recomputed_blocks"] == 0
-
-
-def test_the_advice_of_a_budget_that_nothing_fits_is_not_what_is_set_already(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for recompute in (False, True):
-        caplog.clear()
-        torch.manual_seed(0)
-        model = Embedded(Whole)
-        io = {"backend": "posix", "staging_bytes": 4 << 20, "swap_file_bytes": 64 << 20}
-        config = {
-            "nvme_path": str(tmp_path),
-            "io": io,
-            "activation_budget_bytes": 0,
-            "recompute": recompute,
-            "min_tensor_bytes": 0,
-        }
-        block = OffloadConfig.model_validate(config)
-        offloader = ActivationOffloader(block, AioConfig(), CpuAccelerator())
-        offloader.watch(model, Alone(), PLANNERS["adaptive"])
-        list(recomputed_training.steps(model, offloader, 8))
-        offloader.close()
-        (said,) = [record.message for record in caplog.records if "no plan fits" in record.message]
-        assert ('"recompute": true' in said) is not recompute

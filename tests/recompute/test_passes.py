@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -89,18 +88,6 @@ class ReadsContext(Plain):
         return super().forward(x * SCALE.get())
 
 
-class Given(Plain):
-    """Reads an object among its arguments."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        return super().forward(x * (1 if given is None else given.scale))
-
-
-@dataclass
-class Arguments:
-    scale: float = 1.5
-
-
 # ---- models ---------------------------------------------------------------------------------------------------------
 
 
@@ -120,50 +107,17 @@ class InContext(Net):
             SCALE.reset(token)
 
 
-class Gives(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        self.given = Arguments()
-        return super().forward(x)
-
-    def call(self, layer: Any, x: Tensor) -> Tensor:
-        return layer(x, given=self.given)  # type: ignore[no-any-return]
-
-    def between(self) -> None:
-        self.given.scale += 1
-
-
-class GivesDicts(Net):
-    """Containers are taken apart, so that a change of them later is nobody's concern."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.given = {"scale": 1.5}
-        return super().forward(x)
-
-    def call(self, layer: Any, x: Tensor) -> Tensor:
-        return layer(x, self.given)  # type: ignore[no-any-return]
-
-    def between(self) -> None:
-        self.given["scale"] = 2.5
-
-
-class TakesDicts(Plain):
-    def forward(self, x: Tensor, given: dict[str, float]) -> Tensor:
-        return super().forward(x * given["scale"])
-
-
 STATEFUL: dict[str, tuple[Make, type[Net]]] = {
     "counter": (Counts, Net),
     "own generator": (OwnGenerator, Net),
     "Python's random": (PythonRandom, Net),
     "memory of the last segment": (Memory, SetsMemory),
     "ContextVar": (ReadsContext, InContext),
-    "argument object": (Given, Gives),
 }
 PLAIN: dict[str, tuple[Make, type[Net]]] = {
     "an embedding with max_norm": (Renormalizes, Net),
     "MLP with dropout": (Plain, Net),
     "torch's own": (lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32), Net),
-    "dict argument": (TakesDicts, GivesDicts),
 }
 
 
@@ -206,32 +160,6 @@ def test_a_block_with_state_is_left_out_by_naming_the_others(make: Callable[...,
 
     report = check(make, block, Net, recompute=["layers.0", "*.2"]).report()
     assert report.plan is not None and report.recomputed_bytes > 0
-
-
-class _ReadsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp()
-        ctx.save_for_backward(x, y)
-        return y.sin()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _, y = ctx.saved_tensors
-        return gradient * ctx.saved_tensors[1].cos() * y
-
-
-class ReadsTwice(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_ReadsTwice.apply(x))
-
-
-def test_a_function_that_reads_twice_is_named(make: Callable[..., ActivationOffloader]) -> None:
-    ours = Net(ReadsTwice)
-    offloader = make(ours, recompute=True)
-    with pytest.raises(RecomputationError, match=r"the block 'layers\.2' in backward: .*already unpacked once"):
-        list(steps(ours, offloader, 5))
-    assert offloader.report().recomputed_bytes > 0
 
 
 def test_an_evaluation_with_gradients_under_a_plan_is_exact(make: Callable[..., ActivationOffloader]) -> None:

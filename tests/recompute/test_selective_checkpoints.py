@@ -6,7 +6,6 @@ On PyTorch before 2.14, which does not hand it over, the same tests run on a dou
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -157,12 +156,6 @@ def test_hooks_of_the_user_inside_ours_are_the_users(cache: TensorCache) -> None
     assert moved_bytes(cache) == 3 * BYTES  # of the loss, which is outside of theirs
 
 
-def test_their_warning_is_theirs_too(cache: TensorCache) -> None:
-    """What they have not chosen, we do not choose for them."""
-    with pytest.warns(FutureWarning), cache.saving(), save_on_cpu():
-        checkpointing.checkpoint(Layer(), leaf(SIDE, SIDE), use_reentrant=False, context_fn=selective())
-
-
 def changes_what_was_saved(x: Tensor) -> Tensor:
     return (x @ x).mul_(2).sin()
 
@@ -227,42 +220,11 @@ def test_a_loss_after_forward_too(cache: TensorCache) -> None:
     loss.backward()
 
 
-def test_outside_of_our_hooks_a_call_is_the_users(cache: TensorCache) -> None:
-    with cache.saving():
-        pass
-    with pytest.warns(FutureWarning), save_on_cpu():
+@pytest.mark.parametrize("is_over", [False, True])
+def test_under_other_hooks_a_call_is_the_users(cache: TensorCache, is_over: bool) -> None:
+    """What they have not chosen, we do not choose for them, nor after our forward."""
+    with nullcontext() if is_over else cache.saving(), pytest.warns(FutureWarning), save_on_cpu():
         checkpointing.checkpoint(Layer(), leaf(SIDE, SIDE), use_reentrant=False, context_fn=selective())
-
-
-def test_threads(tmp_path: Path) -> None:
-    """Forwards of two threads, and a third that is none of ours: each gets its own, and nobody else's."""
-    # Without dropout: all threads draw from one generator.
-    layer, x = nn.Sequential(nn.Linear(SIDE, SIDE), nn.Tanh(), nn.Linear(SIDE, SIDE)), torch.randn(SIDE, SIDE)
-
-    def gradients() -> list[Tensor]:
-        result = checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=selective())
-        return list(torch.autograd.grad(result.sum(), list(layer.parameters())))
-
-    expected, errors = gradients(), []
-
-    def with_us(directory: Path) -> None:
-        directory.mkdir()
-        try:
-            with hazards.nvme_cache(directory) as cache:
-                over_layers(selective())(cache.saving)
-                assert moved_bytes(cache) > saved_by_policy()
-        except BaseException as error:
-            errors.append(error)
-            raise
-
-    threads = [threading.Thread(target=with_us, args=(tmp_path / str(index),)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    plain = [gradients() for _ in range(20)]
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert all(torch.equal(one, other) for found in plain for one, other in zip(found, expected, strict=True))
 
 
 # ---- in blocks that plans would recompute ---------------------------------------------------------------------------

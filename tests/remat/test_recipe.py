@@ -1,10 +1,21 @@
-"""A recipe runs its ops as forward did."""
+"""A recipe runs its ops as forward did, and no graph of an earlier forward is entered."""
 
 from __future__ import annotations
 
 import torch
 
-from ds_tba.remat.recipe import as_in_forward
+from ds_tba.core.cache import TensorCache
+from ds_tba.core.tensors import next_sequence_number
+from ds_tba.remat.recipe import Search, as_in_forward
+from ds_tba.remat.rules import RULES
+
+
+def test_nodes_are_told_from_those_of_earlier_forwards() -> None:
+    x = torch.ones(4, requires_grad=True)
+    earlier = x * 2
+    search = Search(TensorCache([], "cpu", 1), RULES, next_sequence_number())
+    later = x * 3
+    assert search.has(later.grad_fn) and not search.has(earlier.grad_fn)
 
 
 def test_autocast_which_has_acted_in_forward_does_not_act_again() -> None:

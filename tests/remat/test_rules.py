@@ -39,20 +39,13 @@ MAKES: dict[str, Make] = {
     "SiluBackward0": lambda a, b: functional.silu(a),
     "GeluBackward0": lambda a, b: functional.gelu(a, approximate="tanh"),
     "ReluBackward0": lambda a, b: functional.relu(a),
-    "LeakyReluBackward0": lambda a, b: functional.leaky_relu(a, 0.2),
-    "EluBackward0": lambda a, b: functional.selu(a),
-    "HardtanhBackward0": lambda a, b: functional.relu6(a),
-    "HardswishBackward0": lambda a, b: functional.hardswish(a),
-    "HardsigmoidBackward0": lambda a, b: functional.hardsigmoid(a),
     "SoftplusBackward0": lambda a, b: functional.softplus(a, 2, 10),
-    "MishBackward0": lambda a, b: functional.mish(a),
     "GluBackward0": lambda a, b: functional.glu(a, 1),
     "SigmoidBackward0": lambda a, b: torch.sigmoid(a),
     "TanhBackward0": lambda a, b: torch.tanh(a),
     "ExpBackward0": lambda a, b: torch.exp(a),
     "RsqrtBackward0": lambda a, b: torch.rsqrt(a),
     "SinBackward0": lambda a, b: torch.sin(a),
-    "ErfBackward0": lambda a, b: torch.erf(a),
     "NegBackward0": lambda a, b: -a,
     "PowBackward0": lambda a, b: a**3,
     "ClampMinBackward0": lambda a, b: a.clamp_min(-0.5),
@@ -68,15 +61,10 @@ MAKES: dict[str, Make] = {
     "ViewBackward0": lambda a, b: a.view(-1).exp(),
     "UnsqueezeBackward0": lambda a, b: a[None].exp(),
     "SqueezeBackward0": lambda a, b: a[None].squeeze().exp(),
-    "SqueezeBackward1": lambda a, b: a[:, :1].squeeze(-1).exp(),
-    "ExpandBackward0": lambda a, b: a[None].expand(3, -1, -1).exp(),
+    "SqueezeBackward1": lambda a, b: a[None].squeeze(0).exp(),
     "TBackward0": lambda a, b: a.t().exp(),
     "TransposeBackward0": lambda a, b: a.transpose(0, -1).exp(),
     "PermuteBackward0": lambda a, b: a.permute(1, 0).exp(),
-    "SelectBackward0": lambda a, b: a.select(1, -2).exp(),
-    "SliceBackward0": lambda a, b: a[:, 1:-3:2].exp(),
-    "SplitBackward0": lambda a, b: a.split(5, -1)[-1].exp(),
-    "UnbindBackward0": lambda a, b: a.unbind(1)[3].exp(),
 }
 # Made on the CPU of other ops; see below.
 ELSEWHERE = {"FusedRmsNormBackward0"}
@@ -159,8 +147,6 @@ def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
     "make",
     [
         lambda a, b: functional.gelu(a),
-        lambda a, b: functional.elu(a, 0.7),
-        lambda a, b: functional.hardtanh(a, -2, 3),
         lambda a, b: a * 0.3,
         lambda a, b: a / 3,
         lambda a, b: a * torch.tensor(0.3),
@@ -174,10 +160,8 @@ def test_a_rule_makes_the_same_bits(name: str, dtype: torch.dtype) -> None:
         lambda a, b: torch.native_dropout(a, 0.0, True)[0],
         lambda a, b: a[:, torch.tensor([2, 2])],
         lambda a, b: a[torch.arange(SIZE[0]) > 3],
-        lambda a, b: a + b[0],
-        lambda a, b: a.float() * b.float(),
         lambda a, b: torch.exp(torch.exp(a.t()) + functional.silu(b).t()),
-        lambda a, b: (a.double() + b).t().clone(),
+        lambda a, b: (a + b).t().clone(),
     ],
 )
 def test_other_forms_of_ops_make_the_same_bits(make: Make, dtype: torch.dtype) -> None:
@@ -310,11 +294,11 @@ def late(run: Run, forward: Callable[[bool], Tensor], parameters: list[Tensor]) 
     assert run.cache.stats.rematerialized_bytes
 
 
-@pytest.mark.parametrize("make", [lambda a, p: a * p, lambda a, p: a + p, lambda a, p: p.bfloat16()])
+@pytest.mark.parametrize("make", [lambda a, p: (a * p).neg(), lambda a, p: a + p, lambda a, p: p.bfloat16()])
 def test_parameters_are_no_operands(make: Make) -> None:
     """DeepSpeed changes them without a version, between two backwards of one forward, say."""
     p = values(1)
-    assert "a parameter" in Run().refusal(lambda a, _: make(a.bfloat16(), p).neg().relu(), values(0), values(1))
+    assert "a parameter" in Run().refusal(lambda a, _: make(a, p), values(0), values(1))
 
 
 @pytest.mark.parametrize("is_buffer", [True, False])
@@ -365,29 +349,24 @@ def test_graphs_of_earlier_forwards_are_not_entered() -> None:
         lambda h: h.to(torch.float64),
     ],
 )
-def test_what_rounds_by_position_is_not_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
-    def moved(a: Tensor) -> Tensor:
-        return order(functional.silu(a)[None, :, :, None].expand(2, -1, -1, 3))
+def test_nothing_is_made_behind_a_copy(order: Callable[[Tensor], Tensor]) -> None:
+    """It may have another order of elements, and other loops round other last bits."""
 
-    a, b = values(0), values(1)
-    with pytest.raises(NoRecipeError, match="another order of elements"):
-        Run().find(lambda x, _: torch.sigmoid(moved(x)), a, b)
-    for make in (torch.neg, lambda h: h * h, lambda h: h + h, torch.relu):  # each element on its own
-        made, recipe = Run().find(lambda x, _, make=make: make(moved(x)), a, b)
-        assert recipe is not None
-        again = made_by(recipe).contiguous()
-        assert torch.equal(again.view(torch.uint8), made.detach().contiguous().view(torch.uint8))
+    def moved(a: Tensor) -> Tensor:
+        return order(functional.silu(a).view(2, 6, 17, 2))
+
+    assert Run().refusal(lambda x, _: torch.sigmoid(moved(x)), values(0), values(1)) == "behind a copy"
 
 
 def test_an_op_in_place_that_would_promote_is_not_made() -> None:
     scale = torch.ones(SIZE[1])
 
     def make(a: Tensor, b: Tensor) -> Tensor:
-        h = functional.silu(a.bfloat16()) * b.bfloat16()
+        h = functional.silu(a) * b
         h.mul_(scale)
         return torch.relu(-h)
 
-    made, recipe = Run().find(make, values(0), values(1))
+    made, recipe = Run().find(make, values(0, torch.bfloat16), values(1, torch.bfloat16))
     assert recipe is not None and made.dtype == torch.bfloat16
     with pytest.raises(NoRecipeError, match="another shape or dtype"):
         made_by(recipe)

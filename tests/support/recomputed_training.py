@@ -33,9 +33,6 @@ class Net(Stack):
     def __init__(self, make: Make) -> None:
         super().__init__(make, DEPTH, nn.Linear(WIDTH, 1))
 
-    def between(self) -> None:
-        """Do what the script does between forward and backward."""
-
 
 @pytest.fixture
 def make(tmp_path: Path, closing: Closing) -> Callable[..., ActivationOffloader]:
@@ -59,7 +56,6 @@ def steps(model: Net, offloader: ActivationOffloader | None, count: int = STEPS)
     for _ in range(count):
         x = torch.randn(ROWS, WIDTH)
         loss = forward(model, x, offloader)
-        model.between()
         loss.backward()
         note_backward(offloader)
         gradients = [parameter.grad.clone() for parameter in model.parameters()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,11 +57,8 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor, recorder: Recorder | None = None) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
-            if recorder is not None:
-                recorder.enter(f"blocks.{number}", [x])
-            x = block(x)
-            if recorder is not None:
-                recorder.leave()
+            with nullcontext() if recorder is None else recorder.passing(f"blocks.{number}", [x]):
+                x = block(x)
         return self.head(x).square().mean()
 
 

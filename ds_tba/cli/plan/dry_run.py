@@ -38,8 +38,7 @@ from ds_tba.errors import ConfigError, DsTbaError, ModelError
 from ds_tba.plan.recorder import Recorder, Scene
 from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import PathRates, Resources
-from ds_tba.recompute.blocks import find_blocks
-from ds_tba.recompute.checkpoint import Blocks
+from ds_tba.recompute import Blocks, find_blocks
 from ds_tba.remat.where import ChosenModules, RunningModule
 from ds_tba.stats import Gauge
 from ds_tba.storage.base import Always
@@ -121,7 +120,7 @@ def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, cl
     with clock:
         with (
             cache.saving(Always((), wait=False), recorder.around),
-            Blocks(blocks, cache).forward(recorder),
+            Blocks(blocks, cache).forward(recorder.passing),
         ):
             output = model(**subject.inputs)
         loss, largest_bytes = loss_of(output), clock.largest_bytes

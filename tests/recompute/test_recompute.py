@@ -23,9 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError
-from ds_tba.recompute import checkpoint as checkpointing
-from ds_tba.recompute.blocks import find_blocks
-from ds_tba.recompute.checkpoint import Blocks
+from ds_tba.recompute import Blocks, digest_of, find_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, LENGTH, BATCH = 16, 8, 4
@@ -103,10 +101,10 @@ class Diary:
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
 
-    def enter(self, path: str, inputs: Sequence[Tensor]) -> None:
+    @contextmanager
+    def passing(self, path: str, inputs: Sequence[Tensor]) -> Iterator[None]:
         self.events.append((path, len(inputs)))
-
-    def leave(self) -> None:
+        yield
         self.events.append(("left", 0))
 
 
@@ -178,10 +176,9 @@ def run(
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("wanted", [(), (0, 2), (0, 1, 2, 3)], ids=["none", "every second", "all"])
-def test_recomputed_passes_are_exact(wanted: tuple[int, ...], dropout: float, amp: bool) -> None:
-    bench = Bench(lambda: Layer(dropout=dropout))
+def test_recomputed_passes_are_exact(wanted: tuple[int, ...], amp: bool) -> None:
+    bench = Bench()
     for seed in (1, 2):
         bench.check(*wanted, seed=seed, amp=amp)
     assert bool(bench.saved_again()) == bool(wanted)
@@ -199,44 +196,37 @@ def test_a_block_that_the_model_checkpoints_runs_again_under_its_checkpoint_alon
 def test_in_a_recorded_forward_all_passes_are_told_of_and_none_is_recomputed() -> None:
     bench, diary = Bench(depth=2), Diary()
     bench.blocks.chosen = frozenset({"layers.1"})
-    with bench.blocks.forward(diary), torch.no_grad():
+    with bench.blocks.forward(diary.passing), torch.no_grad():
         bench.model(torch.ones(1, LENGTH, WIDTH))
-    with bench.blocks.forward(diary):
+    with bench.blocks.forward(diary.passing):
         loss = bench.model(torch.ones(1, LENGTH, WIDTH))
     loss.backward()
     assert diary.events == [("layers.0", 1), ("left", 0), ("layers.1", 1), ("left", 0)] and not bench.saved_again()
 
 
-def test_a_pass_that_raises_is_left() -> None:
-    bench, diary = Bench(depth=2), Diary()
-    with pytest.raises(RuntimeError, match="size of tensor"), bench.blocks.forward(diary):
-        bench.model.layers[0](torch.ones(1, LENGTH, WIDTH + 1))
-    assert diary.events == [("layers.0", 1), ("left", 0)]
-
-
 def test_other_threads_are_not_listened_to() -> None:
     bench, diary = Bench(), Diary()
-    with bench.blocks.forward(diary):
+    with bench.blocks.forward(diary.passing):
         other = threading.Thread(target=run, args=(bench.model, 1))
         other.start()
         other.join()
     assert diary.events == []
 
 
-def test_a_forward_leaves_the_model_as_it_was() -> None:
+def test_a_model_outlives_its_engine_and_has_its_own_forwards() -> None:
     bench = Bench()
-    layer = bench.model.layers[2]
-    layer.forward = own = layer.forward  # an attribute of its own
-    before = [dict(module.__dict__) for module in bench.model.modules()]
-    bench.blocks.chosen = frozenset(bench.paths)
-    with bench.blocks.forward():
-        first = bench.model.layers[0].forward
-        with bench.blocks.forward():
-            assert bench.model.layers[0].forward is first and first.__name__ == "forward"
-        assert bench.model.layers[0].forward is first
-        assert inspect.signature(first) == inspect.signature(own)
-    assert [dict(module.__dict__) for module in bench.model.modules()] == before
-    assert layer.__dict__["forward"] is own
+    layer = bench.model.layers[0]
+    assert layer.forward.__name__ == "forward"
+    assert inspect.signature(layer.forward) == inspect.signature(bench.twin.layers[0].forward)
+    ours = weakref.ref(bench.blocks)
+    del bench.blocks
+    assert ours() is None
+    assert_same(run(bench.model, 7), run(bench.twin, 7))
+    bench.blocks = Blocks(find_blocks(bench.model, ["layers"]), bench.memory)  # of the next engine
+    assert layer.forward.own == type(layer).forward.__get__(layer)
+    with bench.forward(), bench.forward():
+        pass
+    bench.check(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("made", ["deepcopy", "pickle"])
@@ -277,10 +267,10 @@ def test_the_inputs_alone_are_saved_outside_and_freed_in_forward() -> None:
 def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
     bench = Bench()
     layer, calls = bench.model.layers[0], []
-    own = layer.forward
-    theirs = layer.forward = lambda x: (calls.append(1), own(x))[1]
+    ours = layer.forward
+    layer.forward = lambda x: (calls.append(1), ours(x))[1]
     bench.check(0)
-    assert layer.forward is theirs and len(calls) == 2
+    assert len(calls) == 1 and bench.saved_again()
 
 
 # ---- arguments and results ------------------------------------------------------------------------------------------
@@ -490,18 +480,18 @@ def test_a_trunk_that_runs_twice_with_another_adapter_raises_in_every_backward()
 
 
 @pytest.mark.parametrize("make", [Scaled, Offset, Adapters], ids=["in what is saved", "in the output", "an adapter"])
-@pytest.mark.parametrize("before", [0, 2], ids=["at once", "later"])
-def test_a_switch_between_forward_and_backward_raises(make: Callable[[], nn.Module], before: int) -> None:
+def test_a_switch_between_forward_and_backward_raises(make: Callable[[], nn.Module]) -> None:
     bench = Bench(make)
-    for _ in range(before):
-        bench.check(0, 1, 2, 3)
+    bench.check(0, 1, 2, 3)
 
     def backward(loss: Tensor) -> None:
         bench.model.layers[1].scale, bench.model.layers[1].active = 2.0, "reference"
         loss.backward()
+        bench.model.layers[1].scale, bench.model.layers[1].active = 1.0, "policy"
 
     with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs .*naming the others"):
-        bench.micro_step(0, 1, 2, 3, backward=backward)
+        bench.micro_step(0, 1, 2, 3, backward=backward)  # when backward is over: a device answers late
+    bench.check(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("name", ["up.weight", "up.bias", "gain"])
@@ -543,38 +533,15 @@ def test_parameters_that_are_replaced_for_the_call_raise() -> None:
         bench.micro_step(0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("how", ["equal", "one byte", "two rows trade places", "another shape"])
-def test_sums_on_a_device_tell_outputs_apart(how: str) -> None:
-    """As on a device, with the CPU's memory."""
+@pytest.mark.parametrize("how", ["equal", "one byte", "two rows trade places"])
+def test_digests_tell_outputs_apart(how: str) -> None:
     first = torch.randn(64, 1025).to(torch.bfloat16)
     again = first.clone()
     if how == "one byte":
         again.view(torch.uint8)[3, 77] ^= 1
     elif how == "two rows trade places":
         again[[5, 6]] = first[[6, 5]]
-    elif how == "another shape":
-        again = again.view(1025, 64)
-    pairs = [[checkpointing.sums_of(one.view(torch.int16).view(-1)) for one in (first, again)]]
-    differs = how == "another shape" or not all(torch.equal(*pair) for pair in pairs)
-    assert differs == (how != "equal")
-
-
-def test_a_device_answers_at_the_end_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpointing, "_HOST", "none")
-    bench = Bench(Offset)
-    bench.check(0, 1, 2, 3)
-    reached = []
-
-    def backward(loss: Tensor) -> None:
-        bench.model.layers[1].scale = 2.0
-        loss.backward()
-        reached.append(True)
-
-    with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs"):
-        bench.micro_step(0, 1, 2, 3, backward=backward)
-    assert reached
-    bench.model.layers[1].scale = 1.0
-    bench.check(0, 1, 2, 3)
+    assert torch.equal(digest_of(first), digest_of(again)) == (how == "equal")
 
 
 def runs_again() -> bool:
@@ -587,12 +554,6 @@ class Longer(Layer):
         return x.tanh().tanh() if runs_again() else x
 
 
-class Shorter(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x).tanh()
-        return x if runs_again() else x.tanh().tanh()
-
-
 class Wider(Layer):
     def forward(self, x: Tensor) -> Tensor:
         dtype = torch.float64 if runs_again() else torch.float32
@@ -600,12 +561,9 @@ class Wider(Layer):
         return x + 0 * x.to(dtype).tanh().to(torch.float32)  # the same output, whatever a processor's tanh rounds
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [(Longer, "PyTorch cannot recompute"), (Shorter, "output of"), (Wider, "PyTorch cannot recompute")],
-)
-def test_other_tensors_in_a_recomputation_raise_an_error_of_ours(make: Callable[[], nn.Module], words: str) -> None:
-    with pytest.raises(RecomputationError, match=rf"{words} the block 'layers\.3' .*naming the others in"):
+@pytest.mark.parametrize("make", [Longer, Wider])
+def test_other_tensors_in_a_recomputation_raise_an_error_of_ours(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(RecomputationError, match=r"PyTorch cannot recompute the block 'layers\.3' .*the others in"):
         Bench(make).micro_step(0, 1, 2, 3)
 
 

@@ -1,0 +1,309 @@
+"""Finds the repeated layers of a model, and runs chosen ones of them under PyTorch's non-reentrant checkpoint.
+
+A checkpoint (``torch.utils.checkpoint``, ``use_reentrant=False``) restores PyTorch's random numbers and autocast. It
+cannot see state: a block that reads or changes more than its arguments gives other bytes when it runs again. So a
+digest of the output of each pass is compared with that of the run in backward; as a device answers late, it is asked at
+the end of the micro-step. Therefore a block runs again to its end; a checkpoint of the user's inside of it stops where
+it stops without us.
+
+[Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
+one sibling of the same class and shape, and with modules inside. The outermost win: the experts of a mixture are part
+of their layer. But stages that differ in shape (Swin, ResNet) are no layers, nor is a ``Sequential`` in which something
+repeats; what repeats inside of them is. A lone layer that is called many times (ALBERT's) has to be named.
+
+[Note: In the place of forward] Our forward stands in the place of a block's own from the start. It hands on outside of
+our forwards, in compiled code and in a checkpoint of the model's. The model does not hold its engine by it.
+
+[Note: Parameters] ZeRO-3 gathers a parameter when backward needs it, and frees it after the forward of its module. So
+parameters never get to the checkpoint, which would hold the memory that is freed; and what backward has gathered stays
+while a block runs again (:func:`_gathered_stay`). A Function reads the parameter itself (``functions.py``, [Note:
+Originals]): the checkpoint's own alias would become ``.grad`` where a backward returns it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as checkpointing
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
+
+from ds_tba.config import BLOCK
+from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
+from ds_tba.core.residency import Residency
+from ds_tba.core.saved import PassedThrough
+from ds_tba.core.tensors import has_plain_storage, integers_of
+from ds_tba.errors import ActivationModifiedError, ConfigError, RecomputationError
+
+# Containers that nobody calls, and those that hold layers.
+_UNCALLED = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_UNCALLED, nn.Sequential)
+
+_OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
+_COLUMNS = 1024
+
+_LEAVE_OUT = 'Leave it out by naming the others in "recompute", or set "recompute": false'
+_REPAIR = (
+    "As under any checkpoint, a block may not change what it reads (a counter, an adapter that is switched, a cache of "
+    "keys and values: use_cache=False), nor draw random numbers but from PyTorch's default generators. "
+    f"{_LEAVE_OUT}."
+)
+
+# ---- finding blocks -------------------------------------------------------------------------------------------------
+
+
+def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
+    """Return the repeated layers of a model by their paths, in its order; see [Note: Repeated layers].
+
+    A module that stands in several places has its first path. Of modules inside of each other the outermost win.
+
+    Args:
+        patterns: of their paths, or None to find them.
+
+    Raises:
+        ConfigError: a pattern names no module.
+    """
+    modules = {path: module for path, module in model.named_modules() if path and not isinstance(module, _UNCALLED)}
+    if patterns is not None:
+        wanted = {modules[path] for path in matching([*modules], patterns, "blocks")}
+    else:
+        repeated = {one for container in model.modules() for one in _repeated(container)}
+        wanted = {
+            one for one in repeated if not isinstance(one, nn.Sequential) or len(repeated & {*one.modules()}) == 1
+        }
+    found: dict[str, nn.Module] = {}
+    for path, module in modules.items():
+        if module in wanted and not path.startswith(tuple(f"{outer}." for outer in found)):
+            found[path] = module
+    return found
+
+
+def matching(paths: Sequence[str], patterns: Sequence[str], key: str) -> list[str]:
+    """Return the paths that the patterns of a key name; the path of a container names its members.
+
+    Raises:
+        ConfigError: a pattern names none.
+    """
+    named: set[str] = set()
+    for pattern in patterns:
+        its_paths = {path for path in paths if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")}
+        if not its_paths:
+            close = ", ".join(difflib.get_close_matches(pattern, paths, n=3, cutoff=0))
+            raise ConfigError(
+                f'"{BLOCK}.{key}" has {pattern!r}, which matches no module of the model: the nearest are '
+                f"{close or 'none, so name the layers in blocks'}."
+            )
+        named |= its_paths
+    return [path for path in paths if path in named]
+
+
+def _repeated(container: nn.Module) -> Iterator[nn.Module]:
+    """Yield the members of which a neighbour of the same class has half of the parameters, by name and shape.
+
+    Not all: the first layer of T5 has a table that the others lack, the first of a ResNet stage a wider input.
+    """
+    neighbours: dict[type[nn.Module], tuple[nn.Module, set[tuple[str, torch.Size]]]] = {}
+    for member in container._modules.values() if isinstance(container, _CONTAINERS) else ():
+        if member is None or not member._modules or isinstance(member, _UNCALLED):
+            continue
+        # ZeRO-3 has taken the parameters apart; it leaves the shape that each had beside it.
+        shapes = {(name, getattr(one, "ds_shape", one.shape)) for name, one in member.named_parameters()}
+        neighbour, its_shapes = neighbours.get(type(member), (None, set()))
+        if neighbour is not None and 2 * len(shapes & its_shapes) >= max(len(shapes), len(its_shapes)):
+            yield from (neighbour, member)
+        neighbours[type(member)] = member, shapes
+
+
+# ---- running them ---------------------------------------------------------------------------------------------------
+
+_Digests: TypeAlias = list[tuple[tuple[object, ...], torch.Tensor]]
+"""Of all tensors that a block returns: dtype and shape, and a digest on the tensor's device."""
+Listener: TypeAlias = Callable[[str, list[torch.Tensor]], AbstractContextManager[None]]
+"""Returns the context of a pass through a block, from the block's path and inputs; see ``Recorder.passing``."""
+
+
+class Blocks:
+    """The blocks of one model, by their paths in it.
+
+    Attributes:
+        chosen: paths of those that run under a checkpoint.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], cache: Residency, chosen: Collection[str] = ()) -> None:
+        self.chosen = frozenset(chosen)
+        self.cache = cache
+        self.open = threading.local()  # with a ``listener``, perhaps None, while a forward of the thread is open
+        self._answers: list[tuple[str, torch.Tensor]] = []  # of the device: whether the output of a block differs
+        for path, block in blocks.items():
+            # Past __setattr__, which torch.compile's module hands on.
+            block.__dict__["forward"] = _InPlace(self, path, block)
+
+    @contextmanager
+    def forward(self, listener: Listener | None = None) -> Iterator[None]:
+        """Open the forward of a micro-step. With a listener it is told of all passes, and none is checkpointed."""
+        skip_frames((_InPlace.__call__,))
+        self.open.listener = listener
+        try:
+            yield
+        finally:
+            vars(self.open).pop("listener", None)  # one inside of it has ended both
+
+    def compare(self, path: str, first: _Digests, again: _Digests) -> None:
+        """Compare what a pass has returned with what it returns again, on its device."""
+        differs = [torch.tensor([form for form, _ in first] != [form for form, _ in again])]
+        if not differs[0]:
+            differs += [(one != other).any() for (_, one), (_, other) in zip(first, again, strict=True)]
+        self._answers += [(path, one) for one in differs]
+
+    def end_backward(self) -> None:
+        """End the recomputations of a backward, and read the answers of the device.
+
+        Raises:
+            RecomputationError: a block returned other bytes when it ran again, and the gradients are wrong.
+        """
+        self.cache.end_recomputations()
+        answers, self._answers = self._answers, []
+        for path, differs in answers:
+            if differs.item():
+                raise RecomputationError(
+                    f"the output of the block {path!r} differs when its forward runs again: {_REPAIR}"
+                )
+
+
+class _InPlace:
+    """Stands in the place of a block's ``forward``; see [Note: In the place of forward]."""
+
+    def __init__(self, blocks: Blocks, path: str, block: nn.Module) -> None:
+        self.path = path
+        self.block = block
+        self._blocks = weakref.ref(blocks)
+        self.own: Any = block.forward
+        while isinstance(self.own, _InPlace) and self.own._blocks() is None:  # of an engine that is gone
+            self.own = self.own.own
+        functools.update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_compiled = torch.compiler.is_compiling() or is_being_compiled()
+        blocks = None if is_compiled else self._blocks()
+        # Without a graph nothing is saved, and a checkpoint of the model's own runs the block again.
+        if blocks is None or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()) or is_in_checkpoint():
+            return self.own(*args, **kwargs)
+        # A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out.
+        values, tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
+        if blocks.open.listener is not None:
+            with blocks.open.listener(self.path, [one for one in values if isinstance(one, torch.Tensor)]):
+                return self.own(*args, **kwargs)
+        if self.path not in blocks.chosen:
+            return self.own(*args, **kwargs)
+        return self._checkpointed(blocks, [(args, kwargs)], values, tree)
+
+    def _checkpointed(self, blocks: Blocks, given: list[Any], values: list[Any], tree: Any) -> Any:
+        """Run a pass under a checkpoint, which calls it in forward, and in backward with the values it has saved."""
+        first: list[_Digests] = []  # none before forward is over, which may take a gradient of its own
+        users_stop: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", None)
+
+        def one_pass(*values: Any) -> Any:
+            if given:
+                args, kwargs = given.pop()  # with lists of the caller's, to fill; and they are held no longer
+                with set_checkpoint_early_stop(users_stop), self._saving():
+                    output = self.own(*args, **kwargs)
+                first.append(_digests(self.path, output))
+                return output
+            args, kwargs = tree_unflatten(values, tree)
+            with _gathered_stay(self.block), self._saving(blocks.cache):
+                output = self.own(*args, **kwargs)
+            if first:
+                blocks.compare(self.path, first[0], _digests(self.path, output))
+            return output
+
+        with set_checkpoint_early_stop(False):
+            return checkpoint(one_pass, *values, use_reentrant=False)
+
+    @contextmanager
+    def _saving(self, counting: Residency | None = None) -> Iterator[None]:
+        """Keep parameters from the checkpoint's hooks, inside of which this is, and name the block in its errors."""
+        checkpoint_pack, checkpoint_unpack = innermost_hooks()  # type: ignore[misc] # the checkpoint's, so not None
+
+        def pack(tensor: torch.Tensor) -> object:
+            if isinstance(tensor, nn.Parameter):
+                return PassedThrough(tensor)
+            if counting is not None:  # it runs again
+                counting.count_again(tensor)
+            return checkpoint_pack(tensor)
+
+        def unpack(held: object) -> torch.Tensor:
+            try:
+                return held.restore() if isinstance(held, PassedThrough) else checkpoint_unpack(held)
+            except CheckpointError as error:
+                told = f"PyTorch cannot recompute the block {self.path!r} in backward: {error} {_REPAIR}"
+                raise RecomputationError(" ".join(told.split())) from error
+            except ActivationModifiedError as error:
+                raise ActivationModifiedError(f"what the block {self.path!r} reads was modified: {error}") from error
+
+        inside: Any = uncompiled_hooks(pack, unpack)
+        # To a selective checkpoint inside they are none of a user's hooks, and what it saves stays with it.
+        inside.pack_hook._checkpoint_internal, inside.pack_hook._user_hooks = True, None
+        with inside:
+            yield
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return functools.partial, (self.own,)  # a deep copy runs its own
+
+
+@contextmanager
+def _gathered_stay(module: nn.Module) -> Iterator[None]:
+    """Keep parameters that backward has gathered from being freed by the forward that runs again.
+
+    ZeRO-3 keeps at a parameter the numbers of the modules that use it. We are one more, and leave the set as it was.
+    """
+    of_each = [getattr(one, "ds_active_sub_modules", None) for one in module.parameters()]
+    before = [(users, {*users}) for users in of_each if users]
+    for users, _ in before:
+        users.add(_OUR_NUMBER)
+    try:
+        yield
+    finally:
+        for users, then in before:
+            users.discard(_OUR_NUMBER)
+            users |= then
+
+
+# ---- comparing them -------------------------------------------------------------------------------------------------
+
+
+def _digests(path: str, output: object) -> _Digests:
+    """Return the digests of all tensors that a block returns.
+
+    Raises:
+        RecomputationError: one is no plain tensor, so that its bytes cannot be compared.
+    """
+    digests: _Digests = []
+    for tensor in tree_flatten(output)[0]:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            plain = tensor.detach()  # a parameter, say, is one
+            if not has_plain_storage(plain) or plain.is_quantized:
+                raise RecomputationError(
+                    f"the block {path!r} returns a tensor of type {type(tensor).__name__} and layout {tensor.layout}, "
+                    f"whose bytes cannot be compared when it runs again. {_LEAVE_OUT}."
+                )
+            digests.append(((plain.dtype, plain.shape), digest_of(plain)))
+    return digests
+
+
+def digest_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums that change with any one element, and where rows trade places; without a copy of all elements."""
+    numbers = integers_of(tensor).contiguous().view(-1)
+    rows = numbers[: numbers.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+    rest = numbers[rows.numel() :].to(torch.int64)
+    return torch.cat((rows.sum(0, dtype=torch.int64), rows.sum(1, dtype=torch.int64), rest))

@@ -1,1 +1,0 @@
-"""Blocks whose forward runs again in backward."""
