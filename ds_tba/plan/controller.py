@@ -135,7 +135,7 @@ class Controller:
         self._agreement = planning.agreement
         self._clock = machine.clock
         is_synchronous = machine.is_synchronous
-        self._scene = Scene(cache, machine.clock, running, machine.memory, is_synchronous)
+        self._scene = Scene(cache.eligibility_of, machine.clock, running, machine.memory, is_synchronous)
         self._blocks = blocks
         self._chooses_blocks = machine.config.recompute is True
         self._recording: Recording | None = None
@@ -230,8 +230,7 @@ class Controller:
         if self._step is None:
             if self.in_force is None:
                 self._machine.memory.sample()
-            number = 0 if self._recording is not None else self.plans
-            self._step = OptimizerStep(self._clock.mark(), number)
+            self._step = OptimizerStep(self._clock.mark())
         self._step.micro_steps += 1
         self._policy = self._safe
         if self._recording is not None:
@@ -271,8 +270,8 @@ class Controller:
         if self.in_force is None:
             return Action.RECORD if self.feedback.is_due(self._steps) else Action.GO_ON
         step = self._ended[0]
-        # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
-        if step.plan != self.plans or step.has_compiled:
+        # One that compiled would be held against a plan that had no part in its time.
+        if step.has_compiled or len(self._ended) < (self._ended.maxlen or 0):
             return Action.GO_ON
         time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
         return self.feedback.decide(self._steps, time_s, rates, step)
@@ -287,6 +286,7 @@ class Controller:
         recording, self._recording = self._recording, None
         if recording is not None:
             self._take(recording)
+        self._ended.clear()  # or a step of the plan before would be held against the next one
         self.feedback.change(action, self._steps)
         self._make_plan()
 
@@ -318,12 +318,13 @@ class Controller:
                 corrected = replace(self.feedback.corrected(self._trace), resources=self._machine.resources())
                 limits = replace(self._machine.limits(corrected.step_s), movable_share=self.feedback.share)
                 trace = corrected
-        found = self._planning.make(trace, limits)
-        if isinstance(found, Plan):
-            self._follow(found)
+        if not self._planning.makes_plans:  # over once there is a trace, for all ranks at once: they go on talking else
+            self._is_over = not self._agreement.all_reduce_max(int(trace is None))
             return
-        self._is_over = found.is_final  # the last one stays in force
-        if self._planning.makes_plans and self.in_force is None:
+        found = self._planning.make(trace, limits)
+        if found is not None:
+            self._follow(found)
+        elif self.in_force is None:
             self._safe = Always(list(self._stores.values()), wait=False, rematerialize=True)
 
     def _follow(self, found: Plan) -> None:

@@ -108,9 +108,9 @@ def test_without_any_store_storages_are_made_again_all_the_same() -> None:
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in keys)] == [(True, ())] * 2
 
 
-def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> Plan:  # noqa: B008 - frozen
+def costly(*places: Placement, **seconds: float) -> Plan:
     prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0)
-    return Plan("test", TRACE, limits, places, (False, False), (), replace(prediction, **seconds))
+    return Plan("test", TRACE, Limits(), places, (False, False), (), replace(prediction, **seconds))
 
 
 def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
@@ -121,14 +121,6 @@ def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
     summary = found.summary()
     assert (summary["bytes"]["rematerialize"], summary["rematerialized_s"]) == (SIZE, 0.5)
     assert found.identity != costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5).identity
-
-
-def test_the_line_of_a_plan_tells_what_is_written_a_day_and_the_days() -> None:
-    written = {"written_bytes": 10**9}  # in a step of 3 s
-    found = costly(NVME, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0), **written)
-    assert found.describe("").endswith("(+50.0%), 28.80 TB a day (20 days)")
-    assert costly(NVME, KEEP, KEEP, KEEP, KEEP, **written).describe("").endswith(", 28.80 TB a day")
-    assert "a day" not in costly(KEEP, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0)).describe("")
 
 
 def test_other_sizes_are_counted_and_followed_all_the_same() -> None:

@@ -16,8 +16,8 @@ from support.traces import SIZE, UNLIMITED, layers, one_block, pipeline, storage
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
+from ds_tba.plan.replay import Timeline
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.timeline import Timeline
 from ds_tba.plan.trace import BlockTrace, StorageTrace, Trace
 
 K, H, N, R = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.RECOMPUTE
@@ -89,7 +89,7 @@ def test_a_kept_loss_that_nobody_takes_back_fits_any_budget() -> None:
 def test_where_nothing_fits_a_block_larger_than_the_budget_is_moved_and_not_recomputed(has_drive: bool) -> None:
     logits = replace(storage(0.9, 1.0, 1.1, blocks=(-1,)), nbytes=9 * SIZE, is_movable=False)
     saved = [storage(0.1 * number, 3.0 - 0.2 * number) for number in range(5)]
-    machine = traces.resources() if has_drive else replace(traces.resources(), paths=())
+    machine = traces.resources() if has_drive else replace(traces.resources(), **traces.NO_DRIVE)
     trace = Trace((*saved, logits), (BlockTrace("layer.0", 0.0, 0.8, 1.2, 3.0),), machine, 3.0)
     found = adaptive(trace, Limits(activation_budget_bytes=3 * SIZE))
     assert found.recomputed_blocks == (not has_drive,)
@@ -170,7 +170,7 @@ def test_what_is_larger_than_staging_is_moved_for_a_budget() -> None:
 
 
 def test_host_memory_is_used_as_far_as_its_budget_goes() -> None:
-    trace = replace(layers(8, 4, rate=20.0), resources=replace(layers(8, 4, 20.0).resources, paths=()))
+    trace = replace(layers(8, 4, rate=20.0), resources=replace(layers(8, 4, 20.0).resources, **traces.NO_DRIVE))
     plan = adaptive(trace, Limits(host_budget_bytes=10 * SIZE))
     assert plan.placements.count(H) == 10 and plan.prediction.host_bytes == 10 * SIZE
     assert H not in adaptive(trace, Limits()).placements
