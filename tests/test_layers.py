@@ -42,7 +42,6 @@ TESTED_ELSEWHERE = {
     "errors": "messages, in tests/test_documented_messages.py",
     "explain.account": "with the answer and the rows that use it, in test_out_of_memory.py and tests/cli/test_rows.py",
     "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",
-    "plan.timeline": "arrays that the replay and the search read",
     "storage.backends.base": "an interface: tests/contracts/backend.py",
     "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",
     "storage.staging": "on a device, in test_device_staging.py; its buffers, in test_codec.py; else with the store",
@@ -114,7 +113,7 @@ def test_the_core_names_no_room_above_it(name: str) -> None:
 
 
 def test_planning_is_pure() -> None:
-    pure = {f"plan.{name}" for name in ("plan", "replay", "search", "timeline", "trace")}
+    pure = {f"plan.{name}" for name in ("plan", "replay", "search", "trace")}
     assert {one for name in pure for one in imports(name)} - pure == {"config", "wear"}
     assert not {name for name in pure for one in named(name) if one.startswith("torch")}
 

@@ -378,14 +378,18 @@ class Recorder:
 class Recording:
     """The recordings of micro-steps from which one trace is made. Does not decide when to record.
 
+    Args:
+        wanted: how many; an attribute. Without any, nothing is recorded.
+
     Attributes:
         current: the recorder of the running micro-step, if that is recorded.
         steps: optimizer steps since the beginning.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, wanted: int = RECORDINGS) -> None:
         self._scene = scene
         self._clock = scene.clock
+        self.wanted = wanted
         self._done: list[Recorder] = []
         self._before_step = 0  # how many were done before this step
         self._backward_ended: object = None
@@ -396,18 +400,17 @@ class Recording:
     @property
     def is_over(self) -> bool:
         """True if no more need be recorded, or enough steps were tried."""
-        return len(self._done) >= RECORDINGS or self.steps >= MAX_RECORDED_STEPS
+        return len(self._done) >= self.wanted or self.steps >= MAX_RECORDED_STEPS
 
-    def begin(self) -> Recorder | None:
-        """Begin a forward; return its recorder, if it is to be recorded."""
+    def begin(self) -> None:
+        """Begin a micro-step, with a recorder if it is to be recorded."""
         self._keep()
-        self.current = Recorder(self._scene) if len(self._done) < RECORDINGS else None
-        return self.current
+        self.current = Recorder(self._scene) if len(self._done) < self.wanted else None
 
     def end_micro_step(self) -> None:
         """Note that backward is over."""
         self._keep()
-        self._backward_ended = self._clock.mark()
+        self._backward_ended = self._clock.mark() if self.wanted else None
 
     def _keep(self) -> None:
         """Keep the recorder of the last micro-step, whose end a loop need not tell, if it had a whole backward."""

@@ -179,30 +179,24 @@ def five(store: Asked, prefetch_distance: tuple[int, ...]) -> tuple[MicroStep, l
     return step, records
 
 
-def test_the_cache_asks_for_no_more_than_the_distance_says() -> None:
-    store = Asked()
-    step, records = five(store, (1, 1, 3, 2, 1))
-    step.read_ahead(prefetched)
-    counts = [len(store.tickets)]
-    for used in (4, 3, 2, 1, 0):
-        step.read_ahead(prefetched, after=used)
-        counts.append(len(store.tickets))
-    # Of those after the first use only the next; after the second, all three that are left.
-    assert counts == [1, 2, 5, 5, 5, 5]
-    assert store.tickets == [record.ticket for record in reversed(records)]
-
-
-@pytest.mark.parametrize(("distance", "counts"), [((), [5, 5]), ((1,), [1, 5]), ((5, 5), [5, 5])])
-def test_without_a_distance_and_beyond_its_end_the_cache_asks_for_all(
+@pytest.mark.parametrize(
+    ("distance", "counts"),
+    [
+        # Of those after the first use only the next; after the second, all three that are left.
+        ((1, 1, 3, 2, 1), [1, 2, 5, 5, 5, 5]),
+        ((), [5] * 6),
+        ((1,), [1, 5, 5, 5, 5, 5]),
+    ],
+)
+def test_the_cache_asks_for_no_more_than_the_distance_says_and_beyond_its_end_for_all(
     distance: tuple[int, ...], counts: list[int]
 ) -> None:
-    store = Asked()
-    step, _ = five(store, distance)
-    found = []
-    for after in (None, 4):
-        step.read_ahead(prefetched, after)
+    store, found = Asked(), list[int]()
+    step, records = five(store, distance)
+    for used in (None, 4, 3, 2, 1, 0):
+        step.read_ahead(prefetched, used)
         found.append(len(store.tickets))
-    assert found == counts
+    assert found == counts and store.tickets == [record.ticket for record in reversed(records)]
 
 
 def test_the_bounds_of_the_store_hold_with_a_distance_too() -> None:

@@ -68,10 +68,14 @@ def test_a_trace_is_as_if_there_were_no_hooks() -> None:
     assert cache.stats.packed_tensors and found.trace(MACHINE).end_s == pytest.approx(7.0)
 
 
+def begun(recording: Recording) -> Any:
+    recording.begin()
+    return recording.current
+
+
 def record_one(recording: Recording, cache: TensorCache, model: Stack, rows: int = ROWS) -> None:
     """A micro-step."""
-    recorder = recording.begin()
-    assert recorder is not None
+    recorder = begun(recording)
     with cache.saving(around=recorder.around):
         loss = model(torch.randn(rows, WIDTH), recorder)
     loss.backward()
@@ -86,7 +90,7 @@ def test_a_recording_is_over_when_it_has_two(cache: TensorCache) -> None:
         record_one(recording, cache, model)
         ticks.now_s += 0.25
         recording.end_step(ticks.mark())
-    assert recording.is_over and recording.begin() is None
+    assert recording.is_over and begun(recording) is None
     trace = recording.recorded(MACHINE, 1)
     assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
 
@@ -95,14 +99,13 @@ def test_a_forward_without_backward_is_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
     recording, model = Recording(Scene(cache.eligibility_of, ticks, RunningModule())), Stack(ticks)
     for _ in range(2):
-        recorder = recording.begin()
-        assert recorder is not None
+        recorder = begun(recording)
         with cache.saving(around=recorder.around):
             model(torch.randn(ROWS, WIDTH), recorder)
     recording.end_micro_step()
     assert recording.recorded(MACHINE, 1) is None
     recording.end_step(ticks.mark())
-    assert recording.begin() is not None and recording.steps == 1
+    assert begun(recording) is not None and recording.steps == 1
 
 
 def test_a_backward_that_raises_is_no_recording(cache: TensorCache) -> None:
@@ -110,8 +113,7 @@ def test_a_backward_that_raises_is_no_recording(cache: TensorCache) -> None:
     ticks = Ticks()
     recording, model = Recording(Scene(cache.eligibility_of, ticks, RunningModule())), Stack(ticks)
     for fails in (True, False):
-        recorder = recording.begin()
-        assert recorder is not None
+        recorder = begun(recording)
         with cache.saving(around=recorder.around):
             x = torch.randn(ROWS, WIDTH, requires_grad=True)
             if fails:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from support import traces
 from support.replays import ANY, cases, cost, run
@@ -328,17 +328,3 @@ def test_a_faster_link_never_slows_what_goes_to_host_memory(case: tuple[Trace, A
     on_host = Assignment(places, assignment.recomputed)
     faster = both(traces.with_rates(trace, copy=factor), on_host)[1]
     assert faster.step_s <= both(trace, on_host)[1].step_s + 1e-12
-
-
-@given(cases(), st.sampled_from([1.5, 4.0, UNLIMITED]))
-@ANY
-def test_faster_drives_slow_a_plan_by_less_than_what_is_no_longer_handed_over(
-    case: tuple[Trace, Assignment], factor: float
-) -> None:
-    """A write that ends before its storage is used costs a read that a slower one would have spared."""
-    trace, assignment = case
-    assume(trace.resources.read_bytes_per_s)
-    slow, fast = both(trace, assignment)[1], both(traces.with_rates(trace, write=factor, read=factor), assignment)[1]
-    spared_s = max(0, fast.read_bytes - slow.read_bytes) / trace.resources.read_bytes_per_s
-    spared_s = spared_s if slow.forwarded_bytes else 0.0
-    assert fast.step_s <= slow.step_s + 20 * spared_s + 1e-9

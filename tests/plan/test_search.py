@@ -213,16 +213,6 @@ def test_tba_moves_the_prefix_that_the_drive_has_time_for_and_keeps_the_last(rat
     assert tba(rate) == [N] * moved + [K] * (4 - moved)
 
 
-def test_tba_cuts_between_the_scopes_of_a_block() -> None:
-    trace = layers(1, 4, rate=0.9)
-    names = ("attention.q", "attention.k", "mlp.up", "mlp.down")
-    storages = tuple(replace(one, module=f"layers.0.{name}") for one, name in zip(trace.storages, names, strict=True))
-    # Attention: V = 4 storages in T = 3 s.
-    assert list(PLANNERS["tba"](replace(trace, storages=storages), Limits()).placements) == [K] * 4
-    fast = replace(trace, storages=storages, resources=traces.resources(write=1.5 * SIZE))
-    assert list(PLANNERS["tba"](fast, Limits()).placements) == [N, N, K, K]
-
-
 def of_lifetimes(*idle: tuple[float, float], machine: object = None) -> Trace:
     storages = tuple(storage(pack_s, use_s, use_s, (-1,)) for pack_s, use_s in idle)
     return Trace(storages, (), machine or traces.resources(write=UNLIMITED, read=UNLIMITED), 100.0)  # type: ignore[arg-type]
@@ -238,13 +228,6 @@ def test_teraio_moves_the_longest_idle_first_until_the_peak_fits() -> None:
     assert two.count(N) == 1
     assert teraio(trace, Limits(activation_budget_bytes=SIZE)).placements.count(N) == 2
     assert teraio(trace, Limits()).placements == (N, N, N)
-
-
-def test_teraio_prefers_what_takes_off_most_above_capacity() -> None:
-    trace = of_lifetimes((10.0, 90.0), (45.0, 55.0), machine=traces.resources(write=100 * SIZE, read=100 * SIZE))
-    # Both would free 45 to 55; the first is idle for longer, and with no budget that counts.
-    slow = traces.resources(write=SIZE / 30, read=SIZE / 30)
-    assert teraio(replace(trace, resources=slow), Limits()).placements == (N, K)  # the other has no time
 
 
 def test_teraio_uses_host_memory_where_the_drive_has_no_time_and_up_to_its_budget() -> None:
