@@ -11,7 +11,7 @@ from ds_tba.config import Placement
 from ds_tba.plan.controller import ByPlan
 from ds_tba.plan.feedback import OptimizerStep
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.storage.base import Always, Store
+from ds_tba.storage.base import Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
@@ -48,13 +48,6 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     ]
     policy.end()
     assert policy._step == OptimizerStep(None)
-
-
-def test_a_key_that_is_saved_again_with_other_bytes_goes_where_the_first_went() -> None:
-    """The cache asks again for a buffer that was refilled, and for nothing else."""
-    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
-    assert chosen(policy, "x0", "x0", "x1") == [("nvme", "host"), ("nvme", "host"), ()]
-    assert policy._step.unknown_saves == 0
 
 
 def test_all_passes_of_a_block_run_again_together() -> None:
@@ -127,8 +120,3 @@ def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
     assert (policy._step.unknown_saves, policy._step.drift_bytes) == (0, SIZE)
-
-
-def test_always_is_always_the_same() -> None:
-    policy = Always([NVME_STORE], wait=True)
-    assert {policy.choose(key, 1) for key in ("a", "a", "b")} == {policy.choose("c", 2)}
