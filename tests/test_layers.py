@@ -114,7 +114,7 @@ def test_the_core_names_no_room_above_it(name: str) -> None:
 
 def test_planning_is_pure() -> None:
     pure = {f"plan.{name}" for name in ("plan", "replay", "search", "trace")}
-    assert {one for name in pure for one in imports(name)} - pure == {"config", "wear"}
+    assert {one for name in pure for one in imports(name)} - pure == {"config"}
     assert not {name for name in pure for one in named(name) if one.startswith("torch")}
 
 
