@@ -22,16 +22,15 @@ from typing import Any
 
 import numpy as np
 from benchmarking import GIB, JSON, markdown_table, parser_of, provenance, write_json
-from planner_scale import BESIDE_FRACTION, REGIMES, SHAPES, model_trace
+from planner_scale import REGIMES, SHAPES, model_trace
 from planners import PLANNERS
 
-from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning, Value
+from ds_tba.plan.agreement import Alone, Offer, Planning, Value
 from ds_tba.plan.controller import REVIEW_STEPS
 from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
 from ds_tba.plan.plan import Limits, Plan
-from ds_tba.plan.replay import replay
-from ds_tba.plan.timeline import Assignment, Timeline
-from ds_tba.plan.trace import PathRates, Resources, Trace
+from ds_tba.plan.replay import Assignment, Replay, Timeline
+from ds_tba.plan.trace import Resources, Trace
 from ds_tba.wear import DAY_S, TERABYTE
 
 GPUS = 8  # of a node
@@ -76,8 +75,7 @@ class Job:
         """Return what a rank of a node has: its share of the drives' rates."""
         share = (self.drives - (1 - SLOW if slow else 0)) / GPUS
         write, read = share * WRITE_BYTES_PER_S, share * READ_BYTES_PER_S
-        rates = PathRates(write, read, write * BESIDE_FRACTION, read * BESIDE_FRACTION)
-        return replace(self.trace.resources, paths=(rates,))
+        return replace(self.trace.resources, write_bytes_per_s=write, read_bytes_per_s=read)
 
     def plan(self, feedback: Feedback, limits: Limits) -> Plan:
         """Return the plan on which all ranks agree, made by the leader."""
@@ -87,8 +85,8 @@ class Job:
         if self.has_slow:
             self.exchange.offers[-GPUS:] = [replace(offer, resources=self.resources(slow=True))] * GPUS
         found = Planning(PLANNERS["adaptive"], self.exchange).make(trace, limits)
-        if isinstance(found, NoPlan):
-            raise RuntimeError(found.reason)
+        if found is None:
+            raise RuntimeError("no plan")
         return found
 
     def step_s(self, plan: Plan) -> float:
@@ -99,12 +97,11 @@ class Job:
         trace = replace(self.trace, resources=self.resources(slow=slow))
         placements = np.array([int(place) for place in plan.placements], np.int8)
         assignment = Assignment(placements, np.array(plan.recomputed_blocks, bool))
-        return replay(Timeline(trace), assignment, plan.prefetch_distance).cost.step_s
+        return Replay(Timeline(trace), assignment, plan.prefetch_distance).cost.step_s
 
     def rates(self, *, slow: bool) -> tuple[float, float]:
         """Return the rates of a rank's drives, as its feedback compares them."""
-        drives = self.resources(slow=slow).drives
-        return drives.write_bytes_per_s, drives.read_bytes_per_s
+        return self.resources(slow=slow).rates
 
 
 def run(job: Job, limits: Limits) -> dict[str, Any]:

@@ -47,7 +47,7 @@ SETTINGS = {
     "as it is": (False, False), "+ checkpointing": (True, False),
     "offload all": (False, True), "+ checkpointing and NVMe": (True, True),
 }  # fmt: skip
-RATES = 1e9, 1e9, 6e8, 6e8  # of a drive, for times that nobody reads here
+RATES = 1e9, 1e9  # of a drive, for times that nobody reads here
 
 
 def config_in(directory: Path, options: argparse.Namespace) -> str:
@@ -66,7 +66,6 @@ def planned(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
     from ds_tba.cli.plan.rows import FRAGMENTATION, Setup, fixed_rows
     from ds_tba.cli.plan.training import Device, Training
     from ds_tba.config import OffloadConfig
-    from ds_tba.plan.trace import PathRates
 
     io = {"staging_bytes": options.staging_mib * MIB}
     block = {"enabled": False, "min_tensor_bytes": options.min_tensor_kib * 1024, "rematerialize": False, "io": io}
@@ -74,7 +73,7 @@ def planned(folder: str, options: argparse.Namespace) -> dict[str, list[int]]:
     device, recipe = Device("as a CPU", None, 1e11, 1e10, 5e9), recipe_of(folder)
     found: dict[str, list[int]] = {name: [] for name in SETTINGS}
     for sequence in options.lengths:
-        run = dry_run(recipe, 1, sequence, training, device, (PathRates(*RATES),))
+        run = dry_run(recipe, 1, sequence, training, device, RATES)
         setup = Setup(run, training, device, 600.0)
         for row in (one for one in fixed_rows(setup) if one.name in SETTINGS):
             staging_bytes = io["staging_bytes"] if row.cost.written_bytes else 0

@@ -8,7 +8,7 @@ in ``tests/plan/test_against_oracle.py``, and measured by ``races.py curve``.
 Assumptions: shapes from the models' public configs; batch 1 x sequence 8192; no tensor parallelism; every linear
 layer, norm, rotary embedding and activation saves its input, FlashAttention its q, k, v, output and log-sum-exp, the
 loss the logits and their softmax in FP32; time is FLOPs over a sustained rate, backward twice forward; storages below
-1 MiB stay. Drives read as fast as they write and have six tenths of it for each where both run; copies at 50 GB/s each
+1 MiB stay. Drives read as fast as they write; copies at 50 GB/s each
 way; 2 GiB of staging; no host memory. Two regimes: bf16 at 400 TFLOP/s, and FP32 at 50 TFLOP/s, the precision of
 TERAIO's runs.
 """
@@ -28,7 +28,7 @@ from benchmarking import JSON, markdown_table, parser_of, write_json
 from planners import PLANNERS
 
 from ds_tba.plan.plan import Limits
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 
 COUNTS = (1000, 10_000, 100_000)
 PLANNERS_SHOWN = ("recompute", "tba", "teraio", "adaptive")
@@ -36,7 +36,6 @@ SEQUENCE = 8192
 STAGING_BYTES = 2 << 30
 MIN_MOVED_BYTES = 1 << 20
 BUDGET_FRACTION = 0.25
-BESIDE_FRACTION = 0.6
 COPY_BYTES_PER_S = 50e9
 PUBLISHED_S = "31.2 (Llama-3-8B), 37.9 (Granite-8B), 396.6 (Llama-3-70B)"
 
@@ -132,8 +131,7 @@ def model_trace(shape: Shape, regime: Regime, bytes_per_s: float, pieces: int = 
             inputs = tuple(range(first_saved, first_saved + pieces))  # a layer's input, which its first norm saves
             times = (begin, end, end_s - 2 * end, min(end_s, end_s - 2 * begin))
             blocks.append(BlockTrace(f"layers.{number}", *times, inputs))
-    rates = PathRates(bytes_per_s, bytes_per_s, bytes_per_s * BESIDE_FRACTION, bytes_per_s * BESIDE_FRACTION)
-    machine = Resources((rates,), COPY_BYTES_PER_S, COPY_BYTES_PER_S, STAGING_BYTES)
+    machine = Resources(bytes_per_s, bytes_per_s, COPY_BYTES_PER_S, COPY_BYTES_PER_S, STAGING_BYTES)
     return Trace(tuple(storages), tuple(blocks), machine, end_s)
 
 

@@ -41,7 +41,6 @@ TESTED_ELSEWHERE = {
     "errors": "messages, in tests/test_documented_messages.py",
     "explain.account": "with the answer and the rows that use it, in test_out_of_memory.py and tests/cli/test_rows.py",
     "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",
-    "plan.timeline": "arrays that the replay and the search read",
     "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",
 }
 CORE = {"core", "storage", "device", "stats", "wear", "holders", "report", "config", "errors"}
@@ -111,8 +110,8 @@ def test_the_core_names_no_room_above_it(name: str) -> None:
 
 
 def test_planning_is_pure() -> None:
-    pure = {f"plan.{name}" for name in ("plan", "replay", "search", "timeline", "trace")}
-    assert {one for name in pure for one in imports(name)} - pure == {"config", "wear"}
+    pure = {f"plan.{name}" for name in ("plan", "replay", "search", "trace")}
+    assert {one for name in pure for one in imports(name)} - pure == {"config"}
     assert not {name for name in pure for one in named(name) if one.startswith("torch")}
 
 

@@ -156,7 +156,7 @@ class Runner:
     def is_measuring(self) -> bool:
         """True if the next step is recorded, instead of following a plan."""
         controller = self.offloader.controller if self.offloader is not None else None
-        return controller is not None and controller._recording is not None
+        return controller is not None and controller._recording.wanted > 0
 
     def _forward_and_backward(self) -> torch.Tensor:
         workload, offloader = self._workload, self.offloader

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ds_tba.plan.plan import Limits, Plan, Planner, order_of
-from ds_tba.plan.replay import replay
+from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive, plan_of
-from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import Trace
 from planners.tba import tba_assignment
 from planners.teraio import teraio_assignment
@@ -18,7 +17,7 @@ from planners.teraio import teraio_assignment
 def planned(name: str, trace: Trace, limits: Limits, assignment: Assignment) -> Plan:
     """Return the plan of an assignment; it prefetches just in time or as far as allowed, whichever is better."""
     timeline = Timeline(trace)
-    both = [replay(timeline, assignment, distance) for distance in ((), None)]
+    both = [Replay(timeline, assignment, distance) for distance in ((), None)]
     return plan_of(
         name, trace, limits, min(both, key=lambda found: order_of(found.cost, limits, timeline.trace.step_s))
     )

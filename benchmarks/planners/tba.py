@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from ds_tba.config import Placement
-from ds_tba.plan.timeline import Assignment, Timeline
+from ds_tba.plan.replay import Assignment, Timeline
 from ds_tba.plan.trace import StorageTrace, Trace
 
 
@@ -28,7 +28,7 @@ class Scope:
 def tba_assignment(trace: Trace) -> Assignment:
     """Return TBA's choice: the prefix goes to NVMe, everything else is kept."""
     assignment = Timeline(trace).kept
-    if trace.resources.paths and trace.storages:
+    if trace.resources.write_bytes_per_s and trace.storages:
         assignment.placements[: _suffix(trace)] = Placement.NVME
     return assignment
 
@@ -40,7 +40,7 @@ def _suffix(trace: Trace) -> int:
     end_s = max([used_s, *(block.forward_end_s for block in trace.blocks)])
     for scope in scopes[:-1]:
         until_s = 3 * (end_s - start_s) - 2 * (scope.start_s - start_s)
-        if before_bytes + 2 * scope.nbytes > trace.resources.drives.write_bytes_per_s * until_s:
+        if before_bytes + 2 * scope.nbytes > trace.resources.write_bytes_per_s * until_s:
             return scope.first
         before_bytes += scope.nbytes
     return scopes[-1].first

@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits
-from ds_tba.plan.timeline import Assignment, Floats, Ints, Timeline
+from ds_tba.plan.replay import Assignment, Floats, Ints, Timeline
 
 SLICES = 1024
 # A move whose ratio is within this part of the next one's is taken before that one is looked at again.
@@ -82,12 +82,11 @@ class Greedy:
         self._capacity_bytes = limits.activation_budget_bytes or 0
         self._host = np.zeros(SLICES)
         self._host_budget_bytes = limits.host_budget_bytes
-        drives = resources.drives
-        self._ssd = Channel(drives.write_bytes_per_s * slice_s, drives.read_bytes_per_s * slice_s)
+        self._ssd = Channel(resources.write_bytes_per_s * slice_s, resources.read_bytes_per_s * slice_s)
         self._link = Channel(resources.copy_out_bytes_per_s * slice_s, resources.copy_in_bytes_per_s * slice_s)
         # A storage that is larger than staging goes in pieces, for which compute waits: this planner has no such move.
         self._to_ssd = timeline.to_nvme & (timeline.padded_bytes <= resources.staging_bytes)
-        self._ssd_s = _transfer_s(timeline.padded_bytes, drives.write_bytes_per_s, drives.read_bytes_per_s)
+        self._ssd_s = _transfer_s(timeline.padded_bytes, resources.write_bytes_per_s, resources.read_bytes_per_s)
         self._host_s = _transfer_s(timeline.nbytes, resources.copy_out_bytes_per_s, resources.copy_in_bytes_per_s)
 
     def choose(self) -> Assignment:

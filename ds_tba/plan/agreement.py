@@ -22,7 +22,6 @@ from torch import distributed
 
 from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.trace import Resources, Trace, slowest
-from ds_tba.wear import TERABYTE
 
 logger = logging.getLogger(__name__)
 
@@ -118,71 +117,53 @@ class Offer:
     limits: Limits
 
 
-@dataclass(frozen=True, slots=True)
-class NoPlan:
-    """Why there is no plan; the same on every rank.
-
-    Attributes:
-        is_final: the planner failed, and would fail again; else a rank had nothing to offer this time.
-    """
-
-    reason: str
-    is_final: bool
-
-
 class Planning:
     """The making of plans.
 
     Args:
         planner: chooses the placements; None where a trace is wanted, and no plan.
         agreement: the ranks; an attribute.
+
+    Attributes:
+        makes_plans: plans are wanted at all.
     """
 
     def __init__(self, planner: Planner | None, agreement: Agreement) -> None:
         self._planner = planner
         self.agreement = agreement
+        self.makes_plans = planner is not None
         self._warned = set[str]()  # kinds of warnings
 
-    @property
-    def makes_plans(self) -> bool:
-        """True if plans are wanted at all."""
-        return self._planner is not None
-
-    def make(self, trace: Trace | None, limits: Limits) -> Plan | NoPlan:
-        """Return the plan that all ranks follow, or why there is none, which is said in the log. A collective.
+    def make(self, trace: Trace | None, limits: Limits) -> Plan | None:
+        """Return the plan that all ranks follow; None where there is none now, which the log says. A collective.
 
         Args:
             trace: of this rank, as long as one of its steps with everything kept, with the rates of now; without one
                 there is no plan for any rank.
             limits: of the plan, if this rank were alone.
         """
-        if self._planner is None:  # over once there is a trace, for all ranks at once: they go on talking else
-            is_missing = self.agreement.all_reduce_max(int(trace is None))
-            return NoPlan("none is wanted", is_final=not is_missing)
-        found = self._agreed(self._planner, trace, limits)
-        if isinstance(found, Plan):
-            self._warn_of_budget(found, is_asked=limits.activation_budget_bytes is not None)
-        elif isinstance(found, NoPlan) and found.is_final:
-            logger.error("no plan, because %s: activations go where there is room without waiting", found.reason)
-        elif isinstance(found, NoPlan):
-            self._warn_once("no plan", f"no new plan now, because {found.reason}: tried again later")
+        found = self._agreed(trace, limits)
+        if isinstance(found, str):
+            self._warn_once(found, f"no new plan now, because {found}: tried again later")
+            return None
+        self._warn_of_budget(found, is_asked=limits.activation_budget_bytes is not None)
         return found
 
-    def _agreed(self, planner: Planner, trace: Trace | None, limits: Limits) -> Plan | NoPlan:
+    def _agreed(self, trace: Trace | None, limits: Limits) -> Plan | str:
         """Return the plan, or why there is none: the same for every rank."""
         where = self.agreement.where
         own = None if trace is None else Offer(trace.saved_bytes, trace.resources, limits)
         answers: list[Offer | None] = self.agreement.all_gather(own)
         offers = [answer for answer in answers if answer is not None]
         if len(offers) < len(answers):
-            return NoPlan(f"rank {answers.index(None)}{where} has no part in one (its log says why)", is_final=False)
+            return f"rank {answers.index(None)}{where} has no part in one (its log says why)"
         leader = max(range(len(offers)), key=[offer.saved_bytes for offer in offers].__getitem__)
-        found: Plan | NoPlan = NoPlan("the leader has not answered", is_final=False)
-        if leader == self.agreement.rank and trace is not None:
+        found: Plan | str = ""  # of the leader alone
+        if leader == self.agreement.rank and trace is not None and self._planner is not None:
             try:
-                found = _planned(planner, trace, offers, limits)
+                found = _planned(self._planner, trace, offers, limits)
             except Exception as error:  # noqa: BLE001 - see [Note: Answers]; training can go on without a plan
-                found = NoPlan(f"rank {leader}{where} could not plan ({type(error).__name__}: {error})", is_final=True)
+                found = f"rank {leader}{where} could not plan ({type(error).__name__}: {error})"
         return self.agreement.broadcast(found, leader)
 
     def _warn_of_budget(self, found: Plan, *, is_asked: bool) -> None:
@@ -207,10 +188,10 @@ class Planning:
         if found.wears_in_days is not None:
             self._warn_once(
                 "wear",
-                f"ssd.min_life_days {found.limits.min_life_days:g} gives way: {bound} {budget_bytes} takes "
-                f"{found.daily_bytes / TERABYTE:.2f} TB of writes a day from this rank, at which the drives last "
-                f"{found.wears_in_days:.3g} days. For a longer life set activation_budget_bytes to more, or to null, "
-                f"{advice}or a host_budget_bytes; a lower ssd.min_life_days accepts this one",
+                f"ssd.min_life_days {found.limits.min_life_days:g} gives way: with the writes that {bound} "
+                f"{budget_bytes} takes, the drives last {found.wears_in_days:.3g} days. For a longer life set "
+                f"activation_budget_bytes to more, or to null, {advice}or a host_budget_bytes; a lower "
+                "ssd.min_life_days accepts this one",
             )
 
     def _warn_once(self, kind: str, text: str) -> None:

@@ -26,7 +26,7 @@ from ds_tba.plan.agreement import Planning
 from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
 from ds_tba.plan.machine import Machine
 from ds_tba.plan.plan import Limits, Plan
-from ds_tba.plan.recorder import Recorder, Recording, Scene
+from ds_tba.plan.recorder import Recording, Scene
 from ds_tba.plan.trace import Trace
 from ds_tba.recompute import Blocks
 from ds_tba.remat.where import RunningModule
@@ -135,10 +135,10 @@ class Controller:
         self._agreement = planning.agreement
         self._clock = machine.clock
         is_synchronous = machine.is_synchronous
-        self._scene = Scene(cache, machine.clock, running, machine.memory, is_synchronous)
+        self._scene = Scene(cache.eligibility_of, machine.clock, running, machine.memory, is_synchronous)
         self._blocks = blocks
         self._chooses_blocks = machine.config.recompute is True
-        self._recording: Recording | None = None
+        self._recording = Recording(self._scene, 0)
         self._trace: Trace | None = None  # recorded, or that of the plan in force
         self._steps = 0
         self._step: OptimizerStep | None = None  # that runs
@@ -155,7 +155,7 @@ class Controller:
         cache.limit(self._budget_bytes, "activation_budget_bytes")
 
     def close(self) -> None:
-        self._is_over, self._recording = True, None
+        self._is_over, self._recording = True, Recording(self._scene, 0)
 
     # ---- a micro-step -------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Controller:
         continues = self._step is not None and self._cache.expects_forward
         if not continues:
             self._begin()
-        recorder = self._recorder
+        recorder = self._recording.current
         around = None if recorder is None else recorder.around
         prefetch_distance = self._policy.prefetch_distance if isinstance(self._policy, ByPlan) else ()
         with (
@@ -177,7 +177,8 @@ class Controller:
 
     def after_forward(self) -> ForwardHooks | None:
         """See :meth:`TensorCache.after_forward`: to a plan it is a part of the forward, behind its last block."""
-        return self._cache.after_forward(None if self._recorder is None else self._recorder.around)
+        recorder = self._recording.current
+        return self._cache.after_forward(None if recorder is None else recorder.around)
 
     @contextmanager
     def interleaving(self) -> Iterator[None]:
@@ -187,17 +188,14 @@ class Controller:
             with self._cache.interleaving():
                 yield
         except BaseException:  # the step is not over, and shows nothing
-            self._step = None
-            if self._recording is not None:
-                self._recording.current = None
+            self._step = self._recording.current = None
             raise
         finally:
             self.end_micro_step()
 
     def end_micro_step(self) -> None:
         """Note that backward is over."""
-        if self._recording is not None:
-            self._recording.end_micro_step()
+        self._recording.end_micro_step()
         self._cache.end_micro_step()
         self._blocks.end_backward()
 
@@ -209,8 +207,7 @@ class Controller:
         if step is not None:
             step.end(self._clock.mark())
             self._ended.append(step)
-            if self._recording is not None:
-                self._recording.end_step(step.ended, has_compiled=step.has_compiled)
+            self._recording.end_step(step.ended, has_compiled=step.has_compiled)
             if self.in_force is None:
                 self._machine.memory.sample()
         if self._is_over:
@@ -219,7 +216,7 @@ class Controller:
         if step is not None:
             with self._answering("steps say nothing about the plan"):
                 self._wanted = max(self._wanted, self._decide())
-        is_steady = self.in_force is not None and self._recording is None
+        is_steady = self.in_force is not None and not self._recording.wanted
         # By what is alike on all ranks: by anything else, one would wait in a collective that the others never enter.
         if not is_steady or self._agreement.size == 1 or self._steps % REVIEW_STEPS == 0:
             wanted, self._wanted = self._wanted, Action.GO_ON
@@ -230,15 +227,13 @@ class Controller:
         if self._step is None:
             if self.in_force is None:
                 self._machine.memory.sample()
-            number = 0 if self._recording is not None else self.plans
-            self._step = OptimizerStep(self._clock.mark(), number)
+            self._step = OptimizerStep(self._clock.mark())
         self._step.micro_steps += 1
         self._policy = self._safe
-        if self._recording is not None:
-            self._recording.begin()
+        self._recording.begin()
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
-        if plan is not None and not (plan.recomputed and self._recorder):
+        if plan is not None and not (plan.recomputed and self._recording.current):
             self._policy = ByPlan(plan, self._stores, self._step)
 
     def _end_policy(self) -> None:
@@ -247,11 +242,6 @@ class Controller:
             self._policy.end()
 
     # ---- decisions ----------------------------------------------------------------------------------------------
-
-    @property
-    def _recorder(self) -> Recorder | None:
-        """Return the recorder of the running micro-step, if that is recorded."""
-        return None if self._recording is None else self._recording.current
 
     @contextmanager
     def _answering(self, consequence: str) -> Iterator[None]:
@@ -266,13 +256,13 @@ class Controller:
 
     def _decide(self) -> Action:
         """Return the action that this rank asks for."""
-        if self._recording is not None:
+        if self._recording.wanted:
             return Action.PLAN if self._recording.is_over else Action.RECORD
         if self.in_force is None:
             return Action.RECORD if self.feedback.is_due(self._steps) else Action.GO_ON
         step = self._ended[0]
-        # A step of the plan before, or one that compiled, would be held against a plan that had no part in its time.
-        if step.plan != self.plans or step.has_compiled:
+        # One that compiled would be held against a plan that had no part in its time.
+        if step.has_compiled or len(self._ended) < (self._ended.maxlen or 0):
             return Action.GO_ON
         time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
         return self.feedback.decide(self._steps, time_s, rates, step)
@@ -281,12 +271,13 @@ class Controller:
         if action is Action.GO_ON:
             return
         if action is Action.RECORD:
-            if self._recording is None:
+            if not self._recording.wanted:
                 self._recording = Recording(self._scene)
             return
-        recording, self._recording = self._recording, None
-        if recording is not None:
+        recording, self._recording = self._recording, Recording(self._scene, 0)
+        if recording.wanted:
             self._take(recording)
+        self._ended.clear()  # or a step of the plan before would be held against the next one
         self.feedback.change(action, self._steps)
         self._make_plan()
 
@@ -318,12 +309,13 @@ class Controller:
                 corrected = replace(self.feedback.corrected(self._trace), resources=self._machine.resources())
                 limits = replace(self._machine.limits(corrected.step_s), movable_share=self.feedback.share)
                 trace = corrected
-        found = self._planning.make(trace, limits)
-        if isinstance(found, Plan):
-            self._follow(found)
+        if not self._planning.makes_plans:  # over once there is a trace, for all ranks at once: they go on talking else
+            self._is_over = not self._agreement.all_reduce_max(int(trace is None))
             return
-        self._is_over = found.is_final  # the last one stays in force
-        if self._planning.makes_plans and self.in_force is None:
+        found = self._planning.make(trace, limits)
+        if found is not None:
+            self._follow(found)
+        elif self.in_force is None:
             self._safe = Always(list(self._stores.values()), wait=False, rematerialize=True)
 
     def _follow(self, found: Plan) -> None:

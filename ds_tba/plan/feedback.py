@@ -75,8 +75,8 @@ class Feedback:
         self.kept_s = 0.0
         self.growth = 0.0
         self.reason = ""
-        self._plan: Plan | None = None
-        self._rates: tuple[float, ...] = ()
+        self._plan: Plan  # in force, made at these rates
+        self._rates = (0.0, 0.0)
         self._shown_s = 0.0  # the kept step when a plan last moved nothing
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
         self._wait_steps = self._acted_at = 0  # of the back-off, and the step at which it began
@@ -104,19 +104,15 @@ class Feedback:
         longer = self.kept_s * larger / trace.step_s if trace.step_s and self.kept_s else 1.0
         return trace.scaled(longer, larger)
 
-    def planned(self, plan: Plan, rates: tuple[float, ...]) -> None:
-        """Judge steps by a plan from now on.
-
-        Args:
-            rates: of the drives, as the plan has them.
-        """
+    def planned(self, plan: Plan, rates: tuple[float, float]) -> None:
+        """Judge steps by a plan from now on, which was made at these rates of the drives."""
         self._plan, self._rates, self.kept_s, self.growth = plan, rates, plan.trace.step_s, 0.0
 
     def is_due(self, step: int) -> bool:
         """Return whether the wait since the last plan or recording is over; see [Note: One back-off]."""
         return step - self._acted_at >= self._wait_steps
 
-    def decide(self, step: int, time_s: float, rates: tuple[float, ...], seen: OptimizerStep) -> Action:
+    def decide(self, step: int, time_s: float, rates: tuple[float, float], seen: OptimizerStep) -> Action:
         """Return the action to take after a step under the plan.
 
         Args:
@@ -126,8 +122,6 @@ class Feedback:
             seen: the step.
         """
         plan, is_due = self._plan, self.is_due(step)
-        if plan is None:
-            return Action.GO_ON
         if seen.growth > MAX_DRIFT:
             # Where no plan could be made for as large ones, it is tried again when it is due.
             is_larger, self.growth = seen.growth > self.growth, max(self.growth, seen.growth)
@@ -144,8 +138,9 @@ class Feedback:
             return Action.GO_ON
         # The share first: rates that change all the time would keep it from rising.
         found = self._judged(plan, is_due=is_due)
-        changed = self._changed(rates) if is_due and found is Action.GO_ON else ""
-        return self._ask(Action.PLAN, changed) if changed else found
+        if found is Action.GO_ON and is_due and self._have_changed(rates):
+            return self._ask(Action.PLAN, "the drives' rates have changed")
+        return found
 
     def change(self, action: Action, step: int) -> None:
         """Begin anew with another plan, for which the share rises or falls, as all ranks do together.
@@ -158,7 +153,7 @@ class Feedback:
             self.share = min(1.0, self.share + INCREASE)
             return
         self._acted_at, self._wait_steps = step, min(MAX_STEPS, max(MIN_STEPS, 2 * self._wait_steps))
-        if action is Action.FALL and self._plan is not None:
+        if action is Action.FALL:
             lower = min(self.share, self._plan.moved_share) / DECREASE
             self.share = lower if lower >= INCREASE else 0.0  # or no plan would move nothing, and show the kept step
 
@@ -166,13 +161,11 @@ class Feedback:
         self.reason = reason
         return action
 
-    def _changed(self, rates: tuple[float, ...]) -> str:
-        """Return what has changed about the drives; empty if nothing has."""
-        if len(rates) != len(self._rates) or any(
-            not 1 / RATE_CHANGE <= now / planned <= RATE_CHANGE for now, planned in zip(rates, self._rates, strict=True)
-        ):
-            return "the drives' rates have changed"
-        return ""
+    def _have_changed(self, rates: tuple[float, float]) -> bool:
+        return any(
+            not planned / RATE_CHANGE <= now <= planned * RATE_CHANGE
+            for now, planned in zip(rates, self._rates, strict=True)
+        )
 
     def _judged(self, plan: Plan, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
@@ -218,7 +211,6 @@ class OptimizerStep:
 
     Attributes:
         began, ended: marks of the clock, without the time between two steps.
-        plan: number of the plan in force; 0 for none.
         micro_steps: how many there were.
         unknown_saves: that the plan has no storage or no block for.
         missed_bytes: of storages of the plan that were not saved.
@@ -228,7 +220,6 @@ class OptimizerStep:
     """
 
     began: object
-    plan: int = 0
     micro_steps: int = 0
     unknown_saves: int = 0
     missed_bytes: int = 0

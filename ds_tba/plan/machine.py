@@ -21,7 +21,7 @@ from ds_tba.config import OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
-from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.plan.trace import Resources
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.staging import slots_bytes_of
@@ -69,7 +69,7 @@ class Places(Protocol):
     def host(self) -> HostStore | None: ...
     def left_tbw(self) -> float: ...
     def stored_share(self) -> float: ...
-    def rates(self) -> list[tuple[float, float, float, float]]: ...
+    def rates(self) -> tuple[float, float]: ...
     def lane_s_per_byte(self) -> float: ...
 
 
@@ -98,7 +98,7 @@ class Machine:
     def resources(self) -> Resources:
         """Return the rates of now; a path that failed is left out."""
         return Resources(
-            tuple(PathRates(*path) for path in self.tiers.rates()),
+            *self.tiers.rates(),
             *self.copies,
             slots_bytes_of(self.config),
             is_synchronous=self.is_synchronous,
@@ -109,14 +109,9 @@ class Machine:
 
     def limits(self, step_s: float) -> Limits:
         """Return the limits of the cost of a plan for a step that takes so many seconds."""
-        left_tbw, stored_share = self.tiers.left_tbw(), self.tiers.stored_share()
+        tiers, min_life_days = self.tiers, self.config.ssd.min_life_days
         # In bytes of storages, as plans count.
-        write_limit = write_limit_bytes_per_step(left_tbw, self.config.ssd.min_life_days, step_s) / stored_share
-        host_bytes = self.tiers.host.limit_bytes if self.tiers.host is not None else 0
-        return replace(
-            Limits.of(self.config, write_limit),
-            endurance_tbw=left_tbw,
-            stored_share=stored_share,
-            host_budget_bytes=host_bytes,
-            room_bytes=self.memory.room_bytes() / self.sharers,  # at the beginning of a step
-        )
+        write_limit = write_limit_bytes_per_step(tiers.left_tbw(), min_life_days, step_s) / tiers.stored_share()
+        host_bytes = tiers.host.limit_bytes if tiers.host is not None else 0
+        room_bytes = self.memory.room_bytes() / self.sharers  # at the beginning of a step
+        return replace(Limits.of(self.config, write_limit), host_budget_bytes=host_bytes, room_bytes=room_bytes)

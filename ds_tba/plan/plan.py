@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.plan.trace import Trace
-from ds_tba.wear import DAY_S, TERABYTE, life_days
 
 MIB = 1 << 20
 # Replays of one plan differ in the writes that backward comes to cancel.
@@ -31,9 +30,7 @@ class Limits:
         rematerialize: whether storages may be made again from others.
         movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
             budget that fits with more only is kept all the same.
-        min_life_days: days that the user asks the drives to last; quoted where the limit of wear gives way.
-        endurance_tbw: terabytes that the drives still take, as one rank's share; tells how long they last.
-        stored_share: bytes that a drive is written for a byte of storages; below 1 with compression.
+        min_life_days: in which drives wear out where each step writes as much as the limit.
         room_bytes: of the device for activations; the budget where a plan without one would not fit.
     """
 
@@ -45,8 +42,6 @@ class Limits:
     rematerialize: bool = True
     movable_share: float = 1.0
     min_life_days: float | None = None
-    endurance_tbw: float | None = None
-    stored_share: float = 1.0
     room_bytes: float = math.inf
 
     @classmethod
@@ -166,16 +161,10 @@ class Plan:
     @property
     def wears_in_days(self) -> float | None:
         """Return the days that the drives last at the plan's rate, where it writes more than the limit of wear."""
-        limit_bytes, written_bytes = self.limits.write_limit_bytes_per_step, self.prediction.written_bytes
-        if written_bytes <= WEAR_TOLERANCE * limit_bytes:
+        limit_bytes, cost = self.limits.write_limit_bytes_per_step, self.prediction
+        if cost.written_bytes <= WEAR_TOLERANCE * limit_bytes or self.limits.min_life_days is None:
             return None
-        return life_days(self.limits.endurance_tbw, self.daily_bytes)
-
-    @property
-    def daily_bytes(self) -> float:
-        """Return the bytes that the drives are written in a day of such steps."""
-        cost = self.prediction
-        return self.limits.stored_share * cost.written_bytes * DAY_S / cost.step_s if cost.step_s else 0.0
+        return self.limits.min_life_days * limit_bytes / cost.written_bytes * cost.step_s / self.trace.step_s
 
     def describe(self, reason: str) -> str:
         """Describe the plan in one line.
@@ -186,13 +175,9 @@ class Plan:
         cost, step_s = self.prediction, self.trace.step_s
         where = ", ".join(f"{place.word} {nbytes / MIB:.0f} MiB" for place, nbytes in self.bytes_by_placement)
         longer = cost.step_s / step_s - 1 if step_s else 0.0
-        daily_bytes = self.daily_bytes
-        days = life_days(self.limits.endurance_tbw, daily_bytes)
         return (
             f"{self.planner}{', because ' + reason if reason else ''}: {where}; expected peak "
             f"{cost.peak_saved_bytes / MIB:.0f} MiB, step {cost.step_s:.3g} s ({longer:+.1%})"
-            f"{f', {daily_bytes / TERABYTE:.2f} TB a day' if daily_bytes else ''}"
-            f"{'' if days is None else f' ({days:.0f} days)'}"
         )
 
     def summary(self) -> dict[str, object]:
@@ -208,14 +193,7 @@ class Plan:
         }
 
 
-class Planner(Protocol):
-    """Chooses the placements for a trace."""
-
-    def __call__(self, trace: Trace, limits: Limits, /) -> Plan:
-        """Return the plan."""
-        ...
-
-
+Planner = Callable[[Trace, Limits], Plan]  # chooses the placements for a trace
 Order = tuple[bool, bool, float, float, float, int]
 
 

@@ -26,12 +26,11 @@ was recorded in it is dropped, and a later step is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from statistics import median
-from typing import Protocol
 
 import torch
 
@@ -58,26 +57,18 @@ NO_BACKWARD = -1  # of PyTorch, outside of backwards
 HAIR = 2.0**-10
 
 
-class _End(Enum):
-    """An end in the life of a storage."""
-
-    FREED = auto()  # autograd has released a saved tensor
-    EVICTED = auto()  # its loaded bytes are free again, though autograd may want it once more (``retain_graph``)
-    LEFT = auto()  # forward has released a storage that was offloaded
-
-
 class _Ended(Notice):
-    """Tells an end in the life of a storage.
+    """Tells the end of a saved tensor, which autograd has released, or that of a storage in forward.
 
     Attributes:
-        end: which.
         storage: of which.
+        in_forward: forward has released a storage that was offloaded.
     """
 
-    __slots__ = ("end", "storage")
+    __slots__ = ("in_forward", "storage")
 
-    end: _End
     storage: _Storage
+    in_forward: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -95,8 +86,7 @@ class _Storage:
     sources: tuple[int, ...] = ()
     passes: list[int] = field(default_factory=list)
     unpacked: int | None = None
-    freed: int | None = None
-    is_evicted: bool = False
+    freed: int | None = None  # by autograd, for the last time so far
 
 
 @dataclass(slots=True)
@@ -107,6 +97,7 @@ class _Pass:
     entered: int
     inputs: list[int]
     left: int = 0
+    uses: list[int] = field(default_factory=list)  # unpacks of what it saved
 
 
 def _before(times: list[float], moment: int | None) -> float:
@@ -130,20 +121,12 @@ class Recorded:
         self.pass_number = pass_number
 
 
-class SavingCache(Protocol):
-    """Whoever saves tensors: the cache."""
-
-    def eligibility_of(self, tensor: torch.Tensor) -> Eligibility:
-        """Return whether a tensor may leave device memory."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Scene:
     """The surroundings of a recording.
 
     Attributes:
-        cache: which saves tensors.
+        eligibility_of: the cache's.
         clock: of the training device.
         running: tells which module runs.
         memory: is sampled while the trace's clock stands still.
@@ -151,7 +134,7 @@ class Scene:
             copy is done, which says nothing about when forward releases the tensor.
     """
 
-    cache: SavingCache
+    eligibility_of: Callable[[torch.Tensor], Eligibility]
     clock: Clock
     running: RunningModule
     memory: MemoryMeter | None = None
@@ -164,7 +147,6 @@ class Recorder:
     Attributes:
         pauses: marks around all work of ours, during which the trace's clock stands still.
         forwards: the numbers of the next pause and the next storage when each forward began.
-        uses: pause of each unpack, and the number of the pass that saved it.
         ended: mark of the end of backward.
         is_whole: backward was there, and no error has ended it before its end.
     """
@@ -173,7 +155,7 @@ class Recorder:
         self.pauses: list[tuple[object, object]] = []
         self.storages: list[_Storage] = []
         self.forwards: list[tuple[int, int]] = []
-        self.uses: list[tuple[int, int]] = []
+        self.first_use = math.inf  # pause of the first unpack
         self.ended: object = None
         self.is_whole = False
         self._backward = NO_BACKWARD
@@ -207,7 +189,7 @@ class Recorder:
         with self._pause():
             found: list[int] = []
             for tensor in inputs:
-                why = self._scene.cache.eligibility_of(tensor)
+                why = self._scene.eligibility_of(tensor)
                 if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
                     found.append(self._storage_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE).index)
             self._pass_number, self._all_small = len(self._passes), None
@@ -226,7 +208,7 @@ class Recorder:
             storage = None if isinstance(held, PassedThrough) else self._saved(held, tensor)
             recorded = Recorded(held, storage, self._pass_number)
             if storage is not None:
-                self._watch(recorded, _End.FREED, storage)
+                self._watch(recorded, storage, in_forward=False)
             return recorded
 
     def unpack(self, recorded: Recorded) -> torch.Tensor:
@@ -239,16 +221,17 @@ class Recorder:
         with self._pause():
             tensor = self._hooks[1](recorded.held)
             now = len(self.pauses)
-            self.uses.append((now, recorded.pass_number))
+            self.first_use = min(self.first_use, now)
+            if recorded.pass_number != OUTSIDE:
+                self._passes[recorded.pass_number].uses.append(now)
             self._sample_memory()
             storage = recorded.storage
             if storage is not None and storage.unpacked is None:
                 storage.unpacked = now
-                view = recorded.held if isinstance(recorded.held, SavedView) else None
-                if view is not None and view.is_offloaded:
-                    self._watch(tensor.untyped_storage(), _End.EVICTED, storage)
-                elif view is not None:  # a plan cannot move what has no graph and is in use elsewhere
-                    storage.is_movable &= view.record.has_graph or not view.record.refusal
+                held = recorded.held
+                if isinstance(held, SavedView) and not held.is_offloaded:
+                    # A plan cannot move what has no graph and is in use elsewhere.
+                    storage.is_movable &= held.record.has_graph or not held.record.refusal
             return tensor
 
     def _end_backward(self) -> None:
@@ -290,7 +273,7 @@ class Recorder:
         storage.left = len(self.pauses)
         if self._scene.is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
             storage.left = None
-            self._watch(tensor.untyped_storage(), _End.LEFT, storage)
+            self._watch(tensor.untyped_storage(), storage, in_forward=True)
         if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it
             storage.passes.append(self._pass_number)
         return storage
@@ -314,19 +297,18 @@ class Recorder:
         self.storages.append(_Storage(index, nbytes, self._scene.running.path(), now, now, is_movable))
         return self.storages[-1]
 
-    def _watch(self, watched: object, end: _End, storage: _Storage) -> None:
+    def _watch(self, watched: object, storage: _Storage, *, in_forward: bool) -> None:
         """Note the end of an object as an end of a storage."""
         notice = self._ends.watch(watched, _Ended)
-        notice.end, notice.storage = end, storage
+        notice.storage, notice.in_forward = storage, in_forward
 
     def _note(self, notice: _Ended) -> None:
-        end, storage, now = notice.end, notice.storage, len(self.pauses)
         if self.ended is not None:
             return
-        if end is _End.LEFT:
-            storage.left = now
-        elif not storage.is_evicted:  # a retained graph ends after its loaded bytes are free
-            storage.freed, storage.is_evicted = now, end is _End.EVICTED
+        if notice.in_forward:
+            notice.storage.left = len(self.pauses)
+        else:
+            notice.storage.freed = len(self.pauses)
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 
@@ -338,13 +320,10 @@ class Recorder:
             optimizer_s, micro_steps: see :class:`ds_tba.plan.trace.Trace`.
         """
         times = self._times()
-        used: dict[int, list[int]] = {}
-        for pause, number in self.uses:
-            used.setdefault(number, []).append(pause)
-        blocks = [self._block(number, used.get(number, []), times) for number in range(len(self._passes))]
+        blocks = [self._block(number, one, times) for number, one in enumerate(self._passes)]
         storages = [self._row(one, blocks, times) for one in self.storages]
         # Forwards whose backward is yet to come when the last of them is over make no pipeline.
-        is_interleaved = any(self.uses[0][0] < pause for pause, _ in self.forwards)
+        is_interleaved = any(self.first_use < pause for pause, _ in self.forwards)
         forwards = tuple(storage for _, storage in self.forwards) if is_interleaved else ()
         return Trace(tuple(storages), tuple(blocks), resources, times[-1], optimizer_s, micro_steps, forwards)
 
@@ -358,15 +337,14 @@ class Recorder:
             last = after
         return times
 
-    def _block(self, number: int, used: list[int], times: list[float]) -> BlockTrace:
-        found = self._passes[number]
+    def _block(self, number: int, found: _Pass, times: list[float]) -> BlockTrace:
         left_s, started_s, ended_s = times[found.left], times[-1], times[-1]
-        if used:
-            started_s = max(left_s, times[used[0]])
-            ended_s = max(started_s, times[used[-1]])
+        if found.uses:
+            started_s = max(left_s, times[found.uses[0]])
+            ended_s = max(started_s, times[found.uses[-1]])
         inputs = tuple(dict.fromkeys(found.inputs))
         is_own = any(one.passes == [number] and one.index not in inputs for one in self.storages)
-        frees = bool(used) and is_own  # else the model checkpoints the block itself
+        frees = bool(found.uses) and is_own  # else the model checkpoints the block itself
         return BlockTrace(found.module, times[found.entered], left_s, started_s, ended_s, inputs, frees)
 
     def _row(self, found: _Storage, blocks: list[BlockTrace], times: list[float]) -> StorageTrace:
@@ -397,14 +375,18 @@ class Recorder:
 class Recording:
     """The recordings of micro-steps from which one trace is made. Does not decide when to record.
 
+    Args:
+        wanted: how many; an attribute. Without any, nothing is recorded.
+
     Attributes:
         current: the recorder of the running micro-step, if that is recorded.
         steps: optimizer steps since the beginning.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, wanted: int = RECORDINGS) -> None:
         self._scene = scene
         self._clock = scene.clock
+        self.wanted = wanted
         self._done: list[Recorder] = []
         self._before_step = 0  # how many were done before this step
         self._backward_ended: object = None
@@ -415,18 +397,17 @@ class Recording:
     @property
     def is_over(self) -> bool:
         """True if no more need be recorded, or enough steps were tried."""
-        return len(self._done) >= RECORDINGS or self.steps >= MAX_RECORDED_STEPS
+        return len(self._done) >= self.wanted or self.steps >= MAX_RECORDED_STEPS
 
-    def begin(self) -> Recorder | None:
-        """Begin a forward; return its recorder, if it is to be recorded."""
+    def begin(self) -> None:
+        """Begin a micro-step, with a recorder if it is to be recorded."""
         self._keep()
-        self.current = Recorder(self._scene) if len(self._done) < RECORDINGS else None
-        return self.current
+        self.current = Recorder(self._scene) if len(self._done) < self.wanted else None
 
     def end_micro_step(self) -> None:
         """Note that backward is over."""
         self._keep()
-        self._backward_ended = self._clock.mark()
+        self._backward_ended = self._clock.mark() if self.wanted else None
 
     def _keep(self) -> None:
         """Keep the recorder of the last micro-step, whose end a loop need not tell, if it had a whole backward."""

@@ -31,10 +31,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from ds_tba.config import PREFETCH_FRACTION_OF_STAGING, Placement
+from ds_tba.config import IO_ALIGNMENT_BYTES, PREFETCH_FRACTION_OF_STAGING, Placement
 from ds_tba.plan.plan import Prediction
-from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Spans, Timeline
+from ds_tba.plan.trace import OUTSIDE, Trace
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int8]
 
 SLOWER = 1.25
 MIN_DISTANCE = 2
@@ -45,65 +51,120 @@ _PACK, _BEGIN, _USE, _AGAIN = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a replay.
+class Assignment:
+    """A choice for every storage and every block.
 
     Attributes:
-        assignment: where each storage really was: KEEP for those that do not exist or found no room.
-        dropped: storages that the recomputation of their block makes again.
-        cost: of a step.
-        stalls: the storages for which compute waited, and the seconds, in order.
-        prefetch_distance: that was kept to, as in ``Plan``.
+        placements: of each storage if it exists; RECOMPUTE is as KEEP, as it follows from ``recomputed``, and so is
+            what no store would take, and REMATERIALIZE where a source does not exist or is dropped.
     """
 
-    assignment: Assignment
-    dropped: Bools
-    cost: Prediction
-    stalls: list[tuple[int, float]]
-    prefetch_distance: tuple[int, ...]
+    placements: Places
+    recomputed: Bools
 
 
-class _Queue:
-    """Transfers one at a time, in the order in which they are asked for."""
+class Timeline:
+    """The columns of a trace.
 
-    def __init__(self) -> None:
-        self.free_s = 0.0
+    Attributes:
+        trace: as given.
+        nbytes, padded_bytes: sizes, and as they count in staging and on the drive.
+        pack_s, left_s, used_s, freed_s: of each storage: saved, last use in forward, first use in backward, freed.
+        movable, used: of each storage: see ``StorageTrace``.
+        to_nvme: the storages that the NVMe store would take at all.
+        saved: False where nobody saves a storage unless a block that reads it is recomputed.
+        owner: the block whose recomputation makes a storage again; -1 where several blocks saved it, or none.
+        rematerialize_s: to make a storage again from its sources; not a number where that cannot be.
+        recompute_s, backward_start_s, recomputable: of each block.
+        inputs, readers: pairs of a storage and a block that reads it and does not produce it; the same, and the blocks
+            that saved it.
+        sources: pairs of a storage and one that it can be made again of, in the order of the former.
+    """
 
-    def serve(self, from_s: float, took_s: float) -> float:
-        """Return when a transfer is done that may begin at ``from_s``."""
-        self.free_s = max(self.free_s, from_s) + took_s
-        return self.free_s
+    def __init__(self, trace: Trace) -> None:
+        rows, blocks = trace.storages, trace.blocks
+        self.trace = trace
+        self.nbytes: Ints = np.array([row.nbytes for row in rows], np.int64)
+        self.padded_bytes: Ints = -(-self.nbytes // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES
+        self.pack_s: Floats = np.array([row.pack_s for row in rows], float)
+        self.left_s: Floats = np.array([row.last_forward_use_s for row in rows], float)
+        self.used_s: Floats = np.array([row.first_backward_use_s for row in rows], float)
+        self.freed_s: Floats = np.array([row.freed_s for row in rows], float)
+        self.movable: Bools = np.array([row.is_movable for row in rows], bool)
+        self.saved: Bools = np.array([bool(row.blocks) for row in rows], bool)
+        self.to_nvme: Bools = self.movable & (trace.resources.write_bytes_per_s > 0)
+        self.used: Bools = np.array([row.is_used for row in rows], bool)
+        self.owner: Ints = np.array([row.blocks[0] if len(row.blocks) == 1 else OUTSIDE for row in rows], np.int64)
+        self.rematerialize_s: Floats = np.array([row.rematerialize_s for row in rows], float)
+        self.recompute_s: Floats = np.array([block.forward_s for block in blocks], float)
+        self.backward_start_s: Floats = np.array([block.backward_start_s for block in blocks], float)
+        self.recomputable: Bools = np.array([block.is_recomputable for block in blocks], bool)
+        inputs = [(index, number) for number, block in enumerate(blocks) for index in block.inputs]
+        savers = [(index, number) for index, row in enumerate(rows) for number in row.blocks if number != OUTSIDE]
+        self.inputs, self.readers = _pairs(inputs), _pairs(inputs + savers)
+        made = [(index, row) for index, row in enumerate(rows) if row.rematerialize_s is not None]
+        self.sources = _pairs([(index, source) for index, row in made for source in dict.fromkeys(row.sources)])
+
+    @property
+    def kept(self) -> Assignment:
+        """Return the assignment that offloads and recomputes nothing."""
+        return Assignment(np.zeros(len(self.nbytes), np.int8), np.zeros(len(self.recompute_s), np.bool_))
+
+    def alike_forwards(self) -> int:
+        """Return how many alternating forwards make the micro-step, if all of them are alike; else 1."""
+        trace, count = self.trace, len(self.trace.forwards)
+        storages = [(row.module, row.is_movable, bool(row.sources)) for row in trace.storages]
+        blocks = [block.module for block in trace.blocks]
+        per_forward, blocks_per_forward = (len(rows) // max(1, count) for rows in (storages, blocks))
+        is_alike = (
+            trace.forwards == tuple(per_forward * number for number in range(count))
+            and storages == storages[:per_forward] * count
+            and blocks == blocks[:blocks_per_forward] * count
+        )
+        return count if count and is_alike else 1
 
 
-class _Replay:
-    """One micro-step in progress. Times are of the replay, unless they are named ``at_s``: these are of the trace."""
+def _pairs(pairs: list[tuple[int, int]]) -> Ints:
+    return np.asarray(np.array(pairs, np.int64).reshape(-1, 2).T)
+
+
+class Replay:
+    """One micro-step, played to its end. Times are of the replay, those named ``at_s`` and arrays are of the trace.
+
+    Args:
+        distance: see ``Plan.prefetch_distance``; None to find the one that is just in time.
+        may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
+
+    Attributes:
+        exists: of each storage: saved at all.
+        dropped: in forward; its block's recomputation makes the storage again.
+        need_s, freed_s: first needed in backward, and no longer needed by anyone.
+        used: needed in backward at all.
+        assignment: where each storage really was: KEEP for those that do not exist or found no room.
+        stalls: the storages for which compute waited, and the seconds, in order.
+        prefetch_distance: that was kept to, as in ``Plan``.
+        cost: of a step.
+    """
 
     def __init__(
-        self, timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None, may_wait: bool
+        self, timeline: Timeline, assignment: Assignment, distance: Sequence[int] | None = (), *, may_wait: bool = True
     ) -> None:
-        resources, lifetimes = timeline.trace.resources, timeline.lifetimes(assignment)
-        self._timeline, self._resources, self._lifetimes = timeline, resources, lifetimes
-        self._may_wait = may_wait
+        self._timeline, self._resources, self._may_wait = timeline, timeline.trace.resources, may_wait
         # Lists, as indexing an array is slower.
-        self._place: list[int] = lifetimes.placements.tolist()
+        self._place: list[int] = self._places(assignment).tolist()
         self._nbytes: list[int] = timeline.nbytes.tolist()
         self._padded: list[int] = timeline.padded_bytes.tolist()
         self._packed_at_s: list[float] = timeline.pack_s.tolist()
-        drive = resources.drives
-        self._read_beside = drive.read_beside_write_bytes_per_s
-        self._write_rate, self._read_rate = drive.write_bytes_per_s, drive.read_bytes_per_s
-        if timeline.trace.forwards:  # writes and reads alternate all the time
-            self._write_rate, self._read_rate = drive.write_beside_read_bytes_per_s, self._read_beside
-        self._writes, self._reads, self._out, self._in = _Queue(), _Queue(), _Queue(), _Queue()
+        # When the queues of writes, reads, copies out and copies in are free.
+        self._writes_s = self._reads_s = self._out_s = self._in_s = 0.0
         count, blocks = len(self._place), len(timeline.recompute_s)
-        self._copied_s, self._written_s = [0.0] * count, [0.0] * count
-        self._arrived_s = [0.0] * count
+        self._copied_s, self._written_s, self._arrived_s = [0.0] * count, [0.0] * count, [0.0] * count
         # When each storage takes device memory again, and when each block's recomputation begins.
         self._back_s = [0.0] * (count + blocks)
         # The clock: by how much the replay is behind the trace, and since when.
         self._shift_s = self._stall_s = 0.0
         self._shifts: list[tuple[float, float]] = []
-        self._stalls: list[tuple[int, float]] = []
+        self.stalls: list[tuple[int, float]] = []
         # Staging: what is to be written, and what is there for backward, with the bytes that were read for it.
         self._unwritten: deque[int] = deque()
         self._ahead: dict[int, int] = {}
@@ -112,46 +173,66 @@ class _Replay:
         # Reloads, in order: those before the cursor were asked for.
         self._distance = distance
         self._cursor = self._used = 0
+        self._took_s = np.concatenate([timeline.rematerialize_s, timeline.recompute_s])
         self._order, self._events = self._schedule()
-
-    def run(self, beside: Spans | None) -> Outcome:
-        """Play it all; what is held beside storages is part of the peak."""
         acts = self._pack, self._begin, self._use, self._make_again
         for at_s, kind, which in self._events:
             before_s = self._shift_s
             acts[kind](which, at_s)
             if self._shift_s != before_s:
                 self._shifts.append((at_s, self._shift_s))
-        lifetimes = self._lifetimes
-        return Outcome(
-            Assignment(np.array(self._place, np.int8), lifetimes.recomputed),
-            lifetimes.dropped,
-            self._cost(beside),
-            self._stalls,
-            tuple(self._distance or ()),
-        )
+        self.assignment = Assignment(np.array(self._place, np.int8), self._recomputed)
+        self.prefetch_distance = tuple(self._distance or ())
+        self.cost = self._cost()
+
+    def _places(self, assignment: Assignment) -> Places:
+        """Find what is saved, where, and until when; return the placements that can be kept to."""
+        timeline = self._timeline
+        self._recomputed = assignment.recomputed & timeline.recomputable
+        is_input = np.zeros(len(timeline.nbytes), bool)
+        is_input[timeline.inputs[0, self._recomputed[timeline.inputs[1]]]] = True
+        self.exists = timeline.saved | is_input
+        # -1 picks the False: else the last block would drop what no block owns. Its inputs no block can make.
+        self.dropped = np.append(self._recomputed, False)[timeline.owner] & ~is_input
+        self.need_s, self.freed_s, self.used = timeline.used_s.copy(), timeline.freed_s.copy(), timeline.used.copy()
+        storage, block = timeline.readers[:, self._recomputed[timeline.readers[1]]]
+        np.minimum.at(self.need_s, storage, timeline.backward_start_s[block])
+        self.need_s = np.maximum(self.need_s, timeline.left_s)
+        self.used[storage] = True  # by the block that runs again, also where backward itself never asks
+        there = self.exists & ~self.dropped
+        again = there & ~np.isnan(timeline.rematerialize_s) & (assignment.placements == Placement.REMATERIALIZE)
+        again[timeline.sources[0, ~there[timeline.sources[1]]]] = False  # of a dropped source nothing can be made
+        places = np.zeros(len(timeline.nbytes), np.int8)
+        for place, can in (
+            (Placement.HOST, there & timeline.movable),
+            (Placement.NVME, there & timeline.to_nvme),
+            (Placement.REMATERIALIZE, again),
+        ):
+            places[can & (assignment.placements == place)] = place
+        # A source is needed when the first of what is made of it is; it comes before that, so that chains follow.
+        for made, source in timeline.sources[:, again[timeline.sources[0]]].T[::-1].tolist():
+            self.need_s[source] = max(timeline.left_s[source], min(self.need_s[source], self.need_s[made]))
+            self.freed_s[source] = max(self.freed_s[source], self.need_s[made])
+            self.used[source] |= self.used[made]
+        return places
 
     def _schedule(self) -> tuple[list[int], list[tuple[float, int, int]]]:
         """Return the order of first uses of what is offloaded, and the events in order (time, kind, storage or block).
 
         Where times are equal, later packs are used first. Blocks are counted after the storages.
         """
-        timeline, lifetimes = self._timeline, self._lifetimes
-        placements, need_s = lifetimes.placements, lifetimes.need_s
-        moved = np.flatnonzero((placements == _HOST) | (placements == _NVME))
+        timeline, places, need_s = self._timeline, np.array(self._place), self.need_s
+        moved = np.flatnonzero((places == _HOST) | (places == _NVME))
         order = moved[np.lexsort((-moved, need_s[moved]))]
-        order = order[lifetimes.used[order]]
-        self._made = np.flatnonzero((placements == Placement.REMATERIALIZE) & lifetimes.used)
-        blocks = np.flatnonzero(lifetimes.recomputed)
-        again_s = np.concatenate([need_s, timeline.backward_start_s])
-        again = np.concatenate([self._made, blocks + len(placements)])
-        self._again_at_s = np.sort(again_s[again])
-        self._took_s = np.concatenate([timeline.rematerialize_s, timeline.recompute_s])
-        self._again_until_s = np.append(0.0, np.cumsum(self._took_s[again[np.argsort(again_s[again], kind="stable")]]))
+        order = order[self.used[order]]
+        self._made = np.flatnonzero((places == Placement.REMATERIALIZE) & self.used)
+        blocks = np.flatnonzero(self._recomputed)
+        again = np.concatenate([self._made, blocks + len(places)])
+        again_s = np.concatenate([need_s, timeline.backward_start_s])[again]
         # Reading ahead begins with the first unpack of the micro-step, whatever it is of.
-        starts = np.concatenate([need_s[lifetimes.exists], timeline.backward_start_s[blocks]])
+        starts = np.concatenate([need_s[self.exists & self.used], timeline.backward_start_s[blocks]])
         begin_s = np.array([starts.min()]) if len(starts) and len(moved) else np.zeros(0)
-        times, which = [timeline.pack_s[moved], begin_s, need_s[order], again_s[again]], [moved, begin_s, order, again]
+        times, which = [timeline.pack_s[moved], begin_s, need_s[order], again_s], [moved, begin_s, order, again]
         kind = np.repeat([_PACK, _BEGIN, _USE, _AGAIN], [len(one) for one in times])
         at_s, index = np.concatenate(times), np.concatenate(which).astype(np.int64)
         sequence = np.lexsort((kind, at_s))
@@ -161,7 +242,7 @@ class _Replay:
     def _wait(self, storage: int, seconds: float) -> None:
         """Have compute wait for a storage."""
         if seconds > 0:
-            self._stalls.append((storage, seconds))
+            self.stalls.append((storage, seconds))
             self._stall_s += seconds * self._may_wait
             self._shift_s += seconds * self._may_wait
 
@@ -180,17 +261,19 @@ class _Replay:
             if not self._has_room(staged_bytes if self._may_wait else padded):
                 self._place[storage] = _KEEP
                 return
-            now_s += (padded - staged_bytes) / self._write_rate  # pieces follow those that are written
+            now_s += (padded - staged_bytes) / resources.write_bytes_per_s  # pieces follow those that are written
         self._wait(storage, now_s - asked_s)
         took_s = self._nbytes[storage] / resources.copy_out_bytes_per_s
         compute_s = self._nbytes[storage] * resources.compute_s_per_byte
         if resources.is_synchronous:
-            compute_s += took_s
-        copied_s = now_s + compute_s if resources.is_synchronous else self._out.serve(now_s, took_s)
+            copied_s = now_s + (compute_s := compute_s + took_s)
+        else:
+            copied_s = self._out_s = max(self._out_s, now_s) + took_s
         self._copied_s[storage] = copied_s
         self._wait(storage, compute_s)
         if on_drive:
-            self._written_s[storage] = self._writes.serve(copied_s, staged_bytes / self._write_rate)
+            self._writes_s = max(self._writes_s, copied_s) + staged_bytes / resources.write_bytes_per_s
+            self._written_s[storage] = self._writes_s
             self._written_bytes += padded
             self._unwritten.append(storage)
             self._stage(staged_bytes)
@@ -218,11 +301,32 @@ class _Replay:
             self._distance = self._just_in_time(np.array(self._order, np.int64))
         self._read_ahead(at_s)
 
-    def _use(self, storage: int, at_s: float) -> None:
+    def _read_ahead(self, at_s: float) -> None:
+        """Ask for what is used next, as far as staging and the distance allow."""
         now_s = at_s + self._shift_s
+        self._settle(now_s)
+        order, distance = self._order, self._distance or ()
+        reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
+        while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
+            storage = order[self._cursor]
+            on_drive = self._place[storage] == _NVME
+            if on_drive or (self._place[storage] == _HOST and not self._resources.is_synchronous):
+                padded = 0 if self._is_in_staging(storage, now_s) else self._padded[storage]
+                part = PREFETCH_FRACTION_OF_STAGING if on_drive and self._writes_s > now_s else 1.0
+                is_over = self._ahead_bytes + padded > part * self._resources.staging_bytes
+                # One alone may be larger than the bound.
+                if padded and ((is_over and self._ahead_bytes) or (on_drive and not self._has_room(padded))):
+                    return
+                self._ahead[storage] = padded
+                self._ahead_bytes += padded
+                self._stage(padded if on_drive else 0)
+                self._bring(storage, now_s)
+            self._cursor += 1
+
+    def _use(self, storage: int, at_s: float) -> None:
         if self._place[storage] != _KEEP:  # else it found no room at pack
             self._used += 1
-            self._take(storage, now_s)
+            self._take(storage, at_s + self._shift_s)
         self._cursor += self._cursor < len(self._order) and self._order[self._cursor] == storage
         self._read_ahead(at_s)
 
@@ -238,9 +342,9 @@ class _Replay:
             self._ahead_bytes -= self._ahead.pop(storage)
             self._staged_bytes -= padded if self._place[storage] == _NVME and written_s <= now_s else 0
         if is_in_staging:  # handed over, or not written at all
-            write_s = padded / self._write_rate
+            write_s = padded / self._resources.write_bytes_per_s
             if written_s - write_s > now_s:  # not begun: the drive goes on with the next, and is not worn for this one
-                self._writes.free_s = max(now_s, self._writes.free_s - write_s)
+                self._writes_s = max(now_s, self._writes_s - write_s)
                 self._written_bytes -= padded
             self._arrived_s[storage] = now_s + took_s
             self._back_s[storage] = now_s
@@ -260,51 +364,24 @@ class _Replay:
             self._back_s[storage] = self._written_s[storage]
             self._arrived_s[storage] = self._written_s[storage] + took_s  # copies of what was read do not wait for it
             return
-        on_drive = self._place[storage] == _NVME
-        begin_s = max(now_s, self._written_s[storage] if on_drive else self._copied_s[storage])
-        there_s = self._read(begin_s, self._padded[storage]) if on_drive else begin_s
-        self._back_s[storage] = there_s
-        self._arrived_s[storage] = there_s if self._resources.is_synchronous else self._in.serve(there_s, took_s)
-
-    def _read(self, now_s: float, padded: int) -> float:
-        """Return when a read is done: slower as long as there are writes."""
-        beside_s = max(0.0, self._writes.free_s - max(now_s, self._reads.free_s))
-        took_s = padded / self._read_beside
-        if took_s > beside_s:
-            took_s = beside_s + (padded - self._read_beside * beside_s) / self._read_rate
-        self._read_bytes += padded
-        return self._reads.serve(now_s, took_s)
-
-    def _read_ahead(self, at_s: float) -> None:
-        """Ask for what is used next, as far as staging and the distance allow."""
-        now_s = at_s + self._shift_s
-        self._settle(now_s)
-        order, distance = self._order, self._distance or ()
-        reach = min(len(order), self._used + distance[self._used]) if self._used < len(distance) else len(order)
-        while self._cursor < reach and self._packed_at_s[order[self._cursor]] <= at_s:
-            storage = order[self._cursor]
-            on_drive = self._place[storage] == _NVME
-            if on_drive or (self._place[storage] == _HOST and not self._resources.is_synchronous):
-                padded = 0 if self._is_in_staging(storage, now_s) else self._padded[storage]
-                part = PREFETCH_FRACTION_OF_STAGING if on_drive and self._writes.free_s > now_s else 1.0
-                is_over = self._ahead_bytes + padded > part * self._resources.staging_bytes
-                # One alone may be larger than the bound.
-                if padded and ((is_over and self._ahead_bytes) or (on_drive and not self._has_room(padded))):
-                    return
-                self._ahead[storage] = padded
-                self._ahead_bytes += padded
-                self._stage(padded if on_drive else 0)
-                self._bring(storage, now_s)
-            self._cursor += 1
+        there_s = max(now_s, self._copied_s[storage])
+        if self._place[storage] == _NVME:
+            read_s = self._padded[storage] / self._resources.read_bytes_per_s
+            there_s = self._reads_s = max(self._reads_s, now_s, self._written_s[storage]) + read_s
+            self._read_bytes += self._padded[storage]
+        self._back_s[storage] = self._arrived_s[storage] = there_s
+        if not self._resources.is_synchronous:
+            self._arrived_s[storage] = self._in_s = max(self._in_s, there_s) + took_s
 
     def _just_in_time(self, order: Ints) -> list[int]:
         """Return the prefetch distance for these reloads; see [Note: Latest starts]."""
-        timeline, resources, need_s = self._timeline, self._resources, self._lifetimes.need_s[order]
-        use_s = need_s + self._stall_s + self._again_until_s[np.searchsorted(self._again_at_s, need_s, "left")]
+        timeline, resources, need_s = self._timeline, self._resources, self.need_s[order]
+        again = [(at_s, self._took_s[which]) for at_s, kind, which in self._events if kind == _AGAIN]
+        again_s, took_s = np.array(again).reshape(-1, 2).T
+        use_s = need_s + self._stall_s + np.append(0.0, np.cumsum(took_s))[np.searchsorted(again_s, need_s, "left")]
         on_drive = np.array(self._place)[order] == _NVME
-        rate = np.where(use_s <= self._writes.free_s, self._read_beside, self._read_rate)
         copy_s = np.where(resources.is_synchronous, 0.0, timeline.nbytes[order] / resources.copy_in_bytes_per_s)
-        read_s = np.divide(timeline.padded_bytes[order], rate, out=np.zeros(len(order)), where=on_drive)
+        read_s = np.where(on_drive, timeline.padded_bytes[order], 0) / (resources.read_bytes_per_s or 1.0)
         before_s = np.concatenate([[0.0], np.cumsum(np.maximum(read_s, copy_s) * SLOWER)])
         slack_s = use_s - np.where(on_drive, copy_s, 0.0) * SLOWER - before_s[1:]
         starts_s = before_s[:-1] + np.minimum.accumulate(slack_s[::-1])[::-1]
@@ -320,45 +397,36 @@ class _Replay:
 
     # ---- what it came to ----------------------------------------------------------------------------------------
 
-    def _cost(self, beside: Spans | None) -> Prediction:
-        timeline, lifetimes, times = self._timeline, self._lifetimes, self._timeline.trace.micro_steps
-        on_host = np.array(self._place) == _HOST
+    def _cost(self) -> Prediction:
+        timeline, times, on_host = self._timeline, self._timeline.trace.micro_steps, self.assignment.placements == _HOST
+        packed_s, freed_s = self._on_clock(timeline.pack_s, "left"), self._on_clock(self.freed_s, "right")
         return Prediction(
-            self._peak_device_bytes(beside),
+            self._peak_device_bytes(packed_s, freed_s),
             (timeline.trace.end_s + self._shift_s) * times + timeline.trace.optimizer_s,
             self._stall_s * times,
-            float(timeline.recompute_s[lifetimes.recomputed].sum()) * times,
+            float(timeline.recompute_s[self._recomputed].sum()) * times,
             self._written_bytes * times,
             self._read_bytes * times,
             self._forwarded_bytes * times,
-            _peak(
-                self._on_clock(timeline.pack_s[on_host], "left"),
-                self._on_clock(lifetimes.freed_s[on_host], "right"),
-                timeline.nbytes[on_host],
-            ),
+            _peak(packed_s[on_host], freed_s[on_host], timeline.nbytes[on_host]),
             self._peak_staging_bytes,
             float(timeline.rematerialize_s[self._made].sum()) * times,
         )
 
-    def _peak_device_bytes(self, beside: Spans | None) -> int:
+    def _peak_device_bytes(self, packed_s: Floats, freed_s: Floats) -> int:
         """Return the most device bytes that storages hold at once; what begins when another ends counts with it."""
-        timeline, lifetimes = self._timeline, self._lifetimes
-        exists, dropped, nbytes = lifetimes.exists, lifetimes.dropped, timeline.nbytes
-        left_s = self._on_clock(timeline.left_s, "right")
-        freed_s = self._on_clock(lifetimes.freed_s, "right")
-        gone = np.array(self._place) != _KEEP
+        timeline, exists, dropped, nbytes = self._timeline, self.exists, self.dropped, self._timeline.nbytes
+        left_s, gone = self._on_clock(timeline.left_s, "right"), self.assignment.placements != _KEEP
         # A copy under way holds the bytes, also when forward has long released them.
         end_s = np.where(gone, np.maximum(self._copied_s, left_s), np.where(dropped, left_s, freed_s))
-        again = exists & ((gone & lifetimes.used) | dropped)  # a loss that is kept with its graph never comes back
+        again = exists & ((gone & self.used) | dropped)  # a loss that is kept with its graph never comes back
         back_s, from_s = np.array(self._back_s[: len(nbytes)]), np.array([*self._back_s[len(nbytes) :], 0.0])
         back_s = np.where(dropped, from_s[timeline.owner], back_s)
-        begins = [self._on_clock(timeline.pack_s, "left")[exists], back_s[again]]
-        ends, sizes = [end_s[exists], freed_s[again]], [nbytes[exists], nbytes[again]]
-        if beside is not None:
-            begins.append(self._on_clock(beside.begins_s, "right"))
-            ends.append(self._on_clock(beside.ends_s, "left"))
-            sizes.append(beside.nbytes)
-        return _peak(np.concatenate(begins), np.concatenate(ends), np.concatenate(sizes))
+        return _peak(
+            np.concatenate([packed_s[exists], back_s[again]]),
+            np.concatenate([end_s[exists], freed_s[again]]),
+            np.concatenate([nbytes[exists], nbytes[again]]),
+        )
 
     def _on_clock(self, at_s: Floats, side: Literal["left", "right"]) -> Floats:
         """Return times of the trace by the replay's clock, before (left) or after (right) events at that very time."""
@@ -372,21 +440,3 @@ def _peak(begins: Floats, ends: Floats, nbytes: Ints) -> int:
     changes = np.concatenate([nbytes, -nbytes])
     order = np.lexsort((-changes, times))  # begins first: what ends at the same time counts with it
     return int(np.cumsum(changes[order]).max(initial=0))
-
-
-def replay(
-    timeline: Timeline,
-    assignment: Assignment,
-    distance: Sequence[int] | None = (),
-    *,
-    may_wait: bool = True,
-    beside: Spans | None = None,
-) -> Outcome:
-    """Replay an assignment.
-
-    Args:
-        distance: see ``Plan.prefetch_distance``; None to find the one that is just in time.
-        may_wait: whether compute waits; else what finds no room in staging is kept, and other waits are only noted.
-        beside: held on the device, too, and part of the peak.
-    """
-    return _Replay(timeline, assignment, distance, may_wait).run(beside)

@@ -23,8 +23,7 @@ import numpy as np
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import SAME_TIME_S, Limits, Order, Plan, is_outside, order_of
-from ds_tba.plan.replay import Outcome, replay
-from ds_tba.plan.timeline import Assignment, Bools, Floats, Ints, Places, Timeline
+from ds_tba.plan.replay import Assignment, Bools, Floats, Ints, Places, Replay, Timeline
 from ds_tba.plan.trace import Trace
 
 # Steps closer than this fraction of one are equal: the drive is not worn for less.
@@ -48,23 +47,23 @@ def adaptive(trace: Trace, limits: Limits) -> Plan:
     if limits.movable_share < 1 and budget_bytes is not None and found.cost.peak_saved_bytes > budget_bytes:
         found = _Search(timeline, replace(limits, movable_share=1.0)).found()
     # Reading as far as the bounds allow comes too late less often than just in time: of two equal ways it is taken.
-    as_far = replay(timeline, found.assignment)
+    as_far = Replay(timeline, found.assignment)
     if order_of(as_far.cost, limits, trace.step_s) <= order_of(found.cost, limits, trace.step_s):
         found = as_far
     return plan_of("adaptive", trace, limits, found)
 
 
-def plan_of(planner: str, trace: Trace, limits: Limits, outcome: Outcome) -> Plan:
+def plan_of(planner: str, trace: Trace, limits: Limits, found: Replay) -> Plan:
     """Return the plan that a replay found."""
-    places = np.where(outcome.dropped, int(Placement.RECOMPUTE), outcome.assignment.placements).tolist()
+    places = np.where(found.dropped, int(Placement.RECOMPUTE), found.assignment.placements).tolist()
     return Plan(
         planner,
         trace,
         limits,
         tuple(map(list(Placement).__getitem__, places)),
-        tuple(outcome.assignment.recomputed.tolist()),
-        outcome.prefetch_distance,
-        outcome.cost,
+        tuple(found.assignment.recomputed.tolist()),
+        found.prefetch_distance,
+        found.cost,
     )
 
 
@@ -88,8 +87,8 @@ class _Search:
         self._to_nvme: Bools = timeline.to_nvme[:units]
         self._to_host: Bools = timeline.movable[:units] & (self._nbytes <= limits.host_budget_bytes)
         # The best of what was replayed, and of what moves nothing.
-        self._best = self._simplest = replay(timeline, timeline.kept)
-        self._seen: dict[bytes, Outcome] = {}
+        self._best = self._simplest = Replay(timeline, timeline.kept)
+        self._seen: dict[bytes, bool] = {}
         # The most bytes of one forward that are offloaded, written, and held by the host (as many are in flight as make
         # the peak).
         self._movable_bytes = limits.movable_share * self._nbytes[timeline.movable[:units]].sum()
@@ -97,16 +96,16 @@ class _Search:
         in_flight = max(1.0, self._best.cost.peak_saved_bytes / max(1.0, self._nbytes.sum())) if forwards > 1 else 1.0
         self._host_bytes = limits.host_budget_bytes / in_flight
 
-    def found(self) -> Outcome:
+    def found(self) -> Replay:
         """Return the best; one that writes less for about the same time is better."""
         timeline = self._timeline
-        price = self._mean(timeline.rematerialize_s) / (self._nbytes * self._idle_s)
-        may = timeline.rematerializable[: len(self._nbytes)] & self._limits.rematerialize
-        made, blocks = _cheapest(np.flatnonzero(may), price), self._blocks()
+        seconds, blocks = self._mean(timeline.rematerialize_s), self._blocks()  # not a number: cannot be made again
+        made = np.flatnonzero(~np.isnan(seconds) & self._limits.rematerialize)
+        made = _cheapest(made, seconds / (self._nbytes * self._idle_s))
         most = self._grow(len(made), lambda count: self._again_with(made[:count], blocks, 0))
         for besides in (made[:0], made[:most]) if most else (made[:0],):
             self._grow(len(blocks), partial(self._again_with, besides, blocks))
-        if self._has_budget and self._is_within(self._simplest):
+        if self._has_budget and not is_outside(self._order(self._simplest)):
             # Predictions cannot tell a gain as small as that, and drives wear for it.
             gained_s = self._simplest.cost.step_s - self._best.cost.step_s
             return self._best if gained_s > SAME_STEP_FRACTION * timeline.trace.step_s else self._simplest
@@ -136,11 +135,11 @@ class _Search:
         """Bisect how much is computed again, beside what costs no time to move; then how much is moved."""
         moves = cache(lambda count: self._moves(again(count)))
 
-        def beside(count: int) -> Outcome:
+        def beside(count: int) -> bool:
             where, order, free = moves(count)
             return self._moved(again(count), where, order, free)
 
-        alone, _ = self._bisect(most, lambda count: self._replay(again(count)))  # with which nothing is written
+        alone, _ = self._bisect(most, lambda count: self._is_within(again(count)))  # with which nothing is written
         few, many = self._bisect(most, beside)
         # Where sources must be there, a part of it may leave a lower peak than all.
         for count in sorted({few, alone, *(many * part // 4 for part in range(5))}):
@@ -160,22 +159,20 @@ class _Search:
         Host memory, wear and the share bound what is moved.
         """
         where = np.where(self._to_nvme & (again.placements == _KEEP), _NVME, again.placements).astype(np.int8)
-        lifetimes = self._timeline.lifetimes(self._spread(again))
-        is_open = (lifetimes.exists & ~lifetimes.dropped)[: len(where)] & (again.placements == _KEEP)
-        paced = replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
+        paced = Replay(self._timeline, self._spread(Assignment(where, again.recomputed)), may_wait=False)
+        is_open = (paced.exists & ~paced.dropped)[: len(where)] & (again.placements == _KEEP)
         has_room = self._mean(paced.assignment.placements == _NVME) >= 0.5
         is_free = has_room & ~np.isin(np.arange(len(where)), self._unit[[storage for storage, _ in paced.stalls]])
         order = np.lexsort((-self._idle_s, ~has_room, ~is_free))
         order = order[(is_open & (self._to_nvme | self._to_host))[order]]
         order = _fitting(order, self._nbytes, self._movable_bytes)
         written = _fitting(order[self._to_nvme[order]], self._padded, self._write_bytes)
-        rest = order[~(np.isin(order, written) & has_room[order]) & self._to_host[order]]
-        where = np.zeros(len(self._nbytes), np.int8)
-        where[written] = _NVME
         hosted = order[self._to_host[order]]
         if self._nbytes[hosted].sum() > self._host_bytes:  # else nothing need wait for the drive, or wear it
+            rest = hosted[~(np.isin(hosted, written) & has_room[hosted])]
             hosted = _fitting(rest, self._nbytes, self._host_bytes)
-        where[hosted] = _HOST
+        where = np.zeros(len(self._nbytes), np.int8)
+        where[written], where[hosted] = _NVME, _HOST
         # Free ones first, and last what the drives are to be spared, if the budget can do without.
         rank_of = np.where(is_free | (where == _HOST), 0, 1)
         if self._has_budget:
@@ -184,46 +181,44 @@ class _Search:
         order = order[where[order] != _KEEP]
         return where, order[np.argsort(rank_of[order], kind="stable")], int((rank_of[order] == 0).sum())
 
-    def _moved(self, again: Assignment, where: Places, order: Ints, count: int) -> Outcome:
-        """Replay an assignment with the first ``count`` of some units moved."""
+    def _moved(self, again: Assignment, where: Places, order: Ints, count: int) -> bool:
+        """Return whether an assignment is within the limits with the first ``count`` of some units moved."""
         placements, moved = again.placements.copy(), order[:count]
         placements[moved] = where[moved]
-        return self._replay(Assignment(placements, again.recomputed))
+        return self._is_within(Assignment(placements, again.recomputed))
 
     # ---- replays ------------------------------------------------------------------------------------------------
 
-    def _is_within(self, outcome: Outcome) -> bool:
-        return not is_outside(self._order(outcome))
-
-    def _order(self, outcome: Outcome) -> Order:
-        return order_of(outcome.cost, self._limits, self._timeline.trace.step_s)
-
-    def _bisect(self, most: int, outcome: Callable[[int], Outcome]) -> tuple[int, int]:
+    def _bisect(self, most: int, is_within: Callable[[int], bool]) -> tuple[int, int]:
         """Return two neighbouring counts, up to ``most``, between which the limits are just met.
 
         More is called for until a budget is met; without one as long as there is time.
         """
         few, many = 0, most
-        if self._is_within(outcome(few)) == self._has_budget:
+        if is_within(few) == self._has_budget:
             return few, few
-        if self._is_within(outcome(many)) != self._has_budget:
+        if is_within(many) != self._has_budget:
             return many, many
         while many - few > 1:
             middle = (few + many) // 2
-            few, many = (middle, many) if self._is_within(outcome(middle)) != self._has_budget else (few, middle)
+            few, many = (middle, many) if is_within(middle) != self._has_budget else (few, middle)
         return few, many
 
-    def _replay(self, assignment: Assignment) -> Outcome:
-        """Replay an assignment of units just in time, and remember the outcome if it is the best."""
+    def _is_within(self, assignment: Assignment) -> bool:
+        """Replay an assignment of units just in time, and remember it if it is the best."""
         key = assignment.placements.tobytes() + assignment.recomputed.tobytes()
-        found = self._seen.get(key)
-        if found is None:
-            found = self._seen[key] = replay(self._timeline, self._spread(assignment), None)
-            if self._order(found) < self._order(self._best):
+        if key not in self._seen:
+            found = Replay(self._timeline, self._spread(assignment), None)
+            order = self._order(found)
+            self._seen[key] = not is_outside(order)
+            if order < self._order(self._best):
                 self._best = found
-            if not found.cost.written_bytes and self._order(found) < self._order(self._simplest):
+            if not found.cost.written_bytes and order < self._order(self._simplest):
                 self._simplest = found
-        return found
+        return self._seen[key]
+
+    def _order(self, found: Replay) -> Order:
+        return order_of(found.cost, self._limits, self._timeline.trace.step_s)
 
     def _spread(self, assignment: Assignment) -> Assignment:
         return Assignment(assignment.placements[self._unit], assignment.recomputed[self._block])

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from typing import TypeVar
 
-FORMAT = 2  # of the JSON
+FORMAT = 3  # of the JSON
 OUTSIDE = -1
 
 
@@ -85,28 +85,19 @@ class BlockTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class PathRates:
-    """Measured rates of one directory of ``nvme_path``, in bytes per second, alone and while the other kind runs."""
-
-    write_bytes_per_s: float
-    read_bytes_per_s: float
-    write_beside_read_bytes_per_s: float
-    read_beside_write_bytes_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Resources:
-    """The rates and bounds of a machine.
+    """The rates, in bytes per second, and bounds of a machine.
 
     Attributes:
-        paths: the drives; none means that nothing can go to NVMe.
+        write_bytes_per_s, read_bytes_per_s: of all drives together; 0.0 where nothing can go to NVMe.
         copy_out_bytes_per_s, copy_in_bytes_per_s: between device and host memory.
         staging_bytes: bound of what is between device and file.
         is_synchronous: the device copies in the training thread, which waits for it (a CPU).
         compute_s_per_byte: kernel time that moving a storage out and back takes, for each byte.
     """
 
-    paths: tuple[PathRates, ...]
+    write_bytes_per_s: float
+    read_bytes_per_s: float
     copy_out_bytes_per_s: float
     copy_in_bytes_per_s: float
     staging_bytes: int
@@ -114,14 +105,9 @@ class Resources:
     compute_s_per_byte: float = 0.0
 
     @property
-    def drives(self) -> PathRates:
-        """Return the sums over all paths; zeros without any."""
-        return PathRates(*(sum(getattr(path, one.name) for path in self.paths) for one in fields(PathRates)))
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Return the rates of each path, in bytes per second: writes, then reads."""
-        return tuple(rate for path in self.paths for rate in (path.write_bytes_per_s, path.read_bytes_per_s))
+    def rates(self) -> tuple[float, float]:
+        """Return the rates of the drives, in bytes per second: of writes, then of reads."""
+        return self.write_bytes_per_s, self.read_bytes_per_s
 
 
 Row = TypeVar("Row", StorageTrace, BlockTrace)
@@ -183,16 +169,9 @@ def _stretched(row: Row, factor: float) -> Row:
 
 
 def slowest(machines: Sequence[Resources]) -> Resources:
-    """Return the lowest of each rate over all machines, of all paths of each together, and the least staging.
+    """Return the lowest of each rate over all machines, and the least staging.
 
-    Where one machine has no path, nothing can go to NVMe.
+    Where one machine has no drive, nothing can go to NVMe.
     """
-    drives = [astuple(machine.drives) for machine in machines if machine.paths]
-    return Resources(
-        (PathRates(*map(min, zip(*drives, strict=True))),) if len(drives) == len(machines) else (),
-        min(machine.copy_out_bytes_per_s for machine in machines),
-        min(machine.copy_in_bytes_per_s for machine in machines),
-        min(machine.staging_bytes for machine in machines),
-        is_synchronous=any(machine.is_synchronous for machine in machines),
-        compute_s_per_byte=max(machine.compute_s_per_byte for machine in machines),
-    )
+    columns = [*zip(*map(astuple, machines), strict=True)]
+    return Resources(*map(min, columns[:-2]), *map(max, columns[-2:]))

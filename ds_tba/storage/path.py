@@ -38,7 +38,7 @@ from typing import Any, TypeAlias
 
 from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.errors import PathError
-from ds_tba.stats import KindMeter, PathMeter, RecentRate, expanded, readable
+from ds_tba.stats import PathMeter, RecentRate, expanded, readable
 from ds_tba.storage.backends import IoBackend, IoHandle
 from ds_tba.storage.staging import SpanAllocator
 
@@ -198,15 +198,14 @@ class SwapPath:
             "failure": self.failure,
         }
 
-    def rates(self) -> tuple[float, float, float, float]:
-        """Return the bytes per second of writes, of reads, and of each while the other runs. Call it under the lock.
+    def rates(self) -> tuple[float, float]:
+        """Return the bytes per second of writes and of reads, as of late. Call it under the lock.
 
         A kind that has moved nothing yet counts as the other one; where neither has, both are a guess.
         """
-        writes, reads = self.meter.writes, self.meter.reads
-        guess = writes.recent.bytes_per_s or reads.recent.bytes_per_s or 1 / RecentRate.UNKNOWN_S_PER_BYTE
-        (write, concurrent_write), (read, concurrent_read) = (_rates_of(kind, guess) for kind in (writes, reads))
-        return write, read, concurrent_write, concurrent_read
+        writes, reads = self.meter.writes.recent.bytes_per_s, self.meter.reads.recent.bytes_per_s
+        guess = 1 / RecentRate.UNKNOWN_S_PER_BYTE
+        return writes or reads or guess, reads or writes or guess
 
     def grow(self, nbytes: int) -> None:
         """Have the file grow by so many bytes at least, or be full, and say so. Without the lock: a drive may hang."""
@@ -236,13 +235,6 @@ class SwapPath:
         logger.warning(
             "%s: %s (%s); from here on activations stay in memory instead", self.file.directory, what, self.failure
         )
-
-
-def _rates_of(kind: KindMeter, guess: float) -> tuple[float, float]:
-    """Return the bytes per second of a kind alone, and while the other one runs."""
-    alone = kind.alone.bytes_per_s or kind.concurrent.bytes_per_s or guess
-    # A rate without recent transfers stays as it was, but neither kind is faster while the other runs.
-    return alone, min(kind.concurrent.bytes_per_s or alone, alone)
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

@@ -111,12 +111,13 @@ class Tiers:
         """Return the rates of each path."""
         return [path.bandwidth() for path in self.paths]
 
-    def rates(self) -> list[tuple[float, float, float, float]]:
-        """Return :meth:`SwapPath.rates` of each path that works."""
+    def rates(self) -> tuple[float, float]:
+        """Return the bytes per second of writes and of reads, of all paths that work."""
         if self.nvme is None:
-            return []
+            return 0.0, 0.0
         with self.nvme.lock:
-            return [path.rates() for path in self.nvme.working]
+            rates = [path.rates() for path in self.nvme.working]
+        return sum(write for write, _ in rates), sum(read for _, read in rates)
 
     def lane_s_per_byte(self) -> float:
         """Return the processor time that the lanes have taken for a byte that goes out and comes back."""

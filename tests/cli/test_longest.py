@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import Cli
@@ -24,12 +23,11 @@ from ds_tba.cli import main
 from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
 from ds_tba.cli.plan.model import Subject, recipe_of
 from ds_tba.cli.plan.rows import FRAGMENTATION, NEAR, TIGHT, UNIT, Setup, longest_of
-from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training
+from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, brief
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import CpuAccelerator
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.timeline import Spans
-from ds_tba.plan.trace import BlockTrace, PathRates, StorageTrace, Trace
+from ds_tba.plan.trace import BlockTrace, StorageTrace, Trace
 
 MIN_BYTES = 4096
 MODELS = {name: small(name, 6, 256, 8192, 0.0) for name in ("GPT-2", "Llama", "Qwen3", "Mixtral", "Phi-3")}
@@ -47,7 +45,7 @@ BLOCK = {
     "io": {"backend": "posix", "staging_bytes": STAGING_BYTES},
 }
 ROOM_BYTES = 6 << 20  # for tensors that come and go
-DRIVE = PathRates(1e12, 1e12, 1e12, 1e12)
+DRIVE = 1e12, 1e12
 
 
 @pytest.fixture(params=list(MODELS))
@@ -69,7 +67,7 @@ def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callabl
     device = Device("made up", 0, 1e12, 1e11, 1e10)
 
     def setup_of(sequence: int) -> Setup:
-        setup = OnCpu(dry_run(recipe, 1, sequence, training, device, (DRIVE,)), training, device, 600.0)
+        setup = OnCpu(dry_run(recipe, 1, sequence, training, device, DRIVE), training, device, 600.0)
         memory_bytes = int((setup.account.held.nbytes + room_bytes * (1 + FRAGMENTATION)) / TIGHT)
         return replace(setup, device=device._replace(memory_bytes=memory_bytes))
 
@@ -126,8 +124,14 @@ def made_up(sequence: int, power: int = 1) -> Setup:
         storages.append(StorageTrace(nbytes, "", (number,), packed_s, packed_s, used_s, used_s + 1))
     trace = Trace(tuple(storages), tuple(blocks), resources(), 12.0)
     head_bytes = HEAD_BYTES * sequence**power
-    spans = Spans(np.array([3.8]), np.array([3.9]), np.array([head_bytes]))
-    run = DryRun(trace=trace, temporary=spans, parameters=10, parameter_bytes=20, trained=10, trained_bytes=20)
+    run = DryRun(
+        trace=trace,
+        temporary=(brief(3.8, 3.9, head_bytes),),
+        parameters=10,
+        parameter_bytes=20,
+        trained=10,
+        trained_bytes=20,
+    )
     config = {"zero_optimization": {"contiguous_gradients": False}}
     offload = OffloadConfig(enabled=False, rematerialize=False)
     training = Training(config, offload, torch.bfloat16)

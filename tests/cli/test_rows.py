@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support import runs
@@ -27,12 +26,11 @@ from ds_tba.cli.plan.rows import (
     holders,
     recommended,
 )
-from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, account_of, gpu_of, read_training
+from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, account_of, brief, gpu_of, read_training
 from ds_tba.config import ASSUMED_RATIO, OffloadConfig, Placement
 from ds_tba.errors import ConfigError, ModelError
 from ds_tba.explain.account import REMEDIES, SAVED
 from ds_tba.plan.plan import Prediction
-from ds_tba.plan.timeline import Spans
 from ds_tba.plan.trace import OUTSIDE, BlockTrace, StorageTrace, Trace
 
 # ---- where the model comes from -------------------------------------------------------------------------------------
@@ -139,9 +137,9 @@ H100 = Device("H100", 80 << 30, 4e14, 3.35e12, 50e9)
 
 def run_of(trace: Trace, parameters: int = 1000, trained: int = 1000, temporary: int = 0) -> DryRun:
     """Of 16-bit parameters."""
-    spans = Spans(np.zeros(1), np.full(1, trace.end_s), np.full(1, temporary))
+    others = (brief(0.0, trace.end_s, temporary),)
     return DryRun(
-        trace=trace, temporary=spans, parameters=parameters, parameter_bytes=2 * parameters, trained=trained,
+        trace=trace, temporary=others, parameters=parameters, parameter_bytes=2 * parameters, trained=trained,
         trained_bytes=2 * trained,
     )  # fmt: skip
 

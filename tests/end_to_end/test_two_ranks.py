@@ -67,11 +67,10 @@ def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
     found = offloader.controller.in_force if offloader.controller is not None else None
     if found is None:
         return None
-    (path,) = found.trace.resources.paths
     return {
         "placements": [int(one) for one in found.placements],
         "recomputed": list(found.recomputed_blocks),
-        "write_bytes_per_s": path.write_bytes_per_s,
+        "write_bytes_per_s": found.trace.resources.write_bytes_per_s,
         "storages_bytes": sum(one.nbytes for one in found.trace.storages),
     }
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_tba.config import Placement
-from ds_tba.plan.timeline import Assignment
+from ds_tba.plan.replay import Assignment
 from ds_tba.plan.trace import Trace
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "oracle_202611.json"
@@ -74,7 +74,12 @@ def digest(trace: Trace) -> str:
     machine = trace.resources
     times = [(one.pack_s, one.last_forward_use_s, one.first_backward_use_s, one.freed_s) for one in trace.storages]
     numbers = [one for row in times for one in row]
-    numbers += [trace.end_s, machine.compute_s_per_byte, machine.staging_bytes, *machine.rates]
+    numbers += [
+        trace.end_s,
+        machine.compute_s_per_byte,
+        machine.staging_bytes,
+        *(rate for rate in machine.rates if rate),
+    ]
     numbers += [one.nbytes for one in trace.storages] + [one.rematerialize_s or 0.0 for one in trace.storages]
     return hashlib.sha256(" ".join(f"{one:.9g}" for one in numbers).encode()).hexdigest()[:12]
 

@@ -17,9 +17,8 @@ from support.traces import uneven_layers
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Limits, is_outside, order_of
-from ds_tba.plan.replay import replay
+from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import Trace
 
 CASES = 24
@@ -46,7 +45,7 @@ def drawn(seed: int) -> tuple[Trace, random.Random]:
         trace = replace(trace, storages=storages)
     machine = replace(
         trace.resources,
-        paths=() if chance.random() < 0.2 else trace.resources.paths,
+        **(traces.NO_DRIVE if chance.random() < 0.2 else {}),
         is_synchronous=chance.random() < 0.2,
         compute_s_per_byte=chance.choice([0.0, 0.0, 0.05]) * trace.end_s / trace.saved_bytes,
     )
@@ -108,7 +107,7 @@ def test_replays_are_on_average_within_a_margin_of_the_oracles() -> None:
         places = np.array([chance.choice(choices) for _ in trace.storages], np.int8)
         again = np.array([chance.random() < 0.2 for _ in trace.blocks], bool)
         answers[str(seed)].check(trace)
-        ours = replay(Timeline(trace), Assignment(places, again), None).cost
+        ours = Replay(Timeline(trace), Assignment(places, again), None).cost
         errors += errors_of(ours.step_s, ours.peak_saved_bytes, answers[str(seed)])
     assert statistics.mean(errors) <= REPLAY_MARGIN
 

@@ -7,10 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from support import runs
-
-from ds_tba.plan.agreement import Alone
 
 PROGRAM = """
 import json, os, sys
@@ -56,14 +53,3 @@ def test_all_ranks_have_the_highest_value_every_value_and_the_leaders_value(tmp_
     for rank, output in enumerate(outputs):
         part = [0, 1, " of stage 0", 1, [1], 1] if rank == 1 else [rank // 2, 2, " of stage 1", 2, [0, 2], 2]
         assert json.loads(output) == [rank, 4, 3, everyone, [2, None], "from 0", *part]
-
-
-@pytest.mark.parametrize("value", [0, 3])
-def test_one_alone_agrees_with_itself(value: int) -> None:
-    alone = Alone()
-    assert (alone.rank, alone.all_reduce_max(value), alone.all_gather(value), alone.broadcast(value, 0)) == (
-        0,
-        value,
-        [value],
-        value,
-    )

@@ -5,27 +5,24 @@ from __future__ import annotations
 import errno
 import logging
 import random
-import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from conftest import Closing, StoreFactory
 from planners import PLANNERS
-from support.doubles import ScriptedBackend, slow, wait_for_writes
+from support.doubles import ScriptedBackend, slow
 from support.late_device import LateDevice
 from support.models import Stack
 from support.offloaders import watching
 from support.planned_training import FIRST_PLAN, SmallDevice, controller_of, model, steps
 from support.stepping import end_step, forward, note_backward
-from support.stores import bytes_read, store_is_empty
+from support.stores import store_is_empty
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +37,6 @@ from ds_tba.stats import Gauge
 from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.base import Choice
 from ds_tba.storage.nvme import Lanes
-from ds_tba.storage.space import SwapSpace
 from ds_tba.storage.tiers import Selection
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -287,27 +283,6 @@ def test_what_a_retained_graph_forwarded_goes_back(make_store: StoreFactory) -> 
     assert cache.stats.resident.peak <= 4 * 64 * KIB
 
 
-def test_reading_ahead_onto_a_device_is_within_the_bound(make_store: StoreFactory) -> None:
-    device = LateDevice()
-    store = make_store(accelerator=device, staging_bytes=8 * MIB)
-    cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
-    cache.limit(5 * 64 * KIB, "the bound")
-    x = torch.randn(128, 128, requires_grad=True)
-    for _ in range(3):
-        x.grad = None
-        with cache.saving():
-            y = x
-            for _ in range(30):
-                y = y.sin()
-            loss = y.sum()
-        del y
-        loss.backward()
-    cache.settle()
-    assert cache.stats.resident.peak <= 5 * 64 * KIB
-    assert cache.stats.resident.now == 0
-    device.end()
-
-
 def test_two_engines_on_one_tensor_count_it_once_each(make_store: StoreFactory) -> None:
     caches = [TensorCache([make_store()], "cpu", KIB, wait_for_staging=True) for _ in range(2)]
     x = torch.randn(128, 128, requires_grad=True)
@@ -323,30 +298,6 @@ def test_two_engines_on_one_tensor_count_it_once_each(make_store: StoreFactory) 
     for cache in caches:
         cache.settle()
         assert cache.stats.resident.now == 0
-
-
-def test_a_lane_that_has_read_holds_none_of_the_memory(make_store: StoreFactory) -> None:
-    """Its frame held it for as long as the lane was not scheduled, and the gauge told so."""
-
-    def pause(frame: FrameType, event: str, _argument: object) -> None:
-        if event == "return" and frame.f_code is SwapSpace._read.__code__:
-            time.sleep(0.2)
-
-    threading.setprofile(pause)  # of the lanes, which begin with the first save
-    try:
-        store = make_store()
-        cache = TensorCache([store], "cpu", KIB, wait_for_staging=True)
-        x = torch.randn(128, 128, requires_grad=True)
-        with cache.saving():
-            loss = x.exp().sum()
-    finally:
-        threading.setprofile(None)
-    wait_for_writes(store)
-    loss.backward()
-    del loss
-    cache.settle()
-    assert bytes_read(store) > 0
-    assert cache.stats.resident.now == 0
 
 
 # ---- an honest gauge ------------------------------------------------------------------------------------------------
@@ -404,7 +355,8 @@ def test_a_device_really_holds_no_more_than_the_bound(make_store: StoreFactory, 
         del y
         loss.backward()
         del loss
-    assert device.peak_bytes <= 5 * size
+    cache.settle()
+    assert max(device.peak_bytes, cache.stats.resident.peak) <= 5 * size and cache.stats.resident.now == 0
     device.end()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +32,6 @@ from support.planned_training import (
 from support.stepping import assert_same_steps
 from torch import nn
 
-from ds_tba.core.hooks import innermost_hooks
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.plan.feedback import MIN_STEPS, Action, Feedback
@@ -136,13 +134,6 @@ def test_the_peak_is_what_the_plan_promised(make: Make) -> None:
     # It may be less: in steps of a millisecond reads come in the order in which threads are woken.
     assert report.step_peak_saved_bytes <= 1.05 * report.plan["peak_saved_bytes"]
     assert report.plan["peak_saved_bytes"] < report.peak_saved_bytes_without
-
-
-def test_the_peak_of_a_step_is_in_the_report_as_soon_as_the_step_is_over(make: Make) -> None:
-    ours, offloader = trained(make, FIRST_PLAN + 2, planner=PLANNERS["keep"])
-    before = offloader.report().step_peak_saved_bytes
-    steps(ours, offloader, [2 * ROWS])
-    assert offloader.report().step_peak_saved_bytes > 1.5 * before > 0
 
 
 def test_steps_that_are_longer_whatever_is_moved_are_what_the_next_plan_promises(
@@ -252,20 +243,6 @@ def test_forwards_without_a_backward_are_said_once_and_tried_again_later(
     assert sum("no plan yet" in record.message for record in caplog.records) == 1
     steps(ours, offloader, [ROWS] * 40)
     assert offloader.report().plans >= 1
-
-
-def test_a_trace_that_cannot_be_had_changes_no_rule(make: Make, tmp_path: Path) -> None:
-    ours = model()
-    offloader = make(ours, placement="nvme", report={"trace_path": str(tmp_path / "trace.json")})
-    for _ in range(8):
-        with offloader.saving():
-            first = ours(torch.randn(ROWS, WIDTH))
-        with offloader.saving():
-            (first + ours(torch.randn(ROWS, WIDTH))).backward()
-        offloader.note_step()
-    with offloader.saving():
-        pass
-    assert controller_of(offloader)._policy.choose("key", 1).wait is True
 
 
 class LacksTrace(Alone):
@@ -412,20 +389,6 @@ def test_without_optimizer_steps_nothing_piles_up(make: Make) -> None:
     assert offloader.cache.live_records == 0 and offloader.report().plans == 0
 
 
-def test_a_forked_child_saves_as_without_us(make: Make) -> None:
-    offloader = make(model(), placement="nvme")
-    child = os.fork()
-    if child == 0:  # no operation of torch's: their threads are not there after a fork
-        with offloader.saving():
-            hooks = innermost_hooks()
-        offloader.note_micro_step()
-        offloader.note_step()
-        os._exit(7 if hooks is None else 8)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    with offloader.saving():
-        assert innermost_hooks() is not None
-
-
 @pytest.mark.usefixtures("steady_drives")
 def test_after_the_end_no_plan_is_made(make: Make) -> None:
     ours, offloader = trained(make, FIRST_PLAN + 2)
@@ -508,10 +471,6 @@ def test_steps_that_compile_are_neither_recorded_nor_counted(make: Make) -> None
     # The first is warm-up; of the next four two compile; the sixth does so under the plan.
     assert plans == [0, 0, 0, 0, 1, 1, 1, 1]
     assert times == [0, 0, 0, 0, 0, 0, 1, 2]
-
-
-def test_shapes_that_change_all_the_time_are_exact(make: Make) -> None:
-    check(make, rows=[ROWS] * (FIRST_PLAN + 2) + [2 * ROWS, 3 * ROWS] * 3 + [ROWS // 2] * 3)
 
 
 def test_a_planner_that_fails_does_not_end_the_training(make: Make, caplog: pytest.LogCaptureFixture) -> None:

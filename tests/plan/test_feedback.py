@@ -50,7 +50,7 @@ class Seen:
     """A step; ``drift`` and ``missed`` are fractions of what the plan has saved."""
 
     time_s: float = KEPT_S
-    rates: tuple[float, ...] = RATES
+    rates: tuple[float, float] = RATES
     unknown_saves: int = 0
     drift: float = 0.0
     growth: float = 0.0
@@ -61,7 +61,7 @@ class Seen:
 def decided(feedback: Feedback, step: int, seen: Seen) -> Action:
     count = 1 + seen.more_micro_steps
     missed_bytes, drift_bytes = (int(one * count * TRACE.saved_bytes) for one in (seen.missed, seen.drift))
-    found = OptimizerStep(None, 0, count, seen.unknown_saves, missed_bytes, drift_bytes, seen.growth)
+    found = OptimizerStep(None, count, seen.unknown_saves, missed_bytes, drift_bytes, seen.growth)
     return feedback.decide(step, seen.time_s, seen.rates, found)
 
 
@@ -127,15 +127,6 @@ def test_steps_end_within_the_overhead_whatever_moving_costs(hidden_s: float, no
     assert median(world.times_s[-100:]) <= KEPT_S * (1 + OVERHEAD) + noise_s / 2
     affordable = min(1.0, OVERHEAD * KEPT_S / hidden_s) if hidden_s else 1.0
     assert affordable < INCREASE or world.in_force.moved_share >= 0.4 * affordable - noise_s
-
-
-def test_a_hidden_cost_of_ten_percent_is_gone_soon_and_what_it_allows_is_moved() -> None:
-    world = World(hidden_s=0.1)
-    world.run(40)
-    assert median(world.times_s[:MIN_STEPS]) == pytest.approx(1.1)
-    assert median(world.times_s[-16:]) <= KEPT_S * (1 + OVERHEAD)
-    assert world.in_force.moved_share == pytest.approx(0.2, abs=0.02)
-    assert "where 1 s were measured with everything kept" in world.reasons[0]
 
 
 @pytest.mark.parametrize("storages", [5, 12, 24])
@@ -218,13 +209,6 @@ def test_what_the_recording_itself_took_longer_for_moving_is_taken_off(known_s: 
     assert world.feedback.kept_s == pytest.approx(KEPT_S if known_s < 1 else 0.5 * (KEPT_S + known_s))
 
 
-def test_a_faster_machine_than_recorded_hides_no_overhead() -> None:
-    world = World(kept_s=0.8 * KEPT_S, hidden_s=0.1)
-    world.run(200)
-    assert median(world.times_s[-20:]) <= world.feedback.kept_s * (1 + OVERHEAD)
-    assert world.feedback.kept_s <= 0.9 * KEPT_S
-
-
 def test_time_in_which_storages_are_made_again_is_not_that_of_moving() -> None:
     world = World(plan=lambda share: plan_of(share, computed_s=0.015))
     world.run(100)
@@ -266,12 +250,6 @@ def test_steps_that_alternate_between_two_times_are_not_reviewed_for_ever(run: i
         world.kept_s = KEPT_S * (4 if (number // run) % 2 else 1)
         world.run(1)
     assert len(world.actions) <= 30
-
-
-def test_a_noisy_machine_is_not_reviewed_for_ever() -> None:
-    world = World(noise_s=0.1, hidden_s=0.02)
-    world.run(5000)
-    assert len(world.actions) <= 60
 
 
 def test_one_long_step_changes_nothing() -> None:
@@ -359,9 +337,9 @@ def test_steps_as_planned_ask_for_nothing(feedback: Feedback) -> None:
 
 
 @pytest.mark.parametrize(
-    "rates", [(RATES[0] * RATE_CHANGE * 1.01, RATES[1]), (RATES[0], RATES[1] / RATE_CHANGE * 0.99), RATES[:1]]
+    "rates", [(RATES[0] * RATE_CHANGE * 1.01, RATES[1]), (RATES[0], RATES[1] / RATE_CHANGE * 0.99)]
 )
-def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates: tuple[float, ...]) -> None:
+def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates: tuple[float, float]) -> None:
     found = asked(feedback, replace(GOOD, rates=rates), range(PLANNED_AT + 1, 1000))
     assert found == [PLANNED_AT + MIN_STEPS] and feedback.reason == "the drives' rates have changed"
 
@@ -420,7 +398,7 @@ def test_drives_that_change_all_the_time_keep_no_share_from_rising() -> None:
     assert world.feedback.share < 0.5
     world.hidden_s = 0.0
     for step in range(world.step + 1, world.step + 1500):
-        now = tuple(rate * (4 if step % 2 else 1) for rate in RATES)
+        now = (RATES[0] * (4 if step % 2 else 1), RATES[1])
         action = decided(world.feedback, step, Seen(rates=now))
         if action is not Action.GO_ON:
             world.feedback.change(action, step)
@@ -435,10 +413,6 @@ def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(feedback: 
     assert feedback.measured_step_s == 0.4
     feedback.change(Action.PLAN, PLANNED_AT + 8)
     assert feedback.measured_step_s is None
-
-
-def test_of_several_wishes_the_highest_is_done() -> None:
-    assert sorted(Action) == [*Action] and Action.RISE < Action.FALL < Action.PLAN < Action.RECORD
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
@@ -482,28 +456,3 @@ def test_the_planner_moves_less_for_it_and_steps_end_within_the_overhead() -> No
     world.hidden_s = 0.0
     world.run(400)
     assert world.in_force.moved_share == pytest.approx(free, abs=0.05)
-
-
-def test_the_planner_moves_no_more_than_is_left_by_the_recording_of_a_shared_drive() -> None:
-    """It knows the rates that lanes had in the recording, in which they took a part of ZeRO's."""
-    count, zero_s = 40, 0.6
-    recorded_s = zero_s + 1.0
-    part_s = recorded_s / (2 * count)
-    storages = (storage(at * part_s, (79 - at) * part_s, (80 - at) * part_s, (-1,)) for at in range(count))
-    rate = 2 * SIZE * count / recorded_s  # as much as came, in each half of the step
-    trace = Trace(tuple(storages), (), resources(rate, rate, 100 * rate), recorded_s)
-    found = {}
-    for is_shared in (False, True):
-        feedback = Feedback(is_drive_shared=is_shared)
-
-        def planned(share: float, feedback: Feedback = feedback) -> Plan:
-            scaled = feedback.corrected(trace)
-            limits = Limits(OVERHEAD, movable_share=share)
-            return adaptive(scaled, limits)
-
-        world = SharedDrive(zero_s=zero_s, plan=planned, feedback=feedback)
-        world.run(200)
-        found[is_shared] = world.in_force.moved_share, fmean(world.times_s)
-    (before_share, before_s), (share, step_s) = found[False], found[True]
-    assert before_share > 0.9 and before_s > 1.5
-    assert 0.1 <= share <= 0.6 and step_s <= KEPT_S * (1 + 2 * OVERHEAD)

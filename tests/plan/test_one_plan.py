@@ -9,7 +9,7 @@ import pytest
 from planners import PLANNERS
 from support.traces import SIZE, TRACE, one_block, resources, storage
 
-from ds_tba.plan.agreement import Alone, NoPlan, Offer, Planning
+from ds_tba.plan.agreement import Alone, Offer, Planning
 from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import Resources, Trace
@@ -80,18 +80,24 @@ def test_the_drives_that_may_write_least_count() -> None:
     assert planner.limits[0].write_limit_bytes_per_step == 1000.0
 
 
-def test_a_rank_that_has_nothing_to_offer_delays_the_plan_on_all() -> None:
-    why = "has no part in one (its log says why)"
-    assert Planning(PLANNERS["keep"], Lacking()).make(TRACE, Limits()) == NoPlan(f"rank 1 {why}", is_final=False)
-    assert Planning(PLANNERS["keep"], Alone()).make(None, Limits()) == NoPlan(f"rank 0 {why}", is_final=False)
+def failing(trace: Trace, limits: Limits) -> Plan:
+    raise ZeroDivisionError("a bug")
 
 
-def test_a_planner_that_fails_is_not_asked_again() -> None:
-    def failing(trace: Trace, limits: Limits) -> Plan:
-        raise ZeroDivisionError("a bug")
-
-    found = Planning(failing, Alone()).make(TRACE, Limits())
-    assert found == NoPlan("rank 0 could not plan (ZeroDivisionError: a bug)", is_final=True)
+@pytest.mark.parametrize(
+    ("planner", "agreement", "trace", "why"),
+    [
+        (PLANNERS["keep"], Lacking(), TRACE, "rank 1 has no part in one (its log says why)"),
+        (PLANNERS["keep"], Alone(), None, "rank 0 has no part in one (its log says why)"),
+        (failing, Alone(), TRACE, "rank 0 could not plan (ZeroDivisionError: a bug)"),
+    ],
+)
+def test_what_one_rank_lacks_or_fails_at_delays_the_plan_on_all(
+    caplog: pytest.LogCaptureFixture, planner: Planner, agreement: Alone, trace: Trace | None, why: str
+) -> None:
+    planning = Planning(planner, agreement)
+    assert [planning.make(trace, Limits()) for _ in range(2)] == [None, None]
+    assert [one.message for one in caplog.records] == [f"no new plan now, because {why}: tried again later"]
 
 
 def test_the_share_is_a_limit_of_the_plan() -> None:
@@ -109,17 +115,17 @@ def test_a_wear_limit_that_gives_way_is_said_once_with_both_bounds_and_the_life(
     room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
     limits = Limits(
         activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
-        recompute=False, min_life_days=1000.0, endurance_tbw=1.0, room_bytes=float("inf") if is_set else room_bytes,
+        recompute=False, min_life_days=1000.0, room_bytes=float("inf") if is_set else room_bytes,
     )  # fmt: skip
     made = Planning(adaptive, Alone())
     for _ in range(3):
         found = made.make(trace, limits)
     assert isinstance(found, Plan) and found.prediction.written_bytes > 2 * limit_bytes
     (said,) = [one.message for one in caplog.records if "gives way" in one.message]
-    found_days = 1e12 / (found.prediction.written_bytes * 86400 / found.prediction.step_s)
+    found_days = 1000 * limit_bytes / found.prediction.written_bytes * found.prediction.step_s / trace.step_s
     assert said.startswith("ssd.min_life_days 1000 gives way: ") and f"last {found_days:.3g} days" in said
     bound = "activation_budget_bytes" if is_set else "the free memory of the device"
-    assert f"{bound} {room_bytes} takes" in said and '"recompute": true' in said
+    assert f"the writes that {bound} {room_bytes} takes" in said and '"recompute": true' in said
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

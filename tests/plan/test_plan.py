@@ -11,7 +11,7 @@ from ds_tba.config import Placement
 from ds_tba.plan.controller import ByPlan
 from ds_tba.plan.feedback import OptimizerStep
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.storage.base import Always, Store
+from ds_tba.storage.base import Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
@@ -48,13 +48,6 @@ def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     ]
     policy.end()
     assert policy._step == OptimizerStep(None)
-
-
-def test_a_key_that_is_saved_again_with_other_bytes_goes_where_the_first_went() -> None:
-    """The cache asks again for a buffer that was refilled, and for nothing else."""
-    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
-    assert chosen(policy, "x0", "x0", "x1") == [("nvme", "host"), ("nvme", "host"), ()]
-    assert policy._step.unknown_saves == 0
 
 
 def test_all_passes_of_a_block_run_again_together() -> None:
@@ -108,9 +101,9 @@ def test_without_any_store_storages_are_made_again_all_the_same() -> None:
     assert [(one.rematerialize, one.stores) for one in (policy.choose(key, SIZE) for key in keys)] == [(True, ())] * 2
 
 
-def costly(*places: Placement, limits: Limits = Limits(), **seconds: float) -> Plan:  # noqa: B008 - frozen
+def costly(*places: Placement, **seconds: float) -> Plan:
     prediction = Prediction(9 * SIZE, 3.0, 0.0, 0.0, 0, 0, 0, 0, 0)
-    return Plan("test", TRACE, limits, places, (False, False), (), replace(prediction, **seconds))
+    return Plan("test", TRACE, Limits(), places, (False, False), (), replace(prediction, **seconds))
 
 
 def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
@@ -123,20 +116,7 @@ def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
     assert found.identity != costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5).identity
 
 
-def test_the_line_of_a_plan_tells_what_is_written_a_day_and_the_days() -> None:
-    written = {"written_bytes": 10**9}  # in a step of 3 s
-    found = costly(NVME, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0), **written)
-    assert found.describe("").endswith("(+50.0%), 28.80 TB a day (20 days)")
-    assert costly(NVME, KEEP, KEEP, KEEP, KEEP, **written).describe("").endswith(", 28.80 TB a day")
-    assert "a day" not in costly(KEEP, KEEP, KEEP, KEEP, KEEP, limits=Limits(endurance_tbw=576.0)).describe("")
-
-
 def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
     assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
     assert (policy._step.unknown_saves, policy._step.drift_bytes) == (0, SIZE)
-
-
-def test_always_is_always_the_same() -> None:
-    policy = Always([NVME_STORE], wait=True)
-    assert {policy.choose(key, 1) for key in ("a", "a", "b")} == {policy.choose("c", 2)}

@@ -20,10 +20,9 @@ from support.traces import SIZE, UNLIMITED, layers, storage
 from ds_tba.config import Placement
 from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.plan.plan import Limits, Prediction
-from ds_tba.plan.replay import Outcome, replay
+from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.timeline import Assignment, Timeline
-from ds_tba.plan.trace import BlockTrace, PathRates, Resources, Trace
+from ds_tba.plan.trace import BlockTrace, Resources, Trace
 from ds_tba.storage.base import Store, Ticket
 
 K, H, N = Placement.KEEP, Placement.HOST, Placement.NVME
@@ -42,9 +41,9 @@ def evenly(count: int, resources: Resources) -> Trace:
     return Trace((*used, storage(0.0, 10.0, None, (-1,))), (), resources, 11.0 + count)
 
 
-def in_time(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[Outcome, Prediction]:
+def in_time(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[Replay, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = replay(Timeline(trace), Assignment(np.array(places, np.int8), again), distance=None)
+    outcome = Replay(Timeline(trace), Assignment(np.array(places, np.int8), again), distance=None)
     return outcome, outcome.cost
 
 
@@ -77,13 +76,6 @@ def test_what_is_kept_or_refused_has_no_part_in_it() -> None:
     assert distance_of(evenly(6, machine(read=2.5)), *[K] * 7) == ()
 
 
-def test_writes_make_reads_slower_while_they_last() -> None:
-    # Four are still to be written at 10, until 26: 2 s for each read. The begins: 14, 12, 10, 8, ...
-    path = PathRates(SIZE / 4, 2.5 * SIZE, SIZE / 4, 0.625 * SIZE)
-    writing = replace(machine(read=2.5), paths=(path,))
-    assert distance_of(evenly(6, writing), *[N] * 6, K) == (4, 3, 3, 2, 2, 1)
-
-
 def test_recomputation_gives_time() -> None:
     trace = replace(evenly(4, machine(read=0.5)), blocks=(BlockTrace("a", 0.0, 5.0, 12.5, 14.5),))
     assert distance_of(trace, *[N] * 4, K) == (3, 3, 2, 1)
@@ -109,14 +101,14 @@ def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
 def test_a_distance_is_for_each_use_and_says_all_there_is_to_say(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
     timeline = Timeline(trace)
-    outcome = replay(timeline, assignment, distance=None)
+    outcome = Replay(timeline, assignment, distance=None)
     moved = int(np.isin(outcome.assignment.placements, (H, N)).sum())
     assert len(outcome.prefetch_distance) == moved
     assert all(0 < distance <= moved - used for used, distance in enumerate(outcome.prefetch_distance))
     reach = [used + distance for used, distance in enumerate(outcome.prefetch_distance)]
     assert reach == sorted(reach)
-    assert replay(timeline, assignment, distance=outcome.prefetch_distance).cost == outcome.cost
-    assert replay(timeline, outcome.assignment, distance=None).cost == outcome.cost
+    assert Replay(timeline, assignment, distance=outcome.prefetch_distance).cost == outcome.cost
+    assert Replay(timeline, outcome.assignment, distance=None).cost == outcome.cost
 
 
 # ---- in a plan ------------------------------------------------------------------------------------------------------
@@ -187,30 +179,24 @@ def five(store: Asked, prefetch_distance: tuple[int, ...]) -> tuple[MicroStep, l
     return step, records
 
 
-def test_the_cache_asks_for_no_more_than_the_distance_says() -> None:
-    store = Asked()
-    step, records = five(store, (1, 1, 3, 2, 1))
-    step.read_ahead(prefetched)
-    counts = [len(store.tickets)]
-    for used in (4, 3, 2, 1, 0):
-        step.read_ahead(prefetched, after=used)
-        counts.append(len(store.tickets))
-    # Of those after the first use only the next; after the second, all three that are left.
-    assert counts == [1, 2, 5, 5, 5, 5]
-    assert store.tickets == [record.ticket for record in reversed(records)]
-
-
-@pytest.mark.parametrize(("distance", "counts"), [((), [5, 5]), ((1,), [1, 5]), ((5, 5), [5, 5])])
-def test_without_a_distance_and_beyond_its_end_the_cache_asks_for_all(
+@pytest.mark.parametrize(
+    ("distance", "counts"),
+    [
+        # Of those after the first use only the next; after the second, all three that are left.
+        ((1, 1, 3, 2, 1), [1, 2, 5, 5, 5, 5]),
+        ((), [5] * 6),
+        ((1,), [1, 5, 5, 5, 5, 5]),
+    ],
+)
+def test_the_cache_asks_for_no_more_than_the_distance_says_and_beyond_its_end_for_all(
     distance: tuple[int, ...], counts: list[int]
 ) -> None:
-    store = Asked()
-    step, _ = five(store, distance)
-    found = []
-    for after in (None, 4):
-        step.read_ahead(prefetched, after)
+    store, found = Asked(), list[int]()
+    step, records = five(store, distance)
+    for used in (None, 4, 3, 2, 1, 0):
+        step.read_ahead(prefetched, used)
         found.append(len(store.tickets))
-    assert found == counts
+    assert found == counts and store.tickets == [record.ticket for record in reversed(records)]
 
 
 def test_the_bounds_of_the_store_hold_with_a_distance_too() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import wait_for_writes
 from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record, recorded, running
 from torch import nn
 from torch.nn.modules import module as module_hooks
@@ -84,25 +83,9 @@ def test_inputs_of_blocks_are_known_by_their_storage(trace: Trace) -> None:
     assert len({block.inputs for block in trace.blocks}) == 3
 
 
-def test_what_came_back_is_free_again_although_the_graph_is_retained(cache: TensorCache, ticks: Ticks) -> None:
-    model = Stack(ticks)
-    with recorded(cache, ticks, model) as recorder:
-        loss = model(torch.randn(ROWS, WIDTH, requires_grad=True) * 1, recorder)
-    for store in cache.stores:
-        wait_for_writes(store)  # what is handed over before is nowhere else, and stays
-    ticks.now_s = 10.0
-    loss.backward(retain_graph=True)
-    ticks.now_s = 20.0
-    loss.backward()
-    recorder.end()
-    trace = recorder.trace(MACHINE, optimizer_s=0.5)
-    freed_s = {storage.freed_s for storage in movable(trace)}
-    assert freed_s == ({20.0} if not cache.stores else {10.0})  # what was kept lives as long as the graph
-
-
 def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Ticks) -> None:
     torch.manual_seed(0)
-    model, recorder = Stack(ticks), Recorder(Scene(cache, ticks, RunningModule()))
+    model, recorder = Stack(ticks), Recorder(Scene(cache.eligibility_of, ticks, RunningModule()))
     losses = []
     for _ in range(2):
         with cache.saving(around=recorder.around):
@@ -129,7 +112,7 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
 
     model = nn.Sequential(Scaled(), Scaled(), Scaled())
     cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
-    recorder = Recorder(Scene(cache, Ticks(), running(model)))
+    recorder = Recorder(Scene(cache.eligibility_of, Ticks(), running(model)))
     inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
     with cache.saving(around=recorder.around):
         x = inputs
@@ -168,7 +151,7 @@ def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cac
             return nn.GELU()(x) + x.sigmoid()
 
     model = nn.Sequential(Calls())
-    recorder = Recorder(Scene(cache, Ticks(), running(model)))
+    recorder = Recorder(Scene(cache.eligibility_of, Ticks(), running(model)))
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with cache.saving(around=recorder.around):
         model(x).sum().backward()

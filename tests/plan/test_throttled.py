@@ -22,10 +22,9 @@ from ds_tba.storage.tiers import Selection
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 2048  # 0.5 MiB, and 2 MiB in the middle of a block: too large to share a request
 FULL = 800e6  # bytes per second
-PARTS = (1, 2, 10, 100)
+PARTS = (2, 10, 100)
 OVERHEAD = 0.5
 STAGING_BYTES = 4 << 20  # a quarter of what moves to a fast drive
-NOISE_FACTOR, NOISE_S = 1.25, 0.001
 ENOUGH_STEPS = FIRST_PLAN + 20  # for the monitor to have come to an end
 Make = Callable[..., tuple[Model, ActivationOffloader]]
 
@@ -63,42 +62,7 @@ def moved_bytes(offloader: ActivationOffloader) -> int:
     return int(planned(offloader)["bytes"].get("nvme", 0))
 
 
-def least_moving_s(ours: Model, offloader: ActivationOffloader, count: int) -> float:
-    """Of so many steps, the time for moving in the one that took least for it."""
-    found = []
-    for _ in range(count):
-        before_s = offloader.cache.stats.moving_s
-        train(ours, offloader, 1)
-        found.append(offloader.cache.stats.moving_s - before_s)
-    return min(found)
-
-
-def settled(ours: Model, offloader: ActivationOffloader) -> None:
-    """Enough steps for the plan to suit the drive; then moving is within what is allowed, and no peak above keep's."""
-    train(ours, offloader, ENOUGH_STEPS)
-    took_s, plan = least_moving_s(ours, offloader, 5), planned(offloader)
-    allowed_s = max(plan["stall_s"], OVERHEAD * plan["kept_step_s"])
-    assert took_s <= 2 * (NOISE_FACTOR * allowed_s + NOISE_S)
-    report = offloader.report()
-    assert 0 < report.step_peak_saved_bytes <= report.peak_saved_bytes_without
-
-
-@pytest.mark.thorough  # what a plan has come to by then depends on what else the machine does
-def test_the_slower_the_drive_the_less_goes_to_it(make: Make) -> None:
-    found = []
-    for part in PARTS:
-        backend = ModelledDrive(FULL / part)
-        ours, offloader = make(backend)
-        settled(ours, offloader)
-        plan = planned(offloader)
-        found.append((plan["written_bytes"], plan["peak_saved_bytes"]))
-        offloader.close()
-    (full, low), *_, (hundredth, high) = found
-    assert full > 0 and hundredth < full / 2
-    assert high > low  # what is not moved is held
-
-
-@pytest.mark.parametrize("part", PARTS[1:])
+@pytest.mark.parametrize("part", PARTS)
 def test_where_a_drive_becomes_slower_in_mid_run_results_are_exact(make: Make, part: int) -> None:
     count = FIRST_PLAN + ENOUGH_STEPS
     expected = train(model(), None, count)

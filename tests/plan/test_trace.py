@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import traces
 
-from ds_tba.plan.trace import Resources, Trace
+from ds_tba.plan.trace import Trace
 from ds_tba.wear import write_limit_bytes_per_step
 
 
@@ -14,12 +14,6 @@ from ds_tba.wear import write_limit_bytes_per_step
 @settings(derandomize=True, deadline=None)
 def test_a_trace_comes_back_from_its_text(trace: Trace) -> None:
     assert traces.read(trace.to_json()) == trace
-
-
-def test_rates_of_several_paths_add_up() -> None:
-    path = traces.resources(write=3.0, read=2.0).paths[0]
-    both = Resources((path, path), 1.0, 1.0, 1)
-    assert (both.drives.write_bytes_per_s, both.drives.read_bytes_per_s) == (6.0, 4.0)
 
 
 def test_the_wear_limit_is_the_rating_spread_over_the_life() -> None:

@@ -11,12 +11,12 @@ from torch import nn
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.plan.recorder import Recorder, Scene
-from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.plan.trace import Resources
 from ds_tba.remat.where import RunningModule
 
 WIDTH, ROWS = 64, 32
 MIN_BYTES = 4096
-MACHINE = Resources((PathRates(1e9, 1e9, 1e9, 1e9),), 1e9, 1e9, 1 << 24)
+MACHINE = Resources(1e9, 1e9, 1e9, 1e9, 1 << 24)
 
 
 class Ticks:
@@ -70,7 +70,7 @@ def running(model: nn.Module) -> RunningModule:
 
 @contextmanager
 def recorded(cache: TensorCache, ticks: Any, model: nn.Module) -> Iterator[Recorder]:
-    recorder = Recorder(Scene(cache, ticks, running(model)))
+    recorder = Recorder(Scene(cache.eligibility_of, ticks, running(model)))
     with cache.saving(around=recorder.around):
         yield recorder
 

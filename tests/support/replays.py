@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Prediction
-from ds_tba.plan.replay import Outcome, replay
-from ds_tba.plan.timeline import Assignment, Timeline
+from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.trace import Trace
 from support import traces
 
@@ -20,10 +19,10 @@ ANY = settings(derandomize=True, deadline=None, max_examples=300)
 
 def run(
     trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = (), may_wait: bool = True
-) -> tuple[Outcome, Prediction]:
+) -> tuple[Replay, Prediction]:
     again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = replay(Timeline(trace), Assignment(np.array(places, np.int8), again), may_wait=may_wait)
-    return outcome, outcome.cost
+    found = Replay(Timeline(trace), Assignment(np.array(places, np.int8), again), may_wait=may_wait)
+    return found, found.cost
 
 
 def cost(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> Prediction:

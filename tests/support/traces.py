@@ -11,20 +11,20 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.plan.replay import replay
-from ds_tba.plan.timeline import Assignment, Timeline
-from ds_tba.plan.trace import FORMAT, OUTSIDE, BlockTrace, PathRates, Resources, StorageTrace, Trace
+from ds_tba.plan.replay import Assignment, Replay, Timeline
+from ds_tba.plan.trace import FORMAT, OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
 
 SIZE = 4096 * 1000
 TICK_S = 2.0**-10
 UNLIMITED = float("inf")
+NO_DRIVE = {"write_bytes_per_s": 0.0, "read_bytes_per_s": 0.0}
 
 
 def resources(
     write: float = SIZE, read: float = SIZE, copy: float = UNLIMITED, staging_bytes: int = 100 * SIZE
 ) -> Resources:
     """One path, as fast beside the other kind as alone."""
-    return Resources((PathRates(write, read, write, read),), copy, copy, staging_bytes)
+    return Resources(write, read, copy, copy, staging_bytes)
 
 
 def storage(pack_s: float, use_s: float, freed_s: float | None = None, blocks: tuple[int, ...] = (0,)) -> StorageTrace:
@@ -53,32 +53,21 @@ TRACE = Trace(
 def with_rates(trace: Trace, write: float = 1.0, read: float = 1.0, copy: float = 1.0) -> Trace:
     """Every rate times a factor."""
     machine = trace.resources
-    paths = tuple(
-        PathRates(
-            path.write_bytes_per_s * write,
-            path.read_bytes_per_s * read,
-            path.write_beside_read_bytes_per_s * write,
-            path.read_beside_write_bytes_per_s * read,
-        )
-        for path in machine.paths
-    )
-    copies = {
+    changed = {
+        "write_bytes_per_s": machine.write_bytes_per_s * write,
+        "read_bytes_per_s": machine.read_bytes_per_s * read,
         "copy_out_bytes_per_s": machine.copy_out_bytes_per_s * copy,
         "copy_in_bytes_per_s": machine.copy_in_bytes_per_s * copy,
         "compute_s_per_byte": machine.compute_s_per_byte / copy,
     }
-    return replace(trace, resources=replace(machine, paths=paths, **copies))
+    return replace(trace, resources=replace(machine, **changed))
 
 
 @st.composite
 def machines(draw: st.DrawFn, end_s: float) -> Resources:
     rate = st.sampled_from([1e6, 3e6, 1e7, 1e8, UNLIMITED])
-    paths = []
-    for _ in range(draw(st.integers(0, 2))):
-        write, read, share = draw(rate), draw(rate), draw(st.sampled_from([0.5, 0.8, 1.0]))
-        paths.append(PathRates(write, read, write * share, read * share))
     return Resources(
-        tuple(paths),
+        *(draw(st.tuples(rate, rate) | st.just((0.0, 0.0)))),
         draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
         draw(st.sampled_from([1e7, 1e8, UNLIMITED])),
         4096 * draw(st.integers(1, 40)),
@@ -172,9 +161,8 @@ def read(text: str) -> Trace:
     """Return the trace that ``Trace.to_json`` has written."""
     data = json.loads(text)
     assert data.pop("format") == FORMAT
-    machine = data["resources"] | {"paths": tuple(PathRates(**path) for path in data["resources"]["paths"])}
     rows = {"storages": _rows(StorageTrace, data["storages"]), "blocks": _rows(BlockTrace, data["blocks"])}
-    return Trace(**data | rows | {"resources": Resources(**machine), "forwards": tuple(data["forwards"])})
+    return Trace(**data | rows | {"resources": Resources(**data["resources"]), "forwards": tuple(data["forwards"])})
 
 
 def _rows(kind: type[Any], rows: list[dict[str, Any]]) -> tuple[Any, ...]:
@@ -185,7 +173,7 @@ def _rows(kind: type[Any], rows: list[dict[str, Any]]) -> tuple[Any, ...]:
 def simulate(trace: Trace, plan: Plan) -> Prediction:
     """The cost of a step of ``trace`` under ``plan``."""
     assignment = Assignment(np.array(plan.placements, np.int8), np.array(plan.recomputed_blocks, bool))
-    return replay(Timeline(trace), assignment, plan.prefetch_distance).cost
+    return Replay(Timeline(trace), assignment, plan.prefetch_distance).cost
 
 
 def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: float) -> Trace:

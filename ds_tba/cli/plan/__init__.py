@@ -31,14 +31,11 @@ from ds_tba.cli.plan.training import CONTEXT_BYTES, gpu_of, read_training
 from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import REMEDIES
-from ds_tba.plan.trace import PathRates
 from ds_tba.stats import aligned, expanded, readable
 from ds_tba.storage.staging import with_staging
 from ds_tba.wear import ASSUMED_TBW, drive_of
 
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
-# A drive's rate of writes, and of reads, while both run: this part of its rate alone.
-CONCURRENT_FRACTION = 0.6
 # The fields of a dry run that the JSON has, and the options that the title has.
 _TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "temporary_bytes")
 _TITLED = ("lora", "lora_targets", "bits", *AIDS, "sequence_parallel")
@@ -89,7 +86,6 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
     device = gpu_of(options.gpu, training.dtype or torch.float32)
     write, read = options.write_gbps or WRITE_BYTES_PER_S, options.read_gbps or READ_BYTES_PER_S
     rates = write / sharers, read / sharers
-    paths = (PathRates(*rates, *(CONCURRENT_FRACTION * rate for rate in rates)),)
     drives = {drive_of(expanded(path)) for path in offload.nvme_paths if expanded(path).exists()}
     each_tbw = offload.ssd.rated_endurance_tbw or ASSUMED_TBW
     tbw = options.drive_tbw or each_tbw * (len(drives) or max(1, len(offload.nvme_paths)))
@@ -100,7 +96,7 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
 
     @cache
     def setup_of(sequence: int) -> Setup:
-        run = dry_run(recipe, options.batch, -(-sequence // parts), training, device, paths)
+        run = dry_run(recipe, options.batch, -(-sequence // parts), training, device, rates)
         return Setup(run, training, device, tbw / sharers, sharers, host_memory_bytes)
 
     notes = [
@@ -110,8 +106,8 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         f"rates of one {device.name}: {device.flops / 1e12:.3g} TFLOP/s, memory "
         f"{device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s; communication "
         "between GPUs is left out",
-        f"the drives of a node write {write / 1e9:.3g} and read {read / 1e9:.3g} GB/s, {CONCURRENT_FRACTION} of each "
-        f"while both run (--write-gbps, --read-gbps; ds_nvme_tune and fio measure them), and are rated {tbw:.4g} TBW "
+        f"the drives of a node write {write / 1e9:.3g} and read {read / 1e9:.3g} GB/s "
+        f"(--write-gbps, --read-gbps; ds_nvme_tune and fio measure them), and are rated {tbw:.4g} TBW "
         f"together (--drive-tbw, else the config's, else {ASSUMED_TBW:g} each); its {sharers} GPUs share them",
         f"TB a day, host memory and swap space are one GPU's; nothing is taken as rematerialized; a node has "
         f"{readable(host_memory_bytes)} of host memory free (--host-memory, else this machine's)",

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch.library import _scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,14 +29,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ds_tba.cli.plan.model import Recipe, Subject, loss_of
-from ds_tba.cli.plan.training import LAUNCH_S, Device, DryRun, Training
+from ds_tba.cli.plan.training import LAUNCH_S, Device, DryRun, Training, brief
 from ds_tba.config import OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_all_owned, mark_inputs
 from ds_tba.errors import ConfigError, DsTbaError, ModelError
 from ds_tba.plan.recorder import Recorder, Scene
-from ds_tba.plan.timeline import Spans
-from ds_tba.plan.trace import PathRates, Resources
+from ds_tba.plan.trace import Resources, StorageTrace
 from ds_tba.recompute import Blocks, find_blocks
 from ds_tba.remat.where import ChosenModules, RunningModule
 from ds_tba.stats import Gauge
@@ -51,9 +49,9 @@ def dry_run(
     sequence: int,
     training: Training,
     device: Device,
-    paths: tuple[PathRates, ...] = (),
+    rates: tuple[float, float] = (0.0, 0.0),
 ) -> DryRun:
-    """Run one micro-step; ``paths`` are the drives, for the trace.
+    """Run one micro-step; ``rates`` are those of the drives, for the trace.
 
     Raises:
         ConfigError: the config names what the model lacks.
@@ -82,7 +80,7 @@ def dry_run(
     owned = [list(module.parameters(recurse=False)) for module in subject.model.modules()]
     trained = [one for one in parameters if one.requires_grad]
     micro_steps = training.number("gradient_accumulation_steps", 1)
-    trace = recorder.trace(Resources(paths, copy, copy, slots_bytes_of(offload)), micro_steps=micro_steps)
+    trace = recorder.trace(Resources(*rates, copy, copy, slots_bytes_of(offload)), micro_steps=micro_steps)
     whole_bytes = [one.nbytes for one in subject.quantized]  # of each while it is used
     saved_by_bits = sum(whole_bytes) - int(sum(one.numel() for one in subject.quantized) * subject.element_bytes)
     return DryRun(
@@ -109,7 +107,7 @@ def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, cl
     cache.gate.excluded_by = chosen.reason
     found = find_blocks(model, offload.blocks)
     blocks = {path: block for path, block in found.items() if not chosen.excludes_part_of(block)}
-    recorder = Recorder(Scene(cache, clock, running))
+    recorder = Recorder(Scene(cache.eligibility_of, clock, running))
     mark_all_owned(model)
     mark_inputs(subject.inputs)
     # Without them a gradient would count as temporary here, and again among what the device holds.
@@ -207,13 +205,15 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
         self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
         self._saved = Gauge() if saved is None else saved
 
-    def temporary(self, more_bytes: int) -> Spans:
+    def temporary(self, more_bytes: int) -> tuple[StorageTrace, ...]:
         """Return the tensors beside saved ones by time, and ``more_bytes`` all the time.
 
-        What is there as an operation ends is there while it runs. Spans end before the next ones begin.
+        What is there as an operation ends is there while it runs. One ends before the next one begins.
         """
-        took_s, ends_s, nbytes = map(np.array, zip(*self._samples, strict=True))
-        return Spans(ends_s - 0.999 * took_s, ends_s - 0.001 * took_s, nbytes + more_bytes)
+        return tuple(
+            brief(end_s - 0.999 * took_s, end_s - 0.001 * took_s, nbytes + more_bytes)
+            for took_s, end_s, nbytes in self._samples
+        )
 
     def mark(self) -> float:
         return self.now_s

@@ -30,9 +30,8 @@ from ds_tba.cli.plan.training import Account, Device, DryRun, Training, account_
 from ds_tba.config import ASSUMED_RATIO, BLOCK, DsConfig, Placement
 from ds_tba.explain.account import SAVED, TEMPORARY
 from ds_tba.plan.plan import Limits, Prediction
-from ds_tba.plan.replay import replay
+from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.timeline import Assignment, Timeline
 from ds_tba.plan.trace import OUTSIDE, Trace
 from ds_tba.wear import DAY_S, life_days, write_limit_bytes_per_step
 
@@ -181,17 +180,16 @@ class Setup:
 
     def fixed_row(self, name: str, placement: Placement, recompute: bool) -> Row:
         """Return the row of one of :data:`SETTINGS`; see :func:`assign`."""
-        assigned = assign(self.trace, placement, recompute=recompute)
-        cost = replay(*assigned).cost
+        beside = replace(self.trace, storages=(*self.trace.storages, *self.run.temporary))
+        cost, both = (Replay(*assign(one, placement, recompute=recompute)).cost for one in (self.trace, beside))
         block: DsConfig = {}
         if placement is Placement.NVME:
             block = self.block("nvme")
         elif placement is Placement.HOST:  # null would take half of what is free
             host_bytes = int(HOST_AIR * cost.host_bytes)
             block = {BLOCK: {"enabled": True, "placement": "host", "host_budget_bytes": host_bytes}}
-        peak_bytes = replay(*assigned, beside=self.run.temporary).cost.peak_saved_bytes
         advice = CHECKPOINTING if recompute else NO_CHECKPOINTING if block else ""
-        return self.row(name, cost, peak_bytes, block, advice)
+        return self.row(name, cost, both.peak_saved_bytes, block, advice)
 
     def planned_row(self) -> Row:
         """Return the row of a plan in the budget."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,7 @@ from ds_tba.cli.format import size
 from ds_tba.config import BLOCK, OffloadConfig, parse_block, refuse_misnamed
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import GRADIENTS, PARAMETERS, STATES, ModelMemory
-from ds_tba.plan.timeline import Spans
-from ds_tba.plan.trace import Trace
+from ds_tba.plan.trace import OUTSIDE, StorageTrace, Trace
 from ds_tba.update.config import parse_update_block
 
 # Without --config.
@@ -46,12 +45,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _DECIDED_LATER = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "bf16.enabled", "fp16.enabled")
 
 
+def brief(begin_s: float, end_s: float, nbytes: int) -> StorageTrace:
+    """Return bytes that are there for some time of a micro-step, whatever is offloaded."""
+    return StorageTrace(nbytes, "", (OUTSIDE,), begin_s, begin_s, end_s, end_s, is_movable=False, is_used=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
     """The result of one micro-step.
 
     Attributes:
-        temporary: tensors beside saved ones, by time.
+        temporary: tensors beside saved ones, as storages that nobody saves; see :func:`brief`.
         parameters, parameter_bytes, trained, trained_bytes: of all parameters, and of those that have gradients.
         largest_bytes: of one storage in forward.
         largest_module: parameters that one module holds itself, at most: ZeRO-3 gathers all of a module at once.
@@ -59,7 +63,7 @@ class DryRun:
     """
 
     trace: Trace
-    temporary: Spans = field(compare=False)
+    temporary: tuple[StorageTrace, ...]
     parameters: int
     parameter_bytes: int
     trained: int
@@ -76,7 +80,7 @@ class DryRun:
     @property
     def temporary_bytes(self) -> int:
         """Peak of the temporary tensors."""
-        return int(self.temporary.nbytes.max(initial=0))
+        return max((one.nbytes for one in self.temporary), default=0)
 
 
 # GiB by name, and as PyTorch has it with ECC; TFLOP/s of products in 16 and in 32 bits; GB/s of its memory, and of
@@ -295,9 +299,9 @@ def account_of(training: Training, run: DryRun, device: Device) -> Account:
     states_there, parameters_there = updated_bytes * (optimizer == "nvme"), parameters * (param == "nvme")
     written_bytes = states_there + part(run.trained_bytes, 3) * (param == "nvme")
     machine = run.trace.resources
-    if written_bytes and machine.paths:
-        read_s = (states_there + 2 * times * parameters_there) / machine.drives.read_bytes_per_s
-        update_s = max(update_s, read_s + written_bytes / machine.drives.write_bytes_per_s)
+    if written_bytes and machine.read_bytes_per_s:
+        read_s = (states_there + 2 * times * parameters_there) / machine.read_bytes_per_s
+        update_s = max(update_s, read_s + written_bytes / machine.write_bytes_per_s)
     swap_bytes = states_there + parameters_there
     return Account(
         held=held,
