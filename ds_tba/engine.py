@@ -39,7 +39,7 @@ from ds_tba.config import (
 from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
 from ds_tba.core.tensors import mark_all_owned, mark_owned
 from ds_tba.device.accelerator import KINDS, accelerator_of
-from ds_tba.errors import ConfigError, IncompatibleError, StateError
+from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agreement, on_all_ranks, own_rank, ranks_on_machine
 from ds_tba.reporting import show_log
@@ -57,13 +57,6 @@ logger = logging.getLogger("ds_tba")
 ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
-_CHECKPOINT = "_ds_tba_checkpoint"  # where the last one is
-# Fields of the report that DeepSpeed's monitors get.
-_MONITORED = (
-    "step_peak_saved_bytes", "peak_saved_bytes_without", "offloaded_bytes", "written_bytes", "read_bytes",
-    "rematerialized_bytes", "recomputed_bytes", "stall_s",
-)  # fmt: skip
-_NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 
 
 class Engine(Protocol):
@@ -72,9 +65,7 @@ class Engine(Protocol):
     module: torch.nn.Module
     optimizer: object
     device: torch.device
-    global_rank: int
     global_steps: int
-    global_samples: int
     activation_offloader: ActivationOffloader
     interleaved_optimizer_update: InterleavedUpdate
     _config: Any  # DeepSpeedConfig
@@ -341,7 +332,7 @@ def _hooked(around: Around | None, engine: Engine, original: Original) -> object
     """Call ``around``; without that, refuse while the model is half updated."""
     offloader: Any = engine.__dict__.get(ATTRIBUTE)  # None on an engine that has only the optimizer update
     # A model of which only a part has taken a step would train on, or be saved, as if nothing had happened.
-    if around in (_forward, _save_checkpoint, None):
+    if around in (_forward, None):
         refuse_half_updated(getattr(engine, "optimizer", None))
     if around is _forward and offloader is None and torch.is_grad_enabled():
         OPEN_HOOKS.close()  # of an engine that may be given up: an exception that the program keeps holds it
@@ -352,8 +343,6 @@ def _hooked(around: Around | None, engine: Engine, original: Original) -> object
     except (MemoryError, RuntimeError) as error:
         if offloader is not None:
             offloader.note_failure(error)
-        if isinstance(error, StateError) and _CHECKPOINT in engine.__dict__:
-            raise StateError(f"{error} The last checkpoint is {engine.__dict__[_CHECKPOINT]}.") from error
         raise
 
 
@@ -365,16 +354,8 @@ def _forward(offloader: ActivationOffloader, original: Original, engine: Engine)
         )
     skip_frames((_mark_owned,))
     mark_all_owned(engine.module)
-    try:
-        with offloader.saving(inputs=(original.args, original.keywords)):
-            result = original()
-    except RuntimeError as error:
-        if _NO_HOOKS not in str(error):
-            raise
-        raise IncompatibleError(
-            f"the model's forward uses torch.func, which PyTorch does not run under saved-tensor hooks: {error} "
-            f'Take the transform out of forward, or remove "{BLOCK}".'
-        ) from error
+    with offloader.saving(inputs=(original.args, original.keywords)):
+        result = original()
     offloader.keep_saving()
     return result
 
@@ -392,34 +373,13 @@ def _step(offloader: ActivationOffloader, original: Original, engine: Engine) ->
     result = original()
     if engine.global_steps > before:  # else a micro-step inside gradient accumulation
         offloader.note_step()
-        _tell_monitors(offloader, engine)
     return result
-
-
-def _save_checkpoint(_offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
-    """Remember where a checkpoint is, for who has to go back to it."""
-    asked = inspect.signature(original.func).bind(*original.args, **original.keywords).arguments
-    result = original()
-    engine.__dict__[_CHECKPOINT] = os.path.join(
-        asked["save_dir"], str(asked.get("tag") or f"global_step{engine.global_steps}")
-    )
-    return result
-
-
-def _tell_monitors(offloader: ActivationOffloader, engine: Engine) -> None:
-    """Write counters to TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one, beside its own."""
-    monitor = getattr(engine, "monitor", None)  # deepspeed/monitor/monitor.py: rank 0 writes
-    if monitor is None or not monitor.enabled or engine.global_rank != 0:
-        return
-    report, samples = offloader.report(), engine.global_samples
-    monitor.write_events([(f"Train/ActivationOffload/{name}", getattr(report, name), samples) for name in _MONITORED])
 
 
 def _train_batch(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     with offloader.interleaving():
         result = original()
     offloader.note_step()
-    _tell_monitors(offloader, engine)
     return result
 
 
@@ -450,7 +410,6 @@ _AROUND: _Table = {
         "forward": _forward,
         "backward": _backward,
         "step": _step,
-        "save_checkpoint": _save_checkpoint,
         "destroy": _destroy,
         "__del__": _collected,
     },

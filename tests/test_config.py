@@ -93,7 +93,7 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "placement": "nvm"}, ["placement", "'nvm'", '"adaptive"', "did you mean `nvme`?"]),
         ({**GOOD, "io": {"backend": "libaio"}}, ["io.backend", "'libaio'", "did you mean `aio`?"]),
         ({**GOOD, "io": {"stagng_bytes": 1}}, ["io.stagng_bytes", "did you mean `staging_bytes`?"]),
-        ({**GOOD, "min_tensor_bytes": "64MB"}, ["min_tensor_bytes", "'64MB'", "67108864"]),
+        ({**GOOD, "min_tensor_bytes": "64MB"}, ["min_tensor_bytes", "'64MB'", "a JSON number, in the unit"]),
         ({**GOOD, "min_tensor_bytes": True}, ["min_tensor_bytes", "True", "number"]),
         ({**GOOD, "min_tensor_bytes": -1}, ["min_tensor_bytes", "-1", "greater than or equal to 0"]),
         ({**GOOD, "min_tensor_bytes": 1.5}, ["min_tensor_bytes", "1.5"]),
@@ -107,15 +107,10 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "enabled": "true"}, ["enabled", "'true'", "drop the quotes: true"]),
         ({**GOOD, "placement": "host"}, ["host_budget_bytes is 0"]),
         ({"enabled": True}, ["nvme_path", "missing", "/local_nvme", '"placement": "keep"']),
-        ({**GOOD, "activation_budget_bytes": 8}, ["activation_budget_bytes", "is 8 bytes", "8 GiB are 8589934592"]),
-        ({**GOOD, "activation_budget_bytes": 2048}, ["activation_budget_bytes", "2048 MiB are 2147483648"]),
+        ({**GOOD, "activation_budget_bytes": 8}, ["activation_budget_bytes", "is 8 bytes", "1 GiB is 1073741824"]),
         ({**GOOD, "nvme_path": []}, ["nvme_path", "[]", "non-empty"]),
         ({**GOOD, "nvme_path": 3}, ["nvme_path", "3", "directory"]),
         ({**GOOD, "nvme_path": ["/a", None]}, ["nvme_path", "None"]),
-        ({**GOOD, "nvme_path": "/a\0b"}, ["nvme_path", r"'/a\x00b'", "NUL", "take that character out"]),
-        ({**GOOD, "nvme_path": ["/a", "/\ud800"]}, ["nvme_path", r"'/\ud800'", "surrogate"]),
-        ({**GOOD, "report": {"path": "/a\0"}}, ["report.path", r"'/a\x00'", "NUL"]),
-        ({**GOOD, "report": {"trace_path": "/\udc80"}}, ["report.trace_path", r"'/\udc80'", "surrogate"]),
         ({**GOOD, "min_tensor_bytes": 4 << 20, "io": {"swap_file_bytes": 2 << 20}},
          ["io.swap_file_bytes 2097152", "min_tensor_bytes 4194304"]),
         ({**GOOD, "min_tensor_bytes": 1e30}, [f'"{BLOCK}.min_tensor_bytes" is 1e+30: ']),
@@ -124,7 +119,6 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "max_step_overhead": "0.05"}, ["drop the quotes: 0.05"]),
         ({**GOOD, "io": {"write_lanes": "4"}}, ["drop the quotes: 4"]),
         ({**GOOD, "min_tensor_bytes": "1048576"}, ["drop the quotes: 1048576"]),
-        ({**GOOD, "min_tensor_bytes": "1MB"}, ["'1MB' would be 1048576"]),
         # Every bad value is named at once.
         ({**GOOD, "placment": 1, "io": {"integrity": "some", "read_lanes": 0}},
          ["placment", "io.integrity", "io.read_lanes"]),
@@ -191,7 +185,7 @@ def test_staging_that_nobody_set_is_not_told_as_set() -> None:
 
 
 def test_halves_of_surrogate_pairs_are_found_in_keys_and_choices() -> None:
-    for block in ({"\ud800": 1}, {"placement": "\ud800"}, {"io": {"\ud800": 1}}):
+    for block in ({"\ud800": 1}, {"placement": "\ud800"}, {"io": {"\ud800": 1}}, {"report": {"path": "/\udc80"}}):
         assert "it must be a valid string" in refusal({**GOOD, **block})
 
 
@@ -313,6 +307,6 @@ CIRCLE["itself"] = CIRCLE
 @pytest.mark.parametrize(
     "value", [{(1, 2): 3}, CIRCLE, b"/tmp", {"/tmp"}, object()], ids=["key", "circle", "bytes", "set", "object"]
 )
-def test_what_no_json_file_could_have_is_told_by_its_keyword(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"^Offloader\(nvme_path=\.\.\.\) is .*no JSON file could have"):
+def test_what_no_json_file_could_have_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^Offloader\(\.\.\.\) has a value that no JSON file could have"):
         parse_keywords({"nvme_path": value}, "Offloader")

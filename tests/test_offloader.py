@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from support import runs
 from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 
+from ds_tba.device.accelerator import CpuAccelerator, new_thread
 from ds_tba.offloader import ENGINES, ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -204,6 +206,22 @@ def test_an_engine_that_ends_is_closed_without_being_destroyed(make: Factory, tm
     assert offloader.is_closed
     offloader.close()  # waits for it
     assert held(tmp_path) == (0, 0) and offloader not in ENGINES.open
+
+
+def test_whoever_asks_for_the_end_starts_no_thread_and_a_thread_of_ours_does_not_wait_for_itself(
+    make: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting a thread waits for it, and a user's finalizer, which the garbage collector runs in a lane, may close."""
+    offloader = make().offloader
+    lane = new_thread(CpuAccelerator(), offloader.close, "ds_tba-write-0")
+    offloader.on_close(lane.join)
+    lane.start()
+    with monkeypatch.context() as patch:
+        patch.delattr(threading.Thread, "start")
+        offloader.close_soon()
+    started_s = time.monotonic()
+    offloader.close()
+    assert time.monotonic() - started_s < 30 and offloader.report().state == "finished" and not lane.is_alive()
 
 
 def test_an_engine_whose_space_is_gone_trains_on_in_memory(

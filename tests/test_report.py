@@ -16,11 +16,12 @@ from support.modelled_drive import ModelledDrive
 from support.offloaders import finished, make, step
 
 from ds_tba import report as report_module
+from ds_tba import reporting
 from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.report import SCHEMA, OffloadReport, write_file
+from ds_tba.report import MAX_HOLDERS, SCHEMA, Holder, OffloadReport, merged, table, write_file
 from ds_tba.storage.backends.select import Selection
 from ds_tba.storage.base import Refusal
 
@@ -80,17 +81,34 @@ def test_keep_measures_only() -> None:
     assert "measured, not moved" in offloader.start_line()
 
 
-def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "told"), [({}, "600 TBW assumed"), ({"ssd": {"rated_endurance_tbw": 1.0}}, "1 TBW")])
+def test_wear_is_told_for_each_path_with_its_rating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: dict[str, object], told: str
+) -> None:
     drive = ModelledDrive(1e9)
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the test's"))
     paths = two_directories(tmp_path)
-    offloader = finished(tmp_path, written_first=True, nvme_path=paths, ssd={"rated_endurance_tbw": 1.0})
+    offloader = finished(tmp_path, written_first=True, nvme_path=paths, **block)
     report = offloader.report()
+    assert f", {told})" in offloader.start_line()
     assert [one["path"] for one in report.wear] == paths
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes > 0
-    assert any("days to 1 TBW" in value for _, value in report.rows())
-    assert "TB a day" in replace(report, steps=1).summary()
+    assert dict(report.rows())[f"wear of {paths[0]}"].endswith(f" days to {told})")
+    assert report.summary().endswith(f" days to {told})")
     assert "TB a day" not in replace(report, steps=0).summary()
+
+
+def test_the_wear_of_a_drive_counts_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = make(tmp_path, ranks_on_node=2, rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
+    step(offloader, written_first=True)
+    now_s, written_bytes = reporting.time.monotonic(), offloader.report().written_bytes
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now_s)
+    offloader._reporter._started_at = now_s - 86400 * written_bytes / 10**11
+    report = offloader.report()
+    monkeypatch.undo()
+    offloader.close()
+    assert report.wear[0]["written_bytes_per_day"] == pytest.approx(1e11)
+    assert report.summary().endswith("0.20 TB a day of 2 ranks (5 days to 1 TBW)")
 
 
 def test_host_memory_as_the_tier() -> None:
@@ -262,18 +280,16 @@ def test_devices_and_pipes_are_refused(tmp_path: Path, key: str) -> None:
     assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
 
 
-@pytest.mark.parametrize("key", ["path", "trace_path"])
-@pytest.mark.parametrize("name", ["file/x", "loop/x", "a" * 256])
-def test_names_that_can_be_no_file_are_refused(tmp_path: Path, key: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["file/x", "loop/x", "~nobody_at_all/x"])
+def test_what_is_in_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(ConfigError, match=rf"report\.{key} {tmp_path / name} cannot be a file \(.*\): name one in"):
-        make(tmp_path, report={key: str(tmp_path / name)})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"report\.path {tmp_path / name}: its directory is missing"):
+        make(tmp_path, report={"path": name})
 
 
 def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"report\.path .*/~nobody_at_all/x: its directory is missing"):
-        make(tmp_path, report={"path": "~nobody_at_all/x"})
     with pytest.raises(PathError, match=r"nvme_path .*/~nobody_at_all/x does not exist"):
         make(tmp_path, nvme_path="~nobody_at_all/x")
 
@@ -374,19 +390,14 @@ def test_what_is_no_report_is_told_in_our_words(tmp_path: Path, cli: Cli, text: 
     assert words in cli("report", str(path), status=2).err
 
 
-def test_a_report_with_values_of_other_kinds_is_none(tmp_path: Path, cli: Cli) -> None:
-    found = finished(tmp_path).report().to_dict()
-    for name, value in (("wear", None), ("wear", [{}]), ("holders", [{}]), ("written_bytes", "much"), ("plan", [1])):
-        (tmp_path / "report.json").write_text(json.dumps({**found, name: value}))
-        assert "is no report of ds_tba (" in cli("report", str(tmp_path / "report.json"), status=2).err
-
-
 def test_reports_of_other_versions_are_read(tmp_path: Path) -> None:
     found = finished(tmp_path).report().to_dict()
     del found["schema"], found["refused_sites"]  # as an older one
+    found["wear"][0] |= {"model": "of before"}
     (tmp_path / "report.json").write_text(json.dumps({**found, "a_key_of_tomorrow": 1}))
     read = OffloadReport.read_json(tmp_path / "report.json")
     assert read.steps == 1 and read.refused_sites == {} and read.schema == SCHEMA
+    assert any(name.startswith("wear of") for name, _ in read.rows())
 
 
 def test_a_drive_that_is_too_small_is_told_by_the_key_that_was_set(tmp_path: Path) -> None:
@@ -409,6 +420,33 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
         step(offloader)
     offloader.close()
     assert limits[0] == (None, "activation_budget_bytes") and limits[-1] == (1 << 10, "")
+
+
+# ---- who holds saved bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("0", "*"), ("h.3.experts.12.w1", "h.*.experts.*.w1"), ("conv2d.layer1", "conv2d.layer1"), ("", "")],
+)
+def test_numbers_of_layers_are_merged(path: str, expected: str) -> None:
+    assert merged(path) == expected
+
+
+def test_a_storage_counts_where_it_is() -> None:
+    one = Holder("mlp", "Gelu")
+    for nbytes, where in ((5, "resident"), (7, "moved"), (11, "again"), (3, "moved")):
+        one.add(nbytes, where, f"[{nbytes}]")
+    assert one == Holder("mlp", "Gelu", 4, 26, 5, 10, 11, "[11]", 11)
+
+
+def test_holders_beyond_the_first_are_one_row() -> None:
+    lines = table([Holder(f"m{number}", "Mul", 1, (50 - number) * MIB) for number in range(MAX_HOLDERS + 3)])
+    assert len(lines) == 1 + MAX_HOLDERS + 1
+    assert lines[-1].split() == ["3", "more", f"{3 * (49 - MAX_HOLDERS)}.00", "MiB"]
+
+
+# ---- where nothing was offloaded ------------------------------------------------------------------------------------
 
 
 def nothing(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, steps: int = 3) -> list[str]:

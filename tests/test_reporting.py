@@ -73,7 +73,7 @@ def test_one_for_which_there_is_no_thread_is_forgotten(tmp_path: Path, monkeypat
     def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("ds_tba.offloader.Closer", refused)
+    monkeypatch.setattr("ds_tba.offloader.new_thread", refused)
     with pytest.raises(RuntimeError, match="new thread"):
         make(tmp_path)
     assert before == set(ENGINES.open)

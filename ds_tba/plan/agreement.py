@@ -22,7 +22,7 @@ from torch import distributed
 
 from ds_tba.plan.plan import Limits, Plan, Planner
 from ds_tba.plan.trace import Resources, Trace, slowest
-from ds_tba.wear import TERABYTE
+from ds_tba.stats import TERABYTE
 
 logger = logging.getLogger(__name__)
 

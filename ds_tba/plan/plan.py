@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.plan.trace import Trace
-from ds_tba.wear import DAY_S, TERABYTE, life_days
+from ds_tba.stats import DAY_S, TERABYTE, life_days
 
 MIB = 1 << 20
 # Replays of one plan differ in the writes that backward comes to cancel.

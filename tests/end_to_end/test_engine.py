@@ -7,19 +7,17 @@ import subprocess
 import sys
 import textwrap
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from support import runs
 from torch import distributed
 
 from ds_tba import engine, ranks
 from ds_tba.config import OffloadConfig
-from ds_tba.errors import ConfigError, IncompatibleError, PathError, StateError
+from ds_tba.errors import ConfigError, IncompatibleError, PathError
 
 
 @pytest.fixture
@@ -129,17 +127,6 @@ def test_deepspeed_outside_the_supported_range_and_other_devices_are_refused(
         return
     with pytest.raises(IncompatibleError, match=r'DeepSpeed 0\.\d+\.\d is not supported.*pip install "deepspeed'):
         engine._refuse_incompatible(SimpleNamespace())
-
-
-def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
-    def forward() -> torch.Tensor:
-        return torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
-
-    from ds_tba.core.cache import TensorCache
-
-    offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving(), stop_saving=lambda: None)
-    with pytest.raises(IncompatibleError, match=r"torch\.func"):
-        engine._forward(offloader, partial(forward), SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
 
 
 PROGRAM = """
@@ -366,37 +353,3 @@ def test_the_offloader_is_built_for_the_device_that_deepspeed_is_about_to_set(tm
     assert devices(None, enabled=False) == ([], [0, 1])
     """
     forked(body, tmp_path)
-
-
-def test_a_refusal_after_an_interrupt_names_the_last_checkpoint(tmp_path: Path) -> None:
-    def refuse() -> None:
-        raise StateError("load the last checkpoint.")
-
-    class DeepSpeedEngine:
-        global_steps = 7
-
-        def save_checkpoint(self, save_dir: Path, tag: str | None = None) -> bool:
-            if save_dir == tmp_path / "full":
-                raise OSError("no space")
-            return True
-
-        def step(self) -> None:
-            pass
-
-        forward = backward = destroy = __del__ = step
-
-    engine._hook_methods(DeepSpeedEngine, engine._AROUND)
-    made = DeepSpeedEngine()
-    made.activation_offloader = SimpleNamespace(
-        note_micro_step=refuse, stop_saving=lambda: None, note_failure=lambda _: None, close_soon=lambda: None
-    )
-    with pytest.raises(StateError, match=r"checkpoint\.$"):
-        made.step()
-    assert made.save_checkpoint(tmp_path)
-    with pytest.raises(OSError, match="no space"):
-        made.save_checkpoint(tmp_path / "full")
-    with pytest.raises(StateError, match=f"load the last checkpoint. The last checkpoint is {tmp_path}/global_step7.$"):
-        made.step()
-    made.save_checkpoint(save_dir=tmp_path, tag="best")
-    with pytest.raises(StateError, match=f"{tmp_path}/best.$"):
-        made.step()
