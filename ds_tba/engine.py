@@ -117,14 +117,14 @@ def _init(engine: Engine, original: Original) -> None:
     offloader = _build(param_dict, ds_config, trains=trains, device_rank=_device_rank(arguments.get("args")))
     try:
         original()
+        if offloader is not None:
+            _join(engine, offloader)
+        if update is not None:
+            _join_update(engine, update)
     except BaseException:
         if offloader is not None:
             offloader.close()
         raise
-    if offloader is not None:
-        _join(engine, offloader)
-    if update is not None:
-        _join_update(engine, update)
 
 
 def attach(engine: Engine) -> ActivationOffloader:
@@ -143,7 +143,11 @@ def attach(engine: Engine) -> ActivationOffloader:
             f'attach() found no "{BLOCK}" block (or one with "enabled": false) in the engine\'s config: add '
             f'"{BLOCK}": {{"enabled": true, "nvme_path": "/local_nvme"}} to it, or set {VARIABLE}.'
         )
-    _join(engine, offloader)
+    try:
+        _join(engine, offloader)
+    except BaseException:
+        offloader.close()
+        raise
     return offloader
 
 
@@ -264,21 +268,17 @@ def _update_config(param_dict: Mapping[str, object], ds_config: object, *, train
 
 def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
-    try:
-        _hook_methods(type(engine), _AROUND)
-        stage = _agreement_of_stage(engine) if offloader.config.is_planned else None
-        offloader.watch(engine.module, stage=stage, meter=functools.partial(_memory, weakref.ref(engine)))
-        engine.activation_offloader = offloader
-        for module in engine.module.modules():
-            # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
-            # graph break torch.compile compiles PyTorch's own modules only where they have hooks.
-            if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
-                offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
-        # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
-        weakref.finalize(engine, offloader.close_soon).atexit = False
-    except BaseException:
-        offloader.close()
-        raise
+    _hook_methods(type(engine), _AROUND)
+    stage = _agreement_of_stage(engine) if offloader.config.is_planned else None
+    offloader.watch(engine.module, stage=stage, meter=functools.partial(_memory, weakref.ref(engine)))
+    engine.activation_offloader = offloader
+    for module in engine.module.modules():
+        # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
+        # graph break torch.compile compiles PyTorch's own modules only where they have hooks.
+        if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
+            offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
+    # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
+    weakref.finalize(engine, offloader.close_soon).atexit = False
     if own_rank() == 0:
         logger.info("%s", offloader.start_line())
 
@@ -302,13 +302,7 @@ def _join_update(engine: Engine, config: UpdateConfig) -> None:
         accelerator = accelerator_of(get_accelerator().device_name())
         return InterleavedUpdate(config, accelerator, engine.optimizer, rank=own_rank())
 
-    try:
-        update = on_all_ranks(make)
-    except BaseException:
-        offloader = getattr(engine, ATTRIBUTE, None)
-        if offloader is not None:
-            offloader.close()
-        raise
+    update = on_all_ranks(make)
     engine.interleaved_optimizer_update = update
     _hook_methods(type(engine), _AROUND, _SAVING)
     update.agree(agreement().all_reduce_max)

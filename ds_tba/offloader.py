@@ -71,12 +71,12 @@ class Engines:
 
     def beside(self, new: ActivationOffloader) -> str:
         """Return what the start line of a new one says of those that train beside it."""
-        configs = [one.config for one in (*self.open,) if one is new or one.cache.stats.micro_steps]
-        if len(configs) == 1:
+        others = [one for one in (*self.open,) if one is not new and one.cache.stats.micro_steps]
+        if not others:
             return ""
-        staging_bytes = sum(config.io.ring_bytes for config in configs if config.uses_nvme)
+        staging_bytes = sum(one.config.io.ring_bytes for one in (new, *others) if one.config.uses_nvme)
         return (
-            f"; {len(configs) - 1} more engine(s) of this process have trained: if they train on beside this one, all "
+            f"; {len(others)} more engine(s) of this process have trained: if they train on beside this one, all "
             f"together take {readable(staging_bytes)} of staging, and each has lanes and swap files of its own"
         )
 
