@@ -61,6 +61,6 @@ print("good")
 def test_a_broken_ds_tba_stops_neither_torch_nor_deepspeed(tmp_path: Path, module: str) -> None:
     shutil.copytree(runs.ROOT / "ds_tba", tmp_path / "ds_tba", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ds_tba" / f"{module}.py").write_text("raise ZeroDivisionError('broken')\n")
-    done = runs.python("-c", "import torch, deepspeed; print('good')", PYTHONPATH=str(tmp_path))
+    done = runs.python("-c", "import torch, deepspeed; print('good')", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.stdout.endswith("good\n"), done.stderr
     assert "ds_tba could not hook DeepSpeed" in done.stderr and "broken" in done.stderr
