@@ -31,7 +31,7 @@ from ds_tba.plan.feedback import Action, Feedback, OptimizerStep
 from ds_tba.plan.plan import Limits, Plan
 from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.trace import Resources, Trace
-from ds_tba.wear import DAY_S, TERABYTE
+from ds_tba.stats import DAY_S, TERABYTE
 
 GPUS = 8  # of a node
 WRITE_BYTES_PER_S, READ_BYTES_PER_S, DRIVE_TBW = 6e9, 12e9, 7000

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_tba import autoload
 
 if TYPE_CHECKING:
+    from ds_tba.engine import attach
     from ds_tba.errors import (
         ActivationCorruptionError,
         ActivationLostError,
@@ -50,13 +51,6 @@ __all__ = [
 ]
 
 
-def attach(engine: Any) -> ActivationOffloader:
-    """Attach an activation offloader to an already built ``DeepSpeedEngine``; see :func:`ds_tba.engine.attach`."""
-    from ds_tba.engine import attach as attach_engine
-
-    return attach_engine(engine)
-
-
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
@@ -70,6 +64,7 @@ def __getattr__(name: str) -> Any:
         "ActivationOffloader": "ds_tba.offloader",
         "OffloadReport": "ds_tba.report",
         "Offloader": "ds_tba.loop",
+        "attach": "ds_tba.engine",
     }
     return getattr(import_module(homes.get(name, "ds_tba.errors")), name)
 

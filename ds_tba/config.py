@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -42,19 +41,13 @@ NEAR_MISS_RATIO = 0.8
 _NAMES = {
     "activation_nvme_offload": BLOCK, "nvme_offload": BLOCK, "activation_offload": BLOCK,
     "interleaved_optimizer_update": UPDATE_BLOCK, "interleaved_update": UPDATE_BLOCK,
-    "interleaved_optimizer": UPDATE_BLOCK,
+    "interleaved_optimizer": UPDATE_BLOCK, "ds_tba": BLOCK, "dstba": BLOCK,
 }  # fmt: skip
 _LIKELY_PLACES = ((), ("zero_optimization",), ("activation_checkpointing",))
-# The package's name in place of the block's: DeepSpeed would ignore such a key, and the run would go on without us.
-_OUR_NAMES = ("ds_tba", "dstba", "tba")
 IO_ALIGNMENT_BYTES = 4096
 # The fraction of staging that reading ahead may use while there are writes, which need the rest.
 PREFETCH_FRACTION_OF_STAGING = 0.5
 MIN_STAGING_BYTES = 256 << 20  # on a GPU, where the config has null
-
-_IN_NO_PATH = re.compile(r"[\0\ud800-\udfff]")
-_NUMBER = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*([kmgt]?i?b?)", re.ASCII | re.IGNORECASE)
-_UNITS = {"b": 0, "i": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 # ds_config.json as parsed, or one of its objects. Its values are anybody's JSON until a model has validated them.
 DsConfig: TypeAlias = Mapping[str, Any]
@@ -108,27 +101,17 @@ def _path_or_paths(value: object) -> object:
     paths = value if isinstance(value, list) else [value]
     if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
         raise refusal("it must be a directory or a non-empty list of directories")
-    for path in paths:
-        _path(path)
-    return value
-
-
-def _path(value: object) -> object:
-    """Refuse characters that no path has: the system call would fail later, and without the key's name."""
-    if isinstance(value, str) and _IN_NO_PATH.search(value):
-        raise refusal("it must be a path, which has no NUL and no half of a surrogate pair; take that character out")
     return value
 
 
 Validated = TypeVar("Validated", bound=BaseModel)
 Count = Annotated[int, Field(ge=0), BeforeValidator(number)]
-Bytes = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Bytes = Count
 Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number), AfterValidator(_not_per_cent)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
-NonEmptyStr = Annotated[StrictStr, Field(min_length=1)]
-FilePath = Annotated[NonEmptyStr, BeforeValidator(_path)]
-Patterns = Annotated[list[NonEmptyStr], Field(min_length=1)]
+Text = Annotated[StrictStr, Field(min_length=1)]
+Patterns = Annotated[list[Text], Field(min_length=1)]
 
 
 class Block(BaseModel):
@@ -169,9 +152,9 @@ class SsdConfig(Block):
 class ReportConfig(Block):
     """``report``: where and how often the report is written."""
 
-    path: FilePath | None = None
-    trace_path: FilePath | None = None
-    timeline_path: FilePath | None = None
+    path: Text | None = None
+    trace_path: Text | None = None
+    timeline_path: Text | None = None
     every_steps: Count = 0
 
 
@@ -196,7 +179,7 @@ _SWITCH, _DETAILS, _BY_NAME = "on or off", "in detail", "by name"
 class RematerializeConfig(Block):
     """``rematerialize`` in detail: the names of ops whose outputs are not rematerialized."""
 
-    exclude: list[NonEmptyStr] = []
+    exclude: list[Text] = []
 
 
 class OffloadConfig(Block):
@@ -216,7 +199,7 @@ class OffloadConfig(Block):
         Annotated[StrictBool, Tag(_SWITCH)] | Annotated[Patterns, Tag(_BY_NAME)],
         Discriminator(lambda value: _BY_NAME if isinstance(value, list) else _SWITCH),
     ] = False
-    blocks: list[NonEmptyStr] | None = None
+    blocks: list[Text] | None = None
     only: Patterns | None = None
     except_: Patterns | None = Field(default=None, alias="except")  # a word of Python's
     host_budget_bytes: Bytes | None = 0
@@ -270,11 +253,9 @@ class OffloadConfig(Block):
             )
         budget_bytes = self.activation_budget_bytes
         if self.enabled and budget_bytes is not None and 0 < budget_bytes < least:
-            unit, shift = ("GiB", 30) if budget_bytes < 1024 else ("MiB", 20)
             raise refusal(
                 f"activation_budget_bytes is {budget_bytes} bytes, below min_tensor_bytes {least}, so that it has room "
-                f"for no tensor that could be moved: {budget_bytes} {unit} are {budget_bytes << shift}; 0 asks for the "
-                "lowest peak"
+                "for no tensor that could be moved: 1 GiB is 1073741824; 0 asks for the lowest peak"
             )
         if self.enabled and self.placement == "host" and self.host_budget_bytes == 0:
             raise refusal(
@@ -306,13 +287,8 @@ def parse_block(ds_config: DsConfig) -> tuple[OffloadConfig, AioConfig] | None:
     Raises:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
-    config = block_of(ds_config, BLOCK, OffloadConfig, '{"enabled": true, "nvme_path": "/local_nvme"}')
-    if config is None:
-        return None
-    aio = ds_config.get("aio") or {}
-    if not isinstance(aio, Mapping):
-        raise ConfigError(f'"aio" is {aio!r}: it must be an object.')
-    return config, validate(AioConfig, aio, "aio")
+    config = block_of(ds_config, BLOCK, OffloadConfig)
+    return None if config is None else (config, validate(AioConfig, ds_config.get("aio") or {}, "aio"))
 
 
 def zero_block(ds_config: DsConfig) -> DsConfig:
@@ -328,14 +304,10 @@ def zero_paths(ds_config: DsConfig) -> tuple[str, ...]:
     return tuple(str(one.get("nvme_path")) for one in offloads if one.get("device") == "nvme")
 
 
-def block_of(ds_config: DsConfig, name: str, model: type[Validated], example: str) -> Validated | None:
+def block_of(ds_config: DsConfig, name: str, model: type[Validated]) -> Validated | None:
     """Return the validated block of that name, or None; see :func:`parse_block`."""
-    if name not in ds_config or is_off(ds_config[name]):  # not validated: slips may stay in it
-        return None
-    block = ds_config[name]
-    if not isinstance(block, Mapping):
-        raise ConfigError(f'"{name}" is {block!r}: it must be an object, for example {example}.')
-    return validate(model, block, name)
+    # Not validated where it is off: slips may stay in it.
+    return None if name not in ds_config or is_off(ds_config[name]) else validate(model, ds_config[name], name)
 
 
 def refuse_misnamed(ds_config: DsConfig) -> None:
@@ -356,8 +328,7 @@ def refuse_misnamed(ds_config: DsConfig) -> None:
                 f'"{name}" is inside "{".".join(outer)}", where nobody reads it: move the block to the top level of '
                 f'ds_config.json, beside "{outer[0]}".'
             )
-        is_ours = name.lower().replace("-", "_") in _OUR_NAMES and isinstance(value, Mapping)
-        meant = BLOCK if is_ours else _block_like(name)
+        meant = _block_like(name)
         if meant is not None and outer in _LIKELY_PLACES:
             raise ConfigError(
                 f'ds_config.json has a key "{".".join(keys)}", which nobody reads; did you mean "{meant}", at the top '
@@ -391,31 +362,29 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
     Raises:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
+
+    def plain(one: Any) -> object:  # paths are strings in a file, and NumPy's numbers plain ones
+        return os.fspath(one) if isinstance(one, os.PathLike) else one.item()
+
     # No keyword of Python may be "except".
-    block = {"except" if key == "except_" else key: _as_json(key, value, call) for key, value in keys.items()}
+    named = {"except" if key == "except_" else key: value for key, value in keys.items()}
+    try:
+        block = json.loads(json.dumps(named, default=plain))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{call}(...) has a value that no JSON file could have ({error}): give text, numbers, lists or objects."
+        ) from error
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
 
 
-def _as_json(key: str, value: object, call: str) -> object:
-    """Return the value of a keyword as a file has it: paths are strings, NumPy's numbers plain ones."""
-
-    def plain(one: Any) -> object:
-        return os.fspath(one) if isinstance(one, os.PathLike) else one.item()
-
-    try:
-        return json.loads(json.dumps(value, default=plain))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{call}({key}=...) is {value!r}, which no JSON file could have: give text, numbers, lists or objects."
-        ) from error
-
-
-def validate(model: type[Validated], block: DsConfig, at: str, refused: str = "ds_config.json") -> Validated:
+def validate(model: type[Validated], block: object, at: str, refused: str = "ds_config.json") -> Validated:
     """Return the validated block.
 
     Raises:
         ConfigError: a line for each bad key, with its value, the rule and the repair.
     """
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'"{at}" is {block!r}: it must be an object.')
     try:
         return model.model_validate(dict(block))
     except ValidationError as error:
@@ -447,25 +416,20 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
         rule = detail["msg"]
     else:
         rule = re.sub("^(Input|List|String) should", "it must", detail["msg"]).replace(" after validation", "")
-    return f'"{key}" is {value!r}: {rule}{_hint(key, value)}.' if steps else f'"{key}": {rule}.'
+    return f'"{key}" is {value!r}: {rule}{_hint(value)}.' if steps else f'"{key}": {rule}.'
 
 
 # Words of DeepSpeed's offload blocks and of users, with ours: "cpu" has no letters in common with "host".
 _SYNONYMS = {"cpu": "host", "ram": "host", "disk": "nvme", "ssd": "nvme", "none": "keep", "gpu": "keep"}
 
 
-def _hint(key: str, value: object) -> str:
+def _hint(value: object) -> str:
     """Return what to write instead of a string, where a number or a boolean is expected."""
-    text = value.strip() if isinstance(value, str) else ""
-    if text.lower() in ("true", "false"):
-        return f"; drop the quotes: {text.lower()}"
-    found = _NUMBER.fullmatch(text)
-    if found is None or not math.isfinite(float(found[1])):
+    text = value.strip().lower() if isinstance(value, str) else ""
+    try:
+        return f"; drop the quotes: {text}" if isinstance(json.loads(text), (int, float)) else ""
+    except ValueError:
         return ""
-    if not found[2]:
-        return f"; drop the quotes: {text}"
-    nbytes = int(float(found[1]) * (1 << _UNITS[found[2][0].lower()]))
-    return f"; {value!r} would be {nbytes}" if key.endswith("_bytes") else ""
 
 
 def _keys_at(model: type[BaseModel], steps: list[int | str]) -> list[str]:

@@ -58,11 +58,6 @@ ATTRIBUTE = "activation_offloader"
 UPDATE_ATTRIBUTE = "interleaved_optimizer_update"
 _HOOKED = "_ds_tba_hooked"
 _CHECKPOINT = "_ds_tba_checkpoint"  # where the last one is
-# Fields of the report that DeepSpeed's monitors get.
-_MONITORED = (
-    "step_peak_saved_bytes", "peak_saved_bytes_without", "offloaded_bytes", "written_bytes", "read_bytes",
-    "rematerialized_bytes", "recomputed_bytes", "stall_s",
-)  # fmt: skip
 _NO_HOOKS = "support saved tensor hooks"  # in the message of torch/_functorch/eager_transforms.py
 
 
@@ -72,9 +67,7 @@ class Engine(Protocol):
     module: torch.nn.Module
     optimizer: object
     device: torch.device
-    global_rank: int
     global_steps: int
-    global_samples: int
     activation_offloader: ActivationOffloader
     interleaved_optimizer_update: InterleavedUpdate
     _config: Any  # DeepSpeedConfig
@@ -126,14 +119,14 @@ def _init(engine: Engine, original: Original) -> None:
     offloader = _build(param_dict, ds_config, trains=trains, device_rank=_device_rank(arguments.get("args")))
     try:
         original()
+        if offloader is not None:
+            _join(engine, offloader)
+        if update is not None:
+            _join_update(engine, update)
     except BaseException:
         if offloader is not None:
             offloader.close()
         raise
-    if offloader is not None:
-        _join(engine, offloader)
-    if update is not None:
-        _join_update(engine, update)
 
 
 def attach(engine: Engine) -> ActivationOffloader:
@@ -152,7 +145,11 @@ def attach(engine: Engine) -> ActivationOffloader:
             f'attach() found no "{BLOCK}" block (or one with "enabled": false) in the engine\'s config: add '
             f'"{BLOCK}": {{"enabled": true, "nvme_path": "/local_nvme"}} to it, or set {VARIABLE}.'
         )
-    _join(engine, offloader)
+    try:
+        _join(engine, offloader)
+    except BaseException:
+        offloader.close()
+        raise
     return offloader
 
 
@@ -273,21 +270,17 @@ def _update_config(param_dict: Mapping[str, object], ds_config: object, *, train
 
 def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
-    try:
-        _hook_methods(type(engine), _AROUND)
-        stage = _agreement_of_stage(engine) if offloader.config.is_planned else None
-        offloader.watch(engine.module, stage=stage, meter=functools.partial(_memory, weakref.ref(engine)))
-        engine.activation_offloader = offloader
-        for module in engine.module.modules():
-            # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
-            # graph break torch.compile compiles PyTorch's own modules only where they have hooks.
-            if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
-                offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
-        # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
-        weakref.finalize(engine, offloader.close_soon).atexit = False
-    except BaseException:
-        offloader.close()
-        raise
+    _hook_methods(type(engine), _AROUND)
+    stage = _agreement_of_stage(engine) if offloader.config.is_planned else None
+    offloader.watch(engine.module, stage=stage, meter=functools.partial(_memory, weakref.ref(engine)))
+    engine.activation_offloader = offloader
+    for module in engine.module.modules():
+        # After ZeRO-3's own pre-forward hooks, which gather the parameters into new storage. Nowhere else: after a
+        # graph break torch.compile compiles PyTorch's own modules only where they have hooks.
+        if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
+            offloader.on_close(module.register_forward_pre_hook(_mark_owned).remove)
+    # HF and Accelerate never call destroy(). At interpreter exit the offloader closes by itself.
+    weakref.finalize(engine, offloader.close_soon).atexit = False
     if own_rank() == 0:
         logger.info("%s", offloader.start_line())
 
@@ -311,13 +304,7 @@ def _join_update(engine: Engine, config: UpdateConfig) -> None:
         accelerator = accelerator_of(get_accelerator().device_name())
         return InterleavedUpdate(config, accelerator, engine.optimizer, rank=own_rank())
 
-    try:
-        update = on_all_ranks(make)
-    except BaseException:
-        offloader = getattr(engine, ATTRIBUTE, None)
-        if offloader is not None:
-            offloader.close()
-        raise
+    update = on_all_ranks(make)
     engine.interleaved_optimizer_update = update
     _hook_methods(type(engine), _AROUND, _SAVING)
     update.agree(agreement().all_reduce_max)
@@ -392,7 +379,6 @@ def _step(offloader: ActivationOffloader, original: Original, engine: Engine) ->
     result = original()
     if engine.global_steps > before:  # else a micro-step inside gradient accumulation
         offloader.note_step()
-        _tell_monitors(offloader, engine)
     return result
 
 
@@ -406,20 +392,10 @@ def _save_checkpoint(_offloader: ActivationOffloader, original: Original, engine
     return result
 
 
-def _tell_monitors(offloader: ActivationOffloader, engine: Engine) -> None:
-    """Write counters to TensorBoard, W&B, Comet or CSV files, where DeepSpeed's config has one, beside its own."""
-    monitor = getattr(engine, "monitor", None)  # deepspeed/monitor/monitor.py: rank 0 writes
-    if monitor is None or not monitor.enabled or engine.global_rank != 0:
-        return
-    report, samples = offloader.report(), engine.global_samples
-    monitor.write_events([(f"Train/ActivationOffload/{name}", getattr(report, name), samples) for name in _MONITORED])
-
-
 def _train_batch(offloader: ActivationOffloader, original: Original, engine: Engine) -> object:
     with offloader.interleaving():
         result = original()
     offloader.note_step()
-    _tell_monitors(offloader, engine)
     return result
 
 

@@ -52,7 +52,7 @@ class Offloader:
         keys: those of ``"activation_nvme_offload"``, with the same defaults and meanings; ``"except"`` as ``except_``.
 
     Raises:
-        ConfigError: a key is unknown or has a bad value, the device too, or it asks for what a loop cannot tell.
+        ConfigError: a key is unknown or has a bad value, or it asks for what a loop cannot tell.
         IncompatibleError: the device is neither a CPU nor a CUDA device of this process.
         PathError, BackendUnavailableError: training cannot start; the message names the repair.
     """
@@ -150,7 +150,7 @@ def _built(model: nn.Module | None, device: torch.device | str | None, keys: Map
     def make() -> ActivationOffloader:  # all that may fail: what fails before, on one rank, leaves the others waiting
         config = parse_keywords(keys, "ds_tba.Offloader")
         _refuse_untold(config, model)
-        accelerator = _accelerator_of(_device_of(model, device))
+        accelerator = _accelerator_of(model, device)
         show_log()
         return ActivationOffloader(config, AioConfig(), accelerator, rank=own_rank(), ranks_on_node=ranks_on_node)
 
@@ -178,29 +178,15 @@ def _refuse_untold(config: OffloadConfig, model: nn.Module | None) -> None:
         )
 
 
-def _device_of(model: nn.Module | None, named: object) -> torch.device:
-    """Return the device that the user names, or that of the model."""
+def _accelerator_of(model: nn.Module | None, named: torch.device | str | None) -> Accelerator:
+    """Return that of the device that the user names, or of the model's."""
+    parameter = None if model is None else next(model.parameters(), None)
     if named is None:
-        parameter = None if model is None else next(model.parameters(), None)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu") if parameter is None else parameter.device
-    try:
-        return torch.device(named)  # type: ignore[call-overload]
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f'the device is {named!r}, which is none to PyTorch: it must be one such as "cpu" or "cuda:0", or be '
-            "left out, for that of the model."
-        ) from error
-
-
-def _accelerator_of(device: torch.device) -> Accelerator:
+        named = parameter.device if parameter is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(named)
     if device.type not in KINDS:
         raise IncompatibleError(f"the device is {device}, and ds_tba serves the CPU and CUDA: train there without it.")
     if device.type == "cpu":
         return accelerator_of("cpu")
-    if (device.index or 0) >= torch.cuda.device_count():
-        raise IncompatibleError(
-            f"the device is {device}, and this process sees {torch.cuda.device_count()} CUDA devices: name one that "
-            "is there, or look at CUDA_VISIBLE_DEVICES and torch.cuda.is_available()."
-        )
     with torch.cuda.device(device):  # the accelerator is of the device that is current
         return accelerator_of("cuda")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,12 +19,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ds_tba.closer import Closer
 from ds_tba.config import BLOCK, AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import OPEN_HOOKS, SHOWS_HOOKS, ForwardHooks, innermost_hooks
+from ds_tba.core.hooks import OPEN_HOOKS, ForwardHooks, innermost_hooks
 from ds_tba.core.tensors import mark_inputs
-from ds_tba.device.accelerator import Accelerator, MemoryMeter, available_bytes, is_out_of_memory
+from ds_tba.device.accelerator import (
+    THREAD_PREFIX,
+    Accelerator,
+    MemoryMeter,
+    available_bytes,
+    is_out_of_memory,
+    new_thread,
+)
 from ds_tba.errors import ConfigError, IncompatibleError
 from ds_tba.ranks import agreement
 from ds_tba.report import OffloadReport, ReportFile
@@ -70,12 +77,12 @@ class Engines:
 
     def beside(self, new: ActivationOffloader) -> str:
         """Return what the start line of a new one says of those that train beside it."""
-        configs = [one.config for one in (*self.open,) if one is new or one.cache.stats.micro_steps]
-        if len(configs) == 1:
+        others = [one for one in (*self.open,) if one is not new and one.cache.stats.micro_steps]
+        if not others:
             return ""
-        staging_bytes = sum(config.io.ring_bytes for config in configs if config.uses_nvme)
+        staging_bytes = sum(one.config.io.ring_bytes for one in (new, *others) if one.config.uses_nvme)
         return (
-            f"; {len(configs) - 1} more engine(s) of this process have trained: if they train on beside this one, all "
+            f"; {len(others)} more engine(s) of this process have trained: if they train on beside this one, all "
             f"together take {readable(staging_bytes)} of staging, and each has lanes and swap files of its own"
         )
 
@@ -114,15 +121,10 @@ class ActivationOffloader:
         rank: int = 0,
         ranks_on_node: int = 1,
     ) -> None:
-        if not SHOWS_HOOKS:
-            raise IncompatibleError(
-                f'"{BLOCK}" needs PyTorch 2.8 or newer, and this is {torch.__version__}: update it, or remove it.'
-            )
         # First: engines that train no more have the pinned memory and the disk space that this one is about to take.
         ENGINES.give_back()
-        # Divided by the ranks: each of them derives its staging from the same memory.
         try:
-            host_bytes = available_bytes() / ranks_on_node
+            host_bytes = available_bytes() / ranks_on_node  # each of them derives its staging from the same memory
         except OSError:  # no descriptor is left to ask with: the store's check refuses that, with the numbers
             host_bytes = 0.0
         self.config = config = with_staging(config, host_bytes, is_host=accelerator.is_synchronous)
@@ -148,11 +150,14 @@ class ActivationOffloader:
                 accelerator=accelerator,
                 released_bytes=config.io.ring_bytes,
             )
-            self._reporter = Reporter(config, tiers, self.cache, accelerator, report)
+            self._reporter = Reporter(config, tiers, self.cache.stats, accelerator, report)
             self._sites = self._open_sites() if config.rematerialize is not False else None
             if config.report.timeline_path:
                 self._sampling()
-            self._closer = Closer(self._close, accelerator)
+            # Here, because starting a thread waits for it, and whoever asks for the end may not wait.
+            self._end_is_wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+            self._closing = new_thread(accelerator, self._close, f"{THREAD_PREFIX}close")
+            self._closing.start()
         except BaseException:  # its lanes would never end, nor its swap file
             tiers.close()
             raise
@@ -381,7 +386,7 @@ class ActivationOffloader:
         from ds_tba.explain.out_of_memory import explained
 
         where = f"rank {self._reporter.rank}, step {self._reporter.steps + 1}"
-        return explained(where, self.config, self.cache, self._accelerator, self._sampling(), self._meter, error)
+        return explained(where, self.config, self.cache.stats, self._accelerator, self._sampling(), self._meter, error)
 
     def note_failure(self, error: BaseException | None) -> None:
         """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""
@@ -409,7 +414,11 @@ class ActivationOffloader:
         before the handler returns. This call then gives up after its limit of time.
         """
         self.close_soon()
-        if not (self.cache.is_forked or self._closer.wait(CLOSE_LIMIT_S)):
+        # In a thread of ours a user's finalizer may call this, and closing waits for that thread.
+        if self.cache.is_forked or threading.current_thread().name.startswith(THREAD_PREFIX):
+            return
+        self._closing.join(CLOSE_LIMIT_S)
+        if self._closing.is_alive():
             rank = self._reporter.rank
             logger.error("rank %d: not closed after %.0f s; the rest is left to process exit", rank, CLOSE_LIMIT_S)
             self._reporter.refresh(now=True)
@@ -421,9 +430,10 @@ class ActivationOffloader:
         self.is_closed = True
         for hooks in (*self._kept.values(),):  # or threads whose hooks are open after a forward would save on
             hooks.end()
-        self._closer.ask()
+        self._end_is_wanted.put(None)
 
-    def _close(self) -> None:  # in the closer's thread
+    def _close(self) -> None:  # in a thread of its own
+        self._end_is_wanted.get()
         with ExitStack() as last:  # each, whatever becomes of those before: a device that has failed raises everywhere
             last.callback(atexit.unregister, self.close)
             last.callback(ENGINES.open.remove, self)

@@ -1,6 +1,7 @@
-"""A run's report of itself: bytes per tier, why, at which rate; as JSON, as text, in a file that is never half.
+"""A run's report of itself: bytes per tier, why, at which rate, held by whom; as JSON, as text, in a file never half.
 
-Knows numbers only: whoever counts fills :class:`OffloadReport` in. What is not counted it cannot tell.
+Knows numbers and names only: whoever counts fills :class:`OffloadReport` in, and ``explain/sample.py`` finds the
+holders. What is not counted it cannot tell.
 """
 
 from __future__ import annotations
@@ -9,17 +10,16 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ds_tba.errors import ConfigError, ReportError
-from ds_tba.holders import Holder, table
-from ds_tba.stats import expanded, readable
-from ds_tba.wear import TERABYTE, PathWear, rated
+from ds_tba.stats import PathWear, aligned, expanded, readable
 
 logger = logging.getLogger("ds_tba")
 
@@ -27,6 +27,74 @@ logger = logging.getLogger("ds_tba")
 REPORT_AGE_S = 2.0
 NOTHING_OFFLOADED = "nothing was offloaded"
 SCHEMA = 1  # goes up when a field changes its meaning; one more field is no change
+MAX_HOLDERS = 10  # rows of their table
+# Whole names between dots: "conv2d" and "layer1" are no numbers of layers.
+_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+# ---- who holds saved bytes ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Holder:
+    """Saved tensors that one op makes in one module; layers of a list are one module.
+
+    Attributes:
+        module: path in the model, with ``*`` for the number of a layer; outside of all modules below the model the line
+            of the program, as ``(train.py:57)``.
+        op: that made the tensor, as autograd names it, or the user's own Function that saves it; empty of inputs, and
+            of what an op alone saves of its own output.
+        tensors: storages, each counted once.
+        largest: shape and dtype of the largest tensor.
+        largest_bytes: of its storage.
+        saved_bytes: in all, of which ``resident_bytes`` are in device memory, ``moved_bytes`` in a store, and
+            ``again_bytes`` made again in backward.
+    """
+
+    module: str
+    op: str
+    tensors: int = 0
+    saved_bytes: int = 0
+    resident_bytes: int = 0
+    moved_bytes: int = 0
+    again_bytes: int = 0
+    largest: str = ""
+    largest_bytes: int = 0
+
+    def add(self, nbytes: int, where: str, shape: str = "") -> None:
+        """Count a storage that is ``"resident"``, ``"moved"`` or made ``"again"``."""
+        if nbytes > self.largest_bytes:
+            self.largest, self.largest_bytes = shape, nbytes
+        self.tensors += 1
+        self.saved_bytes += nbytes
+        setattr(self, f"{where}_bytes", getattr(self, f"{where}_bytes") + nbytes)
+
+
+def merged(module: str) -> str:
+    """Return the path of a module with ``*`` for each number in it."""
+    return _LAYER_NUMBER.sub("*", module)
+
+
+def cells(holders: Sequence[Holder]) -> list[tuple[str, ...]]:
+    """Return the head and the rows of a table for people; of holders beyond :data:`MAX_HOLDERS` the bytes alone."""
+    rows: list[tuple[str, ...]] = [
+        ("module", "made by", "largest tensor", "tensors", "saved", "in memory", "moved", "made again")
+    ]
+    for one in holders[:MAX_HOLDERS]:
+        sizes = (one.saved_bytes, one.resident_bytes, one.moved_bytes, one.again_bytes)
+        names = (one.module or "(outside of modules)", one.op, one.largest, str(one.tensors))
+        rows.append((*names, *(readable(nbytes) if nbytes else "-" for nbytes in sizes)))
+    if rest := holders[MAX_HOLDERS:]:
+        rows.append((f"{len(rest)} more", "", "", "", readable(sum(one.saved_bytes for one in rest)), "", "", ""))
+    return rows
+
+
+def table(holders: Sequence[Holder]) -> list[str]:
+    """Return lines for people."""
+    return aligned(cells(holders), left=3)
+
+
+# ---- the report -----------------------------------------------------------------------------------------------------
 
 
 def told(meaning: str, row: str = "", default: Any = MISSING, *, factory: Any = MISSING) -> Any:
@@ -153,12 +221,7 @@ class OffloadReport:
             raise ReportError(
                 f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
             )
-        report = cls(**_known(cls, found))
-        try:  # whatever the commands show is made of it, or they would fail in the middle of a text
-            report.summary(), report.rows(), report.held()
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise ReportError(f"{path} is no report of ds_tba ({error}): name that of report.path.") from error
-        return report
+        return cls(**_known(cls, found))
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, ready for JSON."""
@@ -178,11 +241,7 @@ class OffloadReport:
         parts += [f"waits {self.stall_s / steps:.3f} s"] if self.stall_s else []
         parts += [f"{self.fallbacks} fallbacks"] if self.fallbacks else []
         wear = [one for one in self.path_wear() if one.written_bytes_per_day]
-        if wear and self.steps:  # else it is the trial's at the start, in no time
-            daily_bytes = sum(one.all_bytes_per_day for one in wear)
-            worst = min(wear, key=PathWear.days)
-            rating = rated(worst.rated_endurance_tbw)
-            parts.append(f"{daily_bytes / TERABYTE:.2f} TB a day ({worst.days():.0f} days to {rating})")
+        parts += [min(wear, key=PathWear.days).in_words()] if wear and self.steps else []
         return ", ".join(parts)
 
     def rows(self) -> list[tuple[str, str]]:
@@ -197,7 +256,7 @@ class OffloadReport:
             else:
                 rows.append((name, readable_as(unit, value)))
         rows += [] if self.plan is None else self._plan_rows(self.plan)
-        return [*rows, *((f"wear of {one.path}", _wear(one)) for one in self.path_wear())]
+        return [*rows, *((f"wear of {one.path}", one.in_words()) for one in self.path_wear())]
 
     def path_wear(self) -> list[PathWear]:
         """Return the wear of each path."""
@@ -240,23 +299,14 @@ def _known(kind: type[Holder | PathWear | OffloadReport], found: Mapping[str, An
 def checked_path(key: str, path: str, rank: int) -> Path:
     """Return where a rank writes: ``path`` for rank 0, ``path.rankN`` for others; see :class:`ReportFile`."""
     target = expanded(path if rank == 0 else f"{path}.rank{rank}")
-    try:
-        target.lstat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:  # too long, below a file, in a loop of symlinks, in a directory that may not be searched
-        raise ConfigError(
-            f"{key} {target} cannot be a file ({error.strerror}): name one in a directory that you may write to."
-        ) from error
     directory = Path(os.path.realpath(target.parent))  # Path's raises for loops
     # The system's are also symlinks such as /dev/stdout: os.replace() would put a file in their place.
     is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
-    is_free = target.is_file() or target.is_symlink() or not target.exists()
-    if is_of_system or target.is_dir() or not is_free:
+    if is_of_system or (target.exists() and not target.is_file()):
         raise ConfigError(
             f"{key} {target} is a directory, a device, a pipe or a file of the system's: name a regular file."
         )
-    if not os.access(target.parent, os.W_OK):
+    if not os.access(target.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{key} {target}: its directory is missing or not writable: create it first.")
     return target
 
@@ -319,9 +369,3 @@ class ReportFile:
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
         self._written_at, self._own_s = time.monotonic(), time.time()
-
-
-def _wear(path: PathWear) -> str:
-    of = f" of {path.sharers} ranks" if path.sharers > 1 else ""
-    life = f"{path.days():.0f} days to {rated(path.rated_endurance_tbw)}"
-    return f"{path.all_bytes_per_day / TERABYTE:.2f} TB a day{of} at this rate, {life}"

@@ -17,12 +17,10 @@ from dataclasses import asdict
 from typing import Any, Protocol, TextIO
 
 from ds_tba.config import OffloadConfig
-from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.report import NOTHING_OFFLOADED, OffloadReport, ReportFile
-from ds_tba.stats import readable
-from ds_tba.wear import PathWear
+from ds_tba.stats import CacheStats, PathWear, readable
 
 logger = logging.getLogger("ds_tba")
 
@@ -41,7 +39,7 @@ _COUNTED = (
 class Summarized(Protocol):
     """A room with fields of its own in the report."""
 
-    def summary(self) -> Mapping[str, object]:
+    def summary(self) -> Mapping[str, Any]:
         """Return these fields, by name."""
         ...
 
@@ -49,9 +47,6 @@ class Summarized(Protocol):
 class Places(Summarized, Protocol):
     """The places of moved bytes, as a report tells of them: ``Tiers`` documents these."""
 
-    @property
-    def offloaded_bytes(self) -> int: ...
-    def bandwidth(self) -> list[dict[str, Any]]: ...
     def wear(self, elapsed_s: float) -> list[PathWear]: ...
     def describe(self) -> list[str]: ...
 
@@ -68,7 +63,7 @@ class Reporter:
     """
 
     def __init__(
-        self, config: OffloadConfig, tiers: Places, cache: TensorCache, accelerator: Accelerator, file: ReportFile
+        self, config: OffloadConfig, tiers: Places, cache: CacheStats, accelerator: Accelerator, file: ReportFile
     ) -> None:
         self._config, self._tiers, self._cache, self._file = config, tiers, cache, file
         self.rank, self.steps = file.rank, 0
@@ -77,7 +72,7 @@ class Reporter:
         self._started_at, self._ended_at = time.monotonic(), math.inf
         self._has_begun = False  # to train
         self._step_peak_bytes = 0
-        self._bandwidth_at_start: list[dict[str, object]] = []  # as the first plan was made
+        self._bandwidth_at_start: object = []  # as the first plan was made
 
     def add(self, room: Summarized) -> None:
         """Have a room's fields in the report from now on."""
@@ -95,9 +90,9 @@ class Reporter:
             plans: number of plans so far.
         """
         self.steps = steps = self.steps + 1
-        self._step_peak_bytes = self._cache.stats.resident.lap()
+        self._step_peak_bytes = self._cache.resident.lap()
         if plans and not self._bandwidth_at_start:
-            self._bandwidth_at_start = self._tiers.bandwidth()
+            self._bandwidth_at_start = self._tiers.summary()["bandwidth"]
         if steps == 1 and self.rank == 0 and (why := self._why_nothing()):
             logger.warning("nothing was offloaded in step 1: %s", why)
         every = self._config.report.every_steps
@@ -120,7 +115,7 @@ class Reporter:
 
     def report(self) -> OffloadReport:
         """Return the counters of all parts as they are now."""
-        cache, config = self._cache.stats, self._config
+        cache, config = self._cache, self._config
         kept = dict(cache.kept_bytes)  # at once: forward may count meanwhile
         budget_bytes = config.activation_budget_bytes if config.placement == "adaptive" else None
         state = "running" if self._ended_at == math.inf else "finished"
@@ -151,8 +146,8 @@ class Reporter:
 
     def _why_nothing(self) -> str:
         """Return why nothing was offloaded, rematerialized or recomputed, with the repair; empty where it is right."""
-        stats, config = self._cache.stats, self._config
-        done_bytes = self._tiers.offloaded_bytes + stats.recomputed_bytes + stats.rematerialized_bytes
+        stats, config = self._cache, self._config
+        done_bytes = self._tiers.summary()["offloaded_bytes"] + stats.recomputed_bytes + stats.rematerialized_bytes
         kept = Counter(stats.kept_bytes).most_common(1)
         if done_bytes or (kept and config.placement == "keep"):
             return ""

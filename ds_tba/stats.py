@@ -1,15 +1,23 @@
-"""Counters of the stores and the cache, and the rates of each path; the lock of the part that is counted guards them.
+"""Counters of the stores and the cache, the rates of each path, and the wear of drives at such a rate.
 
-A path has rates of writes and of reads, each alone and concurrent with the other kind.
+The lock of the part that is counted guards its counters. A path has rates of writes and of reads, each alone and
+concurrent with the other kind.
 
 [Note: Whose time] While several transfers of a kind are under way, each is charged its share of the time. Bytes over
 charged time are then the rate of the path and not of one lane, in whatever order the transfers end. Idle time is
 charged to none. Where a lane had nothing to do, the path could have been faster, by at most the ratio of lanes to
 transfers: an estimate within that range stays, or light work would make drives look slow, and plans move less still.
+
+[Note: Projected life] One definition, of ``ssd.min_life_days``, of plans and of the report: the days in which all ranks
+write the drive's rating. The report's rate is that of the whole run, whose first steps move everything before there is
+a plan. A rated endurance (TBW) counts bytes written by the host under the rating's own workload, so the projection
+assumes that our large sequential writes amplify no worse than that workload. What the drive was written before, and
+what other processes write, is not known here.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -22,6 +30,9 @@ from typing import TypeAlias
 # Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
 QUICK_BYTES = 16 << 20
 STEADY_BYTES = 64 << 20
+TERABYTE = 10**12  # as drives are rated
+DAY_S = 86400.0
+ASSUMED_TBW = 600.0  # of a drive of 1 TB, where the config has no rating
 
 
 @dataclass
@@ -270,3 +281,78 @@ class PathMeter:
         is_concurrent = self.writes.active > 0 and self.reads.active > 0
         self.writes.charge(passed_s, is_concurrent=is_concurrent)
         self.reads.charge(passed_s, is_concurrent=is_concurrent)
+
+
+# ---- wear of drives -------------------------------------------------------------------------------------------------
+
+
+def rated(tbw: float | None) -> str:
+    """Return the rating in words."""
+    return f"{ASSUMED_TBW:g} TBW assumed" if tbw is None else f"{tbw:.4g} TBW"
+
+
+def drive_of(path: Path) -> int:
+    """Return the number of a directory's file system, which stands for its drive: two partitions of one count as two.
+
+    A directory that is yet to be made will be where its parent is.
+    """
+    return next(place for place in (path, *path.parents) if place.exists()).stat().st_dev
+
+
+def life_days(tbw: float | None, written_bytes_per_day: float) -> float | None:
+    """Return the days in which so many terabytes are written; None where that is not known, or nothing is written."""
+    return tbw * TERABYTE / written_bytes_per_day if tbw is not None and written_bytes_per_day else None
+
+
+def write_limit_bytes_per_step(tbw: float, min_life_days: float | None, step_s: float) -> float:
+    """Return the bytes that a step of ``step_s`` may write so that the drives last for ``min_life_days``.
+
+    ``tbw`` is of all drives together, divided by the ranks that share them. See [Note: Projected life].
+    """
+    return math.inf if min_life_days is None else tbw * TERABYTE / (min_life_days * DAY_S) * step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathWear:
+    """Wear of one directory of ``nvme_path``.
+
+    Attributes:
+        written_bytes: written there by this rank.
+        written_bytes_per_day: of this rank since the engine was built, pauses included.
+        rated_endurance_tbw: terabytes (10^12 bytes) that the drive is rated for, as configured.
+        life_days: the rating over the rate of all ranks; None without a rating or before the first write.
+            See [Note: Projected life].
+        sharers: ranks that write to the drive, each taken to write as much as this one.
+    """
+
+    path: str
+    written_bytes: int
+    written_bytes_per_day: float
+    rated_endurance_tbw: float | None
+    life_days: float | None
+    sharers: int = 1
+
+    @classmethod
+    def of(cls, path: Path, written_bytes: int, elapsed_s: float, tbw: float | None, sharers: int = 1) -> PathWear:
+        """Return the wear of a directory to which each of ``sharers`` ranks wrote so many bytes in ``elapsed_s``."""
+        per_day = written_bytes / elapsed_s * DAY_S if elapsed_s > 0 else 0.0
+        return cls(
+            path=str(path), written_bytes=written_bytes, written_bytes_per_day=per_day, rated_endurance_tbw=tbw,
+            life_days=life_days(tbw, sharers * per_day), sharers=sharers,
+        )  # fmt: skip
+
+    @property
+    def all_bytes_per_day(self) -> float:
+        """Bytes that all ranks write in a day."""
+        return self.sharers * self.written_bytes_per_day
+
+    def days(self) -> float:
+        """Return the life, also where the rating is assumed; infinite before the first write."""
+        return life_days(self.rated_endurance_tbw or ASSUMED_TBW, self.all_bytes_per_day) or math.inf
+
+    def in_words(self) -> str:
+        of = f" of {self.sharers} ranks" if self.sharers > 1 else ""
+        return (
+            f"{self.all_bytes_per_day / TERABYTE:.2f} TB a day{of} ({self.days():.0f} days to "
+            f"{rated(self.rated_endurance_tbw)})"
+        )

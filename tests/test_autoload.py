@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support import runs
 
 
-def python(code: str, *, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **variables}
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, cwd="/"
-    )
-
-
 def test_it_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'pydantic', 'deepspeed', 'numpy'}"
-    done = python(f"import sys, ds_tba, ds_tba.autoload; print(sorted({heavy} & set(sys.modules)))")
+    done = runs.python("-c", f"import sys, ds_tba, ds_tba.autoload; print(sorted({heavy} & set(sys.modules)))")
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -46,7 +34,7 @@ assert DeepSpeedEngine.__init__ is once
 assert not hasattr(DeepSpeedEngine.forward, "_ds_tba_hooked"), "forward is hooked only once a config has the block"
 print("good")
 """
-    done = python(code, DS_ACCELERATOR="cpu")
+    done = runs.python("-c", code)
     assert done.stdout.endswith("good\n"), done.stderr
 
 
@@ -59,7 +47,7 @@ import ds_tba
 assert DeepSpeedEngine.__init__._ds_tba_hooked
 print("good")
 """
-    done = python(code, DS_ACCELERATOR="cpu", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    done = runs.python("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.endswith("good\n"), done.stderr
 
 
@@ -73,6 +61,6 @@ print("good")
 def test_a_broken_ds_tba_stops_neither_torch_nor_deepspeed(tmp_path: Path, module: str) -> None:
     shutil.copytree(runs.ROOT / "ds_tba", tmp_path / "ds_tba", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "ds_tba" / f"{module}.py").write_text("raise ZeroDivisionError('broken')\n")
-    done = python("import torch, deepspeed; print('good')", path=tmp_path, DS_ACCELERATOR="cpu")
+    done = runs.python("-c", "import torch, deepspeed; print('good')", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.stdout.endswith("good\n"), done.stderr
     assert "ds_tba could not hook DeepSpeed" in done.stderr and "broken" in done.stderr

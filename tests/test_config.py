@@ -13,11 +13,9 @@ from ds_tba.config import (
     BLOCK,
     BLOCKS,
     UPDATE_BLOCK,
-    OffloadConfig,
     parse_block,
     parse_keywords,
     refuse_misnamed,
-    validate,
     zero_paths,
 )
 from ds_tba.errors import ConfigError
@@ -93,38 +91,24 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "placement": "nvm"}, ["placement", "'nvm'", '"adaptive"', "did you mean `nvme`?"]),
         ({**GOOD, "io": {"backend": "libaio"}}, ["io.backend", "'libaio'", "did you mean `aio`?"]),
         ({**GOOD, "io": {"stagng_bytes": 1}}, ["io.stagng_bytes", "did you mean `staging_bytes`?"]),
-        ({**GOOD, "min_tensor_bytes": "64MB"}, ["min_tensor_bytes", "'64MB'", "67108864"]),
-        ({**GOOD, "min_tensor_bytes": True}, ["min_tensor_bytes", "True", "number"]),
+        ({**GOOD, "min_tensor_bytes": "64MB"}, ["min_tensor_bytes", "'64MB'", "a JSON number, in the unit"]),
         ({**GOOD, "min_tensor_bytes": -1}, ["min_tensor_bytes", "-1", "greater than or equal to 0"]),
-        ({**GOOD, "min_tensor_bytes": 1.5}, ["min_tensor_bytes", "1.5"]),
         ({**GOOD, "min_tensor_bytes": 1 << 40}, ["min_tensor_bytes", "io.staging_bytes", "268435456"]),
-        ({**GOOD, "max_step_overhead": float("nan")}, ["max_step_overhead", "nan"]),
         ({**GOOD, "io": {"write_lanes": 0}}, ["io.write_lanes", "0", "greater than or equal to 1"]),
-        ({**GOOD, "io": 3}, ["io", "3"]),
         ({**GOOD, "placement": "cpu"}, ["placement", "'cpu'", "did you mean `host`?"]),
         ({**GOOD, "placement": "auto"}, ["placement", "auto", "leave the key out"]),
-        ({**GOOD, "io": {"backend": "auto"}}, ["io.backend", "auto"]),
         ({**GOOD, "enabled": "true"}, ["enabled", "'true'", "drop the quotes: true"]),
         ({**GOOD, "placement": "host"}, ["host_budget_bytes is 0"]),
         ({"enabled": True}, ["nvme_path", "missing", "/local_nvme", '"placement": "keep"']),
-        ({**GOOD, "activation_budget_bytes": 8}, ["activation_budget_bytes", "is 8 bytes", "8 GiB are 8589934592"]),
-        ({**GOOD, "activation_budget_bytes": 2048}, ["activation_budget_bytes", "2048 MiB are 2147483648"]),
+        ({**GOOD, "activation_budget_bytes": 8}, ["activation_budget_bytes", "is 8 bytes", "1 GiB is 1073741824"]),
         ({**GOOD, "nvme_path": []}, ["nvme_path", "[]", "non-empty"]),
-        ({**GOOD, "nvme_path": 3}, ["nvme_path", "3", "directory"]),
         ({**GOOD, "nvme_path": ["/a", None]}, ["nvme_path", "None"]),
-        ({**GOOD, "nvme_path": "/a\0b"}, ["nvme_path", r"'/a\x00b'", "NUL", "take that character out"]),
-        ({**GOOD, "nvme_path": ["/a", "/\ud800"]}, ["nvme_path", r"'/\ud800'", "surrogate"]),
-        ({**GOOD, "report": {"path": "/a\0"}}, ["report.path", r"'/a\x00'", "NUL"]),
-        ({**GOOD, "report": {"trace_path": "/\udc80"}}, ["report.trace_path", r"'/\udc80'", "surrogate"]),
         ({**GOOD, "min_tensor_bytes": 4 << 20, "io": {"swap_file_bytes": 2 << 20}},
          ["io.swap_file_bytes 2097152", "min_tensor_bytes 4194304"]),
         ({**GOOD, "min_tensor_bytes": 1e30}, [f'"{BLOCK}.min_tensor_bytes" is 1e+30: ']),
         ({**GOOD, "max_step_overhead": 10**400}, [f'"{BLOCK}.max_step_overhead" is 1000']),
         ({**GOOD, "recompute": " False"}, ["drop the quotes: false"]),
-        ({**GOOD, "max_step_overhead": "0.05"}, ["drop the quotes: 0.05"]),
-        ({**GOOD, "io": {"write_lanes": "4"}}, ["drop the quotes: 4"]),
         ({**GOOD, "min_tensor_bytes": "1048576"}, ["drop the quotes: 1048576"]),
-        ({**GOOD, "min_tensor_bytes": "1MB"}, ["'1MB' would be 1048576"]),
         # Every bad value is named at once.
         ({**GOOD, "placment": 1, "io": {"integrity": "some", "read_lanes": 0}},
          ["placment", "io.integrity", "io.read_lanes"]),
@@ -148,11 +132,12 @@ NOT_NUMBERS: list[Any] = ["x", True, [], {}, math.nan, math.inf]
 ODD: list[tuple[str, list[Any]]] = [
     *((key, NOT_OBJECTS) for key in ("io", "ssd", "report")),
     ("rematerialize", [3, "true", None, [], {"exclude": "gelu"}, {"exclude": [1, ""]}, {"exlude": []}]),
-    *((key, [3, "x", {}, [3], [""], [None], True]) for key in ("blocks",)),
+    ("blocks", [3, "x", {}, [3], [""], [None], True]),
     *((key, [*NOT_NUMBERS, None, -1, 2.5]) for key in ("min_tensor_bytes", "io.read_lanes")),
     ("host_budget_bytes", [*NOT_NUMBERS, -1, 2.5]),
     *((key, [*NOT_NUMBERS, -1]) for key in ("ssd.rated_endurance_tbw", "max_step_overhead", "io.staging_bytes")),
     *((key, [1, "true", None, [], {}]) for key in ("enabled", "recompute")),
+    ("recompute", [[""], [1], "*"]),
     *((key, [3, True, [], {}, "zzz"]) for key in ("placement", "io.backend", "io.integrity", "io.compression")),
     *((key, [3, True, [], {}, ""]) for key in ("report.path", "report.trace_path", "nvme_path")),
 ]
@@ -191,7 +176,7 @@ def test_staging_that_nobody_set_is_not_told_as_set() -> None:
 
 
 def test_halves_of_surrogate_pairs_are_found_in_keys_and_choices() -> None:
-    for block in ({"\ud800": 1}, {"placement": "\ud800"}, {"io": {"\ud800": 1}}):
+    for block in ({"\ud800": 1}, {"placement": "\ud800"}, {"io": {"\ud800": 1}}, {"report": {"path": "/\udc80"}}):
         assert "it must be a valid string" in refusal({**GOOD, **block})
 
 
@@ -300,12 +285,6 @@ def test_the_directories_of_zero_s_own_offload_are_those_on_nvme() -> None:
     assert zero_paths({}) == ()
 
 
-@pytest.mark.parametrize("value", ["true", [], [""], [1], None, 1, "*", {}])
-def test_a_wrong_value_of_recompute_is_told_by_its_key(tmp_path: Path, value: object) -> None:
-    with pytest.raises(ConfigError, match=r'"activation_nvme_offload\.recompute(\.0)?" is'):
-        validate(OffloadConfig, {"nvme_path": str(tmp_path), "recompute": value}, "activation_nvme_offload")
-
-
 CIRCLE: dict[str, object] = {}
 CIRCLE["itself"] = CIRCLE
 
@@ -313,6 +292,6 @@ CIRCLE["itself"] = CIRCLE
 @pytest.mark.parametrize(
     "value", [{(1, 2): 3}, CIRCLE, b"/tmp", {"/tmp"}, object()], ids=["key", "circle", "bytes", "set", "object"]
 )
-def test_what_no_json_file_could_have_is_told_by_its_keyword(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"^Offloader\(nvme_path=\.\.\.\) is .*no JSON file could have"):
+def test_what_no_json_file_could_have_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"^Offloader\(\.\.\.\) has a value that no JSON file could have"):
         parse_keywords({"nvme_path": value}, "Offloader")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import interface, runs
+from support import interface
 
 import ds_tba
 from ds_tba.config import BLOCK
@@ -48,16 +48,3 @@ def test_each_name_that_python_imports_is_on_its_page() -> None:
 
 def test_each_key_is_described() -> None:
     assert "**not described**" not in interface.KEYS.read_text()
-
-
-@pytest.mark.parametrize("path", sorted((runs.ROOT / "ds_configs").glob("*.json")), ids=lambda path: path.name)
-def test_the_schema_knows_each_key_of_the_examples(path: Path) -> None:
-    known = interface.keys(BLOCK)
-
-    def paths(block: dict[str, object], prefix: str = "") -> set[str]:
-        found: set[str] = set()
-        for key, value in block.items():
-            found |= paths(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
-        return found
-
-    assert paths(json.loads(path.read_text()).get(BLOCK, {})) <= set(known)

@@ -170,20 +170,9 @@ def test_values_of_a_program_are_those_of_a_file(tmp_path: Path) -> None:
         Offloader(placement="keep", min_tensor_bytes=True)
 
 
-@pytest.mark.parametrize(
-    ("device", "told"),
-    [("cuda:99", r", and this process sees \d+ CUDA devices"), ("meta", ", and ds_tba serves the CPU")],
-)
-def test_a_device_that_is_not_there_and_another_are_refused_by_name(device: str, told: str) -> None:
-    with pytest.raises(IncompatibleError, match=f"the device is {device}{told}"):
-        Offloader(device=device, placement="keep")
-
-
-@pytest.mark.parametrize("device", ["nope", "", "cuda:x", -1, 1.5, 1 << 70, ["cpu"]])
-def test_what_is_no_device_is_refused_by_name(device: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^the device is .*\"cpu\" or \"cuda:0\"") as caught:
-        Offloader(device=device, placement="keep")
-    assert repr(device) in str(caught.value)
+def test_another_device_is_refused_by_name() -> None:
+    with pytest.raises(IncompatibleError, match="the device is meta, and ds_tba serves the CPU"):
+        Offloader(device="meta", placement="keep")
 
 
 def test_aio_without_deepspeed_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

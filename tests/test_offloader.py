@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
 import threading
-import weakref
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from support import runs
 from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 
-from ds_tba.offloader import ENGINES, ActivationOffloader
+from ds_tba.device.accelerator import CpuAccelerator, new_thread
+from ds_tba.offloader import ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STAGING_BYTES = 16 << 20
@@ -49,19 +49,6 @@ class Engine:
 @pytest.fixture
 def make(tmp_path: Path, closing: Closing) -> Factory:
     return closing(lambda **block: Engine(tmp_path, **block), lambda engine: engine.offloader.close())
-
-
-def held(directory: Path) -> tuple[int, int]:
-    """Lanes of this process, and disk space that its swap files have."""
-    lanes = sum(one.name.startswith(("ds_tba-write", "ds_tba-read")) for one in threading.enumerate())
-    swap_bytes = 0
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            place, status = os.readlink(f"/proc/self/fd/{fd}"), os.stat(f"/proc/self/fd/{fd}")
-        except OSError:  # of the listing itself
-            continue
-        swap_bytes += 512 * status.st_blocks if place.startswith(str(directory)) else 0
-    return lanes, swap_bytes
 
 
 def memory(offloader: ActivationOffloader) -> int:
@@ -181,17 +168,20 @@ sys.stdout.write(json.dumps(found))
 """
 
 
-def test_an_engine_that_ends_is_closed_without_being_destroyed(make: Factory, tmp_path: Path) -> None:
-    engine = make()
-    engine.step()
-    weakref.finalize(engine, engine.offloader.close_soon).atexit = False  # as engine.py and loop.py do
-    offloader = engine.offloader
-    make._made.remove(engine)
-    del engine
-    gc.collect()
-    assert offloader.is_closed
-    offloader.close()  # waits for it
-    assert held(tmp_path) == (0, 0) and offloader not in ENGINES.open
+def test_whoever_asks_for_the_end_starts_no_thread_and_a_thread_of_ours_does_not_wait_for_itself(
+    make: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starting a thread waits for it, and a user's finalizer, which the garbage collector runs in a lane, may close."""
+    offloader = make().offloader
+    lane = new_thread(CpuAccelerator(), offloader.close, "ds_tba-write-0")
+    offloader.on_close(lane.join)
+    lane.start()
+    with monkeypatch.context() as patch:
+        patch.delattr(threading.Thread, "start")
+        offloader.close_soon()
+    started_s = time.monotonic()
+    offloader.close()
+    assert time.monotonic() - started_s < 30 and offloader.report().state == "finished" and not lane.is_alive()
 
 
 def test_an_engine_whose_space_is_gone_trains_on_in_memory(
@@ -231,12 +221,3 @@ def test_a_reference_that_never_trains_takes_nothing_and_reports_nothing(
     for engine in (policy, reference):
         engine.offloader.close()
     assert reports(tmp_path) == {"report.json": 3}
-
-
-def test_an_engine_after_one_that_was_destroyed_has_the_path_to_itself(make: Factory, tmp_path: Path) -> None:
-    for steps in (1, 2):
-        engine = make(report={"path": str(tmp_path / "report.json")})
-        for _ in range(steps):
-            engine.step()
-        engine.offloader.close()
-    assert reports(tmp_path) == {"report.json": 2}

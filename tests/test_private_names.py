@@ -79,7 +79,6 @@ NAMES = [
     Name("torch.optim.optimizer._global_optimizer_post_hooks", UPDATE),
     # PyTorch: the graph
     Name("torch.utils.checkpoint._checkpoint_hook", ALL),
-    Name("torch._C._autograd", AGAIN, "torch._C._autograd.SavedTensor"),
     Name(".unpack_hook", AGAIN, "saved.unpack_hook"),
     Name(".data", AGAIN, "saved.data"),
     Name("torch.autograd._get_sequence_nr", ALL),
@@ -109,8 +108,7 @@ NAMES = [
     Name("torch.utils._pytree.tree_leaves", ALL),
     Name("torch.autograd.graph._allow_mutation_on_saved_tensors_enabled", "its refusal around forward"),
     # PyTorch: checkpoints
-    Name("._top_saved_tensors_default_hooks", RECOMPUTE, "torch._C._autograd._top_saved_tensors_default_hooks"),
-    Name("torch._C._autograd._top_saved_tensors_default_hooks", RECOMPUTE),
+    Name("torch._C._autograd._top_saved_tensors_default_hooks", ALL),
     Name("._enable_checkpoint_early_stop", "set_checkpoint_early_stop of a user around a recomputed block",
          "torch.utils.checkpoint._enable_checkpoint_early_stop"),
     Name("._CheckpointFrame", "parameters that a checkpoint in backward wants as themselves",

@@ -16,11 +16,12 @@ from support.modelled_drive import ModelledDrive
 from support.offloaders import finished, make, step
 
 from ds_tba import report as report_module
+from ds_tba import reporting
 from ds_tba.config import AioConfig, Compression, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError, PathError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
-from ds_tba.report import SCHEMA, OffloadReport, write_file
+from ds_tba.report import MAX_HOLDERS, SCHEMA, Holder, OffloadReport, merged, table, write_file
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.tiers import Selection
 
@@ -69,80 +70,89 @@ def test_without_compression_nothing_of_it_is_told(tmp_path: Path) -> None:
     assert path["tensor_bytes"] == path["stored_bytes"] == report.written_bytes
 
 
-def test_keep_measures_only() -> None:
-    config = OffloadConfig.model_validate({"placement": "keep", "min_tensor_bytes": 4096})
-    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
-    step(offloader)
-    offloader.close()
+def test_keep_measures_only(tmp_path: Path) -> None:
+    offloader = finished(tmp_path, placement="keep", nvme_path=None)
     report = offloader.report()
     assert report.offloaded_bytes == 0 and report.backend == "none"
     assert report.peak_saved_bytes == report.peak_saved_bytes_without == 2 * 512 * 512 * 4
     assert "measured, not moved" in offloader.start_line()
 
 
-def test_wear_is_told_for_each_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("block", "told"), [({}, "600 TBW assumed"), ({"ssd": {"rated_endurance_tbw": 1.0}}, "1 TBW")])
+def test_wear_is_told_for_each_path_with_its_rating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: dict[str, object], told: str
+) -> None:
     drive = ModelledDrive(1e9)
     monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(drive, "the test's"))
     paths = two_directories(tmp_path)
-    offloader = finished(tmp_path, written_first=True, nvme_path=paths, ssd={"rated_endurance_tbw": 1.0})
+    offloader = finished(tmp_path, written_first=True, nvme_path=paths, **block)
     report = offloader.report()
+    assert f", {told})" in offloader.start_line()
     assert [one["path"] for one in report.wear] == paths
     assert sum(one["written_bytes"] for one in report.wear) == report.written_bytes > 0
-    assert any("days to 1 TBW" in value for _, value in report.rows())
-    assert "TB a day" in replace(report, steps=1).summary()
+    assert dict(report.rows())[f"wear of {paths[0]}"].endswith(f" days to {told})")
+    assert report.summary().endswith(f" days to {told})")
     assert "TB a day" not in replace(report, steps=0).summary()
 
 
-def test_host_memory_as_the_tier() -> None:
-    config = {"placement": "host", "host_budget_bytes": 3 << 20, "min_tensor_bytes": 4096}
-    offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
-    step(offloader)
+def test_the_wear_of_a_drive_counts_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = make(tmp_path, ranks_on_node=2, rematerialize=False, ssd={"rated_endurance_tbw": 1.0})
+    step(offloader, written_first=True)
+    now_s, written_bytes = reporting.time.monotonic(), offloader.report().written_bytes
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now_s)
+    offloader._reporter._started_at = now_s - 86400 * written_bytes / 10**11
+    report = offloader.report()
+    monkeypatch.undo()
     offloader.close()
+    assert report.wear[0]["written_bytes_per_day"] == pytest.approx(1e11)
+    assert report.summary().endswith("0.20 TB a day of 2 ranks (5 days to 1 TBW)")
+
+
+def test_host_memory_as_the_tier(tmp_path: Path) -> None:
+    offloader = finished(tmp_path, placement="host", host_budget_bytes=3 << 20, nvme_path=None)
     report = offloader.report()
     assert report.host_bytes == report.offloaded_bytes == 2 * 512 * 512 * 4 and report.written_bytes == 0
     assert report.fallbacks == 0 and "host memory, up to 3145728 bytes" in offloader.start_line()
 
 
-def test_what_no_store_takes_is_said_once_with_the_repair(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ds_tba")
-    config = {"placement": "host", "host_budget_bytes": 1 << 20, "min_tensor_bytes": 4096, "rematerialize": False}
-    offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
-    x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
+FULL = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
+
+
+def saves(offloader: ActivationOffloader, ops: str) -> OffloadReport:
+    """The report at the end of a forward that saves 1 MiB for each op, and whose backward has run."""
+    made = torch.randn(1024, 256, requires_grad=True)
     with offloader.saving():
-        loss = x.exp().sigmoid().tanh().sum()
+        for op in ops.split():
+            made = getattr(made, op)()
+        loss = made.sum()
+    report = offloader.report()
     loss.backward()
     offloader.close()
-    found = [text for text in caplog.messages if "stays in device memory" in text]
-    assert len(found) == 1 and found[0].startswith("no room in host_budget_bytes: a saved storage of 1048576 bytes")
-    assert "A larger host_budget_bytes takes more" in found[0] and offloader.report().fallbacks == 2
+    return report
+
+
+def test_what_no_store_takes_is_said_once_with_the_repair(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ds_tba")
+    block = {"placement": "host", "host_budget_bytes": 1 << 20, "nvme_path": None, "rematerialize": False}
+    assert saves(make(tmp_path, **block), "exp sigmoid tanh").fallbacks == 2
+    (found,) = (text for text in caplog.messages if "stays in device memory" in text)
+    assert found.startswith("no room in host_budget_bytes: a saved storage of 1048576 bytes")
+    assert "A larger host_budget_bytes takes more" in found
 
 
 def test_host_memory_behind_a_full_drive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
-    io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
-    offloader = make(tmp_path, io=io, placement="nvme", host_budget_bytes=1 << 20)
-    x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
-    with offloader.saving():
-        loss = x.exp().sin().tanh().sum()
-    assert offloader.report().host_bytes == 1 << 20
-    loss.backward()
-    offloader.close()
-    report = offloader.report()
+    report = saves(make(tmp_path, io=FULL, placement="nvme", host_budget_bytes=1 << 20), "exp sin tanh")
+    assert report.host_bytes == 1 << 20
     assert report.fallbacks == report.kept_bytes == 0  # one store refused it, and another took it
     assert "stays in device memory" not in caplog.text
 
 
 def test_a_storage_that_no_store_takes_is_one_fallback_however_often_it_is_tried(tmp_path: Path) -> None:
     """A budget tries again at each save."""
-    io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
-    offloader = make(tmp_path, io=io, placement="nvme", rematerialize=False)
+    offloader = make(tmp_path, io=FULL, placement="nvme", rematerialize=False)
     offloader.cache.limit(1 << 20)
-    x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
-    with offloader.saving():
-        loss = x.exp().sigmoid().tanh().exp().sigmoid().sum()
-    report = offloader.report()
-    loss.backward()
-    offloader.close()
+    report = saves(offloader, "exp sigmoid tanh exp sigmoid")
     assert (report.offloaded_bytes, report.kept_bytes) == (1 << 20, 4 << 20)
     assert report.fallbacks_by_reason == {"no space in the swap file": 4} and report.fallbacks == 4
 
@@ -251,29 +261,26 @@ def test_a_file_is_written_at_once_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert len(set(seen)) == 3 and [one.name for one in tmp_path.iterdir()] == ["report.json"]
 
 
-@pytest.mark.parametrize("key", ["path", "trace_path"])
-def test_devices_and_pipes_are_refused(tmp_path: Path, key: str) -> None:
+def test_devices_and_pipes_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/null", "/dev/stdout", "/dev/report.json", "/proc/self/fd/1", "/dev/fd/1", tmp_path / "pipe"):
         with pytest.raises(
-            ConfigError, match=rf"report\.{key} {path} is a directory, a device, .*: name a regular file"
+            ConfigError, match=rf"report\.path {path} is a directory, a device, .*: name a regular file"
         ):
-            make(tmp_path, report={key: str(path)})
+            make(tmp_path, report={"path": str(path)})
     assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo()
 
 
-@pytest.mark.parametrize("key", ["path", "trace_path"])
-@pytest.mark.parametrize("name", ["file/x", "loop/x", "a" * 256])
-def test_names_that_can_be_no_file_are_refused(tmp_path: Path, key: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["file/x", "loop/x", "~nobody_at_all/x"])
+def test_what_is_in_no_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(ConfigError, match=rf"report\.{key} {tmp_path / name} cannot be a file \(.*\): name one in"):
-        make(tmp_path, report={key: str(tmp_path / name)})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"report\.path {tmp_path / name}: its directory is missing"):
+        make(tmp_path, report={"path": name})
 
 
 def test_a_home_of_nobody_is_a_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"report\.path .*/~nobody_at_all/x: its directory is missing"):
-        make(tmp_path, report={"path": "~nobody_at_all/x"})
     with pytest.raises(PathError, match=r"nvme_path .*/~nobody_at_all/x does not exist"):
         make(tmp_path, nvme_path="~nobody_at_all/x")
 
@@ -338,19 +345,6 @@ offloader.close()
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 2
 
 
-def test_rows_have_the_measured_step_beside_the_planned_one(tmp_path: Path) -> None:
-    offloader = make(tmp_path)
-    report = offloader.report()
-    offloader.close()
-    plan = {"planner": "adaptive", "kept_step_s": 2.0, "step_s": 2.032, "measured_step_s": None}
-    said = [
-        dict(replace(report, plan={**plan, "measured_step_s": measured_s}).rows())["  plan: step"]
-        for measured_s in (None, 2.98)
-    ]
-    assert said[0] == "2.03 s (not measured yet; 2 s with everything kept)"
-    assert said[1] == "2.03 s (2.98 s measured; 2 s with everything kept)"
-
-
 def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
     named = [one for many in interface.parts().values() for one in many]
     assert [one.name for one in named] == list(OffloadReport.__dataclass_fields__)
@@ -362,7 +356,6 @@ def test_every_field_has_a_meaning_and_every_part_a_field() -> None:
     ("text", "words"),
     [
         (None, "is no JSON to be read (No such file or directory): name the file of report.path"),
-        ("{", "is no JSON"),
         ("[]", "is no report of ds_tba ("),
         ('{"steps": 1}', "is no report of ds_tba ("),
     ],
@@ -374,19 +367,14 @@ def test_what_is_no_report_is_told_in_our_words(tmp_path: Path, cli: Cli, text: 
     assert words in cli("report", str(path), status=2).err
 
 
-def test_a_report_with_values_of_other_kinds_is_none(tmp_path: Path, cli: Cli) -> None:
-    found = finished(tmp_path).report().to_dict()
-    for name, value in (("wear", None), ("wear", [{}]), ("holders", [{}]), ("written_bytes", "much"), ("plan", [1])):
-        (tmp_path / "report.json").write_text(json.dumps({**found, name: value}))
-        assert "is no report of ds_tba (" in cli("report", str(tmp_path / "report.json"), status=2).err
-
-
 def test_reports_of_other_versions_are_read(tmp_path: Path) -> None:
     found = finished(tmp_path).report().to_dict()
     del found["schema"], found["refused_sites"]  # as an older one
+    found["wear"][0] |= {"model": "of before"}
     (tmp_path / "report.json").write_text(json.dumps({**found, "a_key_of_tomorrow": 1}))
     read = OffloadReport.read_json(tmp_path / "report.json")
     assert read.steps == 1 and read.refused_sites == {} and read.schema == SCHEMA
+    assert any(name.startswith("wear of") for name, _ in read.rows())
 
 
 def test_a_drive_that_is_too_small_is_told_by_the_key_that_was_set(tmp_path: Path) -> None:
@@ -409,6 +397,33 @@ def test_a_bound_that_is_no_budget_of_the_user_is_not_told_as_one(
         step(offloader)
     offloader.close()
     assert limits[0] == (None, "activation_budget_bytes") and limits[-1] == (1 << 10, "")
+
+
+# ---- who holds saved bytes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("0", "*"), ("h.3.experts.12.w1", "h.*.experts.*.w1"), ("conv2d.layer1", "conv2d.layer1"), ("", "")],
+)
+def test_numbers_of_layers_are_merged(path: str, expected: str) -> None:
+    assert merged(path) == expected
+
+
+def test_a_storage_counts_where_it_is() -> None:
+    one = Holder("mlp", "Gelu")
+    for nbytes, where in ((5, "resident"), (7, "moved"), (11, "again"), (3, "moved")):
+        one.add(nbytes, where, f"[{nbytes}]")
+    assert one == Holder("mlp", "Gelu", 4, 26, 5, 10, 11, "[11]", 11)
+
+
+def test_holders_beyond_the_first_are_one_row() -> None:
+    lines = table([Holder(f"m{number}", "Mul", 1, (50 - number) * MIB) for number in range(MAX_HOLDERS + 3)])
+    assert len(lines) == 1 + MAX_HOLDERS + 1
+    assert lines[-1].split() == ["3", "more", f"{3 * (49 - MAX_HOLDERS)}.00", "MiB"]
+
+
+# ---- where nothing was offloaded ------------------------------------------------------------------------------------
 
 
 def nothing(offloader: ActivationOffloader, caplog: pytest.LogCaptureFixture, steps: int = 3) -> list[str]:

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 from support.offloaders import make, step
 
-from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.offloader import ENGINES, ActivationOffloader
+from ds_tba.offloader import ENGINES
 from ds_tba.reporting import show_log
 
 
@@ -25,7 +23,7 @@ class Room:
 
 
 def test_a_room_gives_its_own_fields(tmp_path: Path) -> None:
-    offloader = ActivationOffloader(OffloadConfig(placement="keep"), AioConfig(), CpuAccelerator())
+    offloader = make(tmp_path, placement="keep")
     assert offloader.report().plans == 0
     offloader._reporter.add(Room())
     assert offloader.report().plans == 7 and offloader.report().state == "running"
@@ -35,9 +33,8 @@ def test_a_room_gives_its_own_fields(tmp_path: Path) -> None:
 
 def test_a_run_that_has_not_trained_has_no_last_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "report.json"
-    config = OffloadConfig.model_validate({"placement": "keep", "report": {"path": str(path)}})
     with caplog.at_level(logging.INFO, logger="ds_tba"):
-        ActivationOffloader(config, AioConfig(), CpuAccelerator()).close()
+        make(tmp_path, placement="keep", report={"path": str(path)}).close()
     assert not path.exists() and not caplog.messages
 
 
@@ -73,7 +70,7 @@ def test_one_for_which_there_is_no_thread_is_forgotten(tmp_path: Path, monkeypat
     def refused(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("ds_tba.offloader.Closer", refused)
+    monkeypatch.setattr("ds_tba.offloader.new_thread", refused)
     with pytest.raises(RuntimeError, match="new thread"):
         make(tmp_path)
     assert before == set(ENGINES.open)

@@ -1,10 +1,11 @@
-"""The rates of a path: whose time counts, alone and concurrent, fading, and what a lane without work says."""
+"""The rates of a path: whose time counts, alone and concurrent, fading, a lane without work; and wear."""
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
-from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -13,8 +14,17 @@ import torch
 from conftest import StoreFactory
 from support.doubles import Clock, EventAccelerator, ScriptedBackend, wait_for_writes
 
-from ds_tba.stats import QUICK_BYTES, Kind, PathMeter, RecentRate, Transfer
-from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.stats import (
+    QUICK_BYTES,
+    Kind,
+    PathMeter,
+    PathWear,
+    RecentRate,
+    Transfer,
+    drive_of,
+    write_limit_bytes_per_step,
+)
+from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import SwapTicket
 
 MIB = 1 << 20
@@ -161,42 +171,6 @@ def test_the_first_bytes_count_as_much_as_those_that_follow() -> None:
 # ---- in a store -----------------------------------------------------------------------------------------------------
 
 
-def metered(make_store: StoreFactory, delay_s: Callable[[], float], **options: object) -> tuple[NvmeStore, Clock]:
-    """A store whose clock moves inside of transfers only, by ``delay_s`` each."""
-    clock = Clock()
-
-    def script(verb: str, number: int) -> None:
-        clock.now_s += delay_s()
-
-    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1), **options)
-    store.paths[0].meter = PathMeter(1, 1, clock)
-    return store, clock
-
-
-def once(store: NvmeStore) -> SwapTicket:
-    ticket = store.put(torch.zeros(MIB, dtype=torch.uint8), wait=True)
-    assert isinstance(ticket, SwapTicket)
-    return ticket
-
-
-def test_lanes_that_are_slowed_down_have_the_rate_of_the_drive(make_store: StoreFactory) -> None:
-    delay_s = 0.001
-    store, clock = metered(make_store, lambda: delay_s)
-    for delay_s in (0.001, 0.010):
-        for _ in range(96):
-            ticket = once(store)
-            wait_for_writes(store)
-            clock.now_s += 7.0
-            store.get(ticket, torch.device("cpu"))
-            store.release(ticket)
-            clock.now_s += 7.0
-        row = store.paths[0].bandwidth()
-        for kind in ("write", "read"):
-            assert row[f"{kind}_alone_bytes_per_s"] == pytest.approx(MIB / delay_s, rel=0.05)
-            assert row[f"{kind}_bytes_per_s"] == pytest.approx(MIB / delay_s, rel=0.6)  # steadier
-        assert row["write_beside_read_bytes_per_s"] == row["read_beside_write_bytes_per_s"] == 0.0
-
-
 def test_the_copy_into_staging_is_not_the_time_of_the_drive(make_store: StoreFactory) -> None:
     copied, taken = threading.Event(), threading.Event()
 
@@ -209,10 +183,45 @@ def test_the_copy_into_staging_is_not_the_time_of_the_drive(make_store: StoreFac
         wait(event)
 
     device.new_event.synchronize = synchronize  # type: ignore[method-assign]
-    store, clock = metered(make_store, lambda: 0.5, accelerator=device)
-    once(store)
+    clock = Clock()
+
+    def script(verb: str, number: int) -> None:
+        """The clock moves inside of transfers, too."""
+        clock.now_s += 0.5
+
+    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1), accelerator=device)
+    store.paths[0].meter = PathMeter(1, 1, clock)
+    assert isinstance(store.put(torch.zeros(MIB, dtype=torch.uint8), wait=True), SwapTicket)
     assert taken.wait(30)
     clock.now_s += 100.0
     copied.set()
     wait_for_writes(store)
     assert store.paths[0].meter.writes.alone.bytes_per_s == pytest.approx(2 * MIB)
+
+
+# ---- wear -----------------------------------------------------------------------------------------------------------
+
+
+def test_life_is_rated_endurance_over_the_measured_rate(tmp_path: Path) -> None:
+    wear = PathWear.of(tmp_path, 10**12, 43200.0, 600)
+    assert wear.written_bytes_per_day == pytest.approx(2e12) and wear.life_days == pytest.approx(300) == wear.days()
+    shared = PathWear.of(tmp_path, 2 * 10**12, 86400.0, 600, sharers=4)
+    assert shared.life_days == pytest.approx(75) == shared.days() and shared.all_bytes_per_day == pytest.approx(8e12)
+    assert shared.in_words() == "8.00 TB a day of 4 ranks (75 days to 600 TBW)"
+    assert write_limit_bytes_per_step(600.0 / 4, shared.life_days, 86400.0) == pytest.approx(2e12)
+
+
+@pytest.mark.parametrize(
+    ("written", "elapsed_s", "tbw", "days"),
+    [(0, 10.0, 600.0, math.inf), (10, 0.0, 600.0, math.inf), (10**12, 86400.0, None, 600.0)],
+)
+def test_without_a_rating_or_a_write_life_is_unknown_and_days_are_by_an_assumption(
+    tmp_path: Path, written: int, elapsed_s: float, tbw: float | None, days: float
+) -> None:
+    wear = PathWear.of(tmp_path, written, elapsed_s, tbw)
+    assert wear.life_days is None and wear.days() == pytest.approx(days)
+    assert wear.in_words().endswith("600 TBW assumed)" if tbw is None else "600 TBW)")
+
+
+def test_directories_are_on_one_drive_by_their_file_system(tmp_path: Path) -> None:
+    assert drive_of(tmp_path) == drive_of(tmp_path / "to be made" / "of a run") != drive_of(Path("/proc"))

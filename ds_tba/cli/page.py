@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ds_tba.holders import cells
-from ds_tba.report import OffloadReport
-from ds_tba.stats import readable
-from ds_tba.wear import TERABYTE
+from ds_tba.report import OffloadReport, cells
+from ds_tba.stats import TERABYTE, readable
 
 _STYLE = """
 :root { color-scheme: light dark; }

@@ -145,10 +145,6 @@ class ForwardHooks(saved_tensors_hooks):
             self.__exit__()
 
 
-# Since PyTorch 2.8, the oldest that is supported: without it nobody can tell whose hooks are the innermost.
-SHOWS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
-
-
 _CHECKPOINT_HOOK = checkpointing._checkpoint_hook.__qualname__
 
 

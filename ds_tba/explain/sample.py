@@ -1,6 +1,6 @@
 """Who saves bytes in one step, where, and when? The cache's hooks, looked at from around in the steps 1, 2, 4, 8, ...
 
-Answers which modules hold saved bytes (:mod:`ds_tba.holders`) and when bytes came and went
+Answers which modules hold saved bytes (:class:`ds_tba.report.Holder`) and when bytes came and went
 (:mod:`ds_tba.explain.timeline`). In all other steps it is not there: the hooks are the cache's own. Cannot see which op
 saves a tensor: autograd calls its hook before it has the node; named is the op that made it, or the user's own Function
 that saves it.
@@ -24,9 +24,8 @@ from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, node_of
 from ds_tba.explain.timeline import StepTimeline
-from ds_tba.holders import Holder, merged
 from ds_tba.remat.where import RunningModule
-from ds_tba.report import ReportFile
+from ds_tba.report import Holder, ReportFile, merged
 from ds_tba.stats import CacheStats, PathMeter, StoreStats
 from ds_tba.storage.base import Store
 

@@ -22,10 +22,10 @@ from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.trace import Resources
+from ds_tba.stats import write_limit_bytes_per_step
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.staging import slots_bytes_of
-from ds_tba.wear import write_limit_bytes_per_step
 
 # Kernel time that copies by an engine of their own take, as a fraction of the copies' time: the link has about this
 # fraction of the device memory's bandwidth.

@@ -19,7 +19,7 @@ from typing import Any
 from ds_tba.config import BLOCK, IO_ALIGNMENT_BYTES, AioConfig, OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, available_bytes, can_lock
 from ds_tba.errors import BackendUnavailableError, ConfigError
-from ds_tba.stats import StoreStats, readable
+from ds_tba.stats import ASSUMED_TBW, PathWear, StoreStats, drive_of, rated, readable
 from ds_tba.storage.backends import IoBackend, PosixBackend, aio
 from ds_tba.storage.base import AnyStore, Refusal
 from ds_tba.storage.host import HostStore
@@ -27,7 +27,6 @@ from ds_tba.storage.integrity import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapDirectory, SwapFile, SwapPath, check_directories
 from ds_tba.storage.staging import StagingRing, lanes_of
-from ds_tba.wear import ASSUMED_TBW, PathWear, drive_of, path_wear, rated, share_a_drive
 
 logger = logging.getLogger(__name__)
 
@@ -99,17 +98,7 @@ class Tiers:
     @property
     def shares_drive_with_zero(self) -> bool:
         """True if ZeRO reads and writes on a drive of ours, too."""
-        zero = [Path(path).absolute() for path in self._zero_paths]
-        return share_a_drive([directory.path for directory in self.directories], zero)
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Return the bytes of storages that the stores have taken so far."""
-        return sum(store.stats.offloaded_bytes for store in (self.nvme, self.host) if store is not None)
-
-    def bandwidth(self) -> list[dict[str, Any]]:
-        """Return the rates of each path."""
-        return [path.bandwidth() for path in self.paths]
+        return not self._drives().isdisjoint(drive_of(Path(path).absolute()) for path in self._zero_paths)
 
     def rates(self) -> tuple[float, float]:
         """Return the bytes per second of writes and of reads, of all paths that work."""
@@ -154,20 +143,22 @@ class Tiers:
             "write_bytes_per_s": sum(one.recent.bytes_per_s for one in writes),
             "read_bytes_per_s": sum(one.recent.bytes_per_s for one in reads),
             "stall_s": store.stall_s,
-            "bandwidth": self.bandwidth(),
+            "bandwidth": [path.bandwidth() for path in self.paths],
         }
 
     def wear(self, elapsed_s: float) -> list[PathWear]:
         """Return the wear of each path at the rate of the ``elapsed_s`` since the start."""
         tbw, ranks = self._config.ssd.rated_endurance_tbw, self._ranks_on_node
         return [
-            path_wear(one.file.directory, one.meter.writes.drive_bytes, elapsed_s, tbw, ranks) for one in self.paths
+            PathWear.of(one.file.directory, one.meter.writes.drive_bytes, elapsed_s, tbw, ranks) for one in self.paths
         ]
 
     def left_tbw(self) -> float:
         """Return the terabytes that all drives together are rated for, as one rank's share."""
-        drives = {drive_of(directory.path) for directory in self.directories}
-        return len(drives) * (self._config.ssd.rated_endurance_tbw or ASSUMED_TBW) / self._ranks_on_node
+        return len(self._drives()) * (self._config.ssd.rated_endurance_tbw or ASSUMED_TBW) / self._ranks_on_node
+
+    def _drives(self) -> set[int]:
+        return {drive_of(directory.path) for directory in self.directories}
 
     def stored_share(self) -> float:
         """Return the bytes that the drives were written for a byte of storages; 1 without compression."""

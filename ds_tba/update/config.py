@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
 
-from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, DsConfig, FilePath, block_of, number, refusal, zero_block
+from ds_tba.config import UPDATE_BLOCK, Block, Bytes, Count, DsConfig, Text, block_of, number, refusal, zero_block
 from ds_tba.errors import ConfigError
 
 BYTES_PER_ELEMENT = 4  # master, moments and gradients are fp32
@@ -22,7 +22,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidator
 class UpdateReportConfig(Block):
     """``report``: where and how often the report is written."""
 
-    path: FilePath | None = None
+    path: Text | None = None
     every_steps: Count = 0
 
 
@@ -61,7 +61,7 @@ def parse_update_block(ds_config: DsConfig) -> UpdateConfig | None:
     Raises:
         ConfigError: naming for every bad key its value, the rule and the repair.
     """
-    config = block_of(ds_config, UPDATE_BLOCK, UpdateConfig, '{"enabled": true}')
+    config = block_of(ds_config, UPDATE_BLOCK, UpdateConfig)
     if config is None:
         return None
     zero = zero_block(ds_config)

@@ -131,17 +131,6 @@ def test_deepspeed_outside_the_supported_range_and_other_devices_are_refused(
         engine._refuse_incompatible(SimpleNamespace())
 
 
-def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
-    def forward() -> torch.Tensor:
-        return torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
-
-    from ds_tba.core.cache import TensorCache
-
-    offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving(), stop_saving=lambda: None)
-    with pytest.raises(IncompatibleError, match=r"torch\.func"):
-        engine._forward(offloader, partial(forward), SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
-
-
 PROGRAM = """
 import gc, os, sys, weakref
 import torch, deepspeed
@@ -366,6 +355,17 @@ def test_the_offloader_is_built_for_the_device_that_deepspeed_is_about_to_set(tm
     assert devices(None, enabled=False) == ([], [0, 1])
     """
     forked(body, tmp_path)
+
+
+def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
+    def forward() -> torch.Tensor:
+        return torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
+
+    from ds_tba.core.cache import TensorCache
+
+    offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving(), stop_saving=lambda: None)
+    with pytest.raises(IncompatibleError, match=r"torch\.func"):
+        engine._forward(offloader, partial(forward), SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
 
 
 def test_a_refusal_after_an_interrupt_names_the_last_checkpoint(tmp_path: Path) -> None:

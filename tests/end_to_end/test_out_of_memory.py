@@ -20,10 +20,7 @@ def test_what_filled_the_memory_is_told_and_the_error_stays(
     tmp_path: Path, phase: str, start: Callable[..., runs.Result]
 ) -> None:
     """In a process that is forked, and in one of the launcher's."""
-    monitored = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}}
-    config = runs.with_block(
-        runs.plain_config(train_batch_size=4, **monitored), tmp_path, placement="nvme", min_tensor_bytes=4096
-    )
+    config = runs.with_block(runs.plain_config(train_batch_size=4), tmp_path, placement="nvme", min_tensor_bytes=4096)
     result = start(config, tmp_path, "--phase", phase, script=runs.SCRIPTS / "out_of_memory.py")
     assert result.returncode != 0
     assert "can't allocate memory" in result.output
@@ -34,9 +31,6 @@ def test_what_filled_the_memory_is_told_and_the_error_stays(
     assert "saved tensors hold" in told
     report = json.loads((tmp_path / "report.json").read_text())
     assert any(one["module"] == "layers.*.down" for one in report["holders"])
-    # Three steps have gone well: each has its row with DeepSpeed's own monitor.
-    (scalars,) = (tmp_path / "csv").rglob("*ActivationOffload_step_peak_saved_bytes.csv")
-    assert len(scalars.read_text().splitlines()) == 1 + 3
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

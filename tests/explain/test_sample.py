@@ -20,6 +20,7 @@ from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 
 from ds_tba.core.tensors import form_of
+from ds_tba.explain import sample
 from ds_tba.offloader import ActivationOffloader
 
 LAYERS = 3
@@ -227,3 +228,13 @@ def test_the_error_of_a_backward_of_the_users_own_is_explained_at_exit(
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
         offloader.close()
     assert "memory ran out" in caplog.text
+
+
+def test_the_functions_of_zero_3_made_no_tensor() -> None:
+    class PreBackwardFunctionForModule(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:
+            return outputs.view_as(outputs)
+
+    made = PreBackwardFunctionForModule.apply(torch.nn.functional.gelu(torch.ones(2, requires_grad=True)))
+    assert sample._op(made) == "Gelu"

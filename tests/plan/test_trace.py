@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from support import traces
 
 from ds_tba.plan.trace import Trace
-from ds_tba.wear import write_limit_bytes_per_step
+from ds_tba.stats import write_limit_bytes_per_step
 
 
 @given(traces.traces() | traces.rematerializable())

@@ -31,9 +31,8 @@ from ds_tba.cli.plan.training import CONTEXT_BYTES, gpu_of, read_training
 from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
 from ds_tba.explain.account import REMEDIES
-from ds_tba.stats import aligned, expanded, readable
+from ds_tba.stats import ASSUMED_TBW, aligned, drive_of, expanded, readable
 from ds_tba.storage.staging import with_staging
-from ds_tba.wear import ASSUMED_TBW, drive_of
 
 WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
 # The fields of a dry run that the JSON has, and the options that the title has.

@@ -33,7 +33,7 @@ from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import OUTSIDE, Trace
-from ds_tba.wear import DAY_S, life_days, write_limit_bytes_per_step
+from ds_tba.stats import DAY_S, life_days, write_limit_bytes_per_step
 
 FRAGMENTATION = 0.05
 TIGHT = 0.9
