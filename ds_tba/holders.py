@@ -1,19 +1,52 @@
-"""The holders of saved bytes: a table of the modules and ops whose tensors are saved.
+"""The holders of device memory: the model and its optimizer, and the modules and ops whose tensors are saved.
 
-Knows names and bytes only; ``explain/sample.py`` finds them.
+Knows names and bytes only. A run counts them (``explain/``), and ``ds_tba plan`` estimates them; both name holders and
+what makes them smaller by these words.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ds_tba.stats import aligned, readable
 
+PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer states"
+SAVED, TEMPORARY = "saved tensors", "logits and other temporary tensors"
+_LESS_SAVED = "a smaller batch or a shorter sequence"
+_STATES_ON_HOST = 'ZeRO stage 2 or 3 with "offload_optimizer": {"device": "cpu"}'
+# By holder, what makes it smaller.
+REMEDIES = {
+    PARAMETERS: 'ZeRO stage 3 with "offload_param": {"device": "cpu"}, or more ranks',
+    GRADIENTS: f"{_STATES_ON_HOST}, or LoRA",
+    STATES: f"{_STATES_ON_HOST}, more ranks or LoRA",
+    "gathered parameters": "a lower stage3_max_live_parameters, which a module's own parameters may exceed",
+    "ZeRO's buckets": "a lower reduce_bucket_size",
+    SAVED: f"gradient checkpointing, {_LESS_SAVED}",
+    TEMPORARY: f"a fused loss for logits, an MLP in tiles, {_LESS_SAVED}",
+    "CUDA context": "a larger GPU",
+}
 MAX_ROWS = 10
 # Whole names between dots: "conv2d" and "layer1" are no numbers of layers.
 _LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """The device bytes that a training holds beside what comes and goes in a micro-step, by holder.
+
+    ``always`` is there all the time, ``passing`` in forward and backward, ``stepping_bytes`` in the optimizer's step.
+    """
+
+    always: Mapping[str, int] = field(default_factory=dict)
+    passing: Mapping[str, int] = field(default_factory=dict)
+    stepping_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in forward and backward."""
+        return sum(self.always.values()) + sum(self.passing.values())
 
 
 @dataclass

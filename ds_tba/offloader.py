@@ -383,7 +383,7 @@ class ActivationOffloader:
         from ds_tba.explain.out_of_memory import explained
 
         where = f"rank {self._reporter.rank}, step {self._reporter.steps + 1}"
-        return explained(where, self.config, self.cache, self._accelerator, self._sampling(), self._meter, error)
+        return explained(where, self.config, self.cache.stats, self._accelerator, self._sampling(), self._meter, error)
 
     def note_failure(self, error: BaseException | None) -> None:
         """Log :meth:`explain` where ``error`` says that memory ran out. Never raises; once for each error."""

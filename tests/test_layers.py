@@ -40,8 +40,6 @@ TESTED_ELSEWHERE = {
     "core.accounts": "with the budget, in tests/core/test_residency.py",
     "core.functions": "what Functions write into, in tests/hazards, and test_originals.py",
     "errors": "messages, in tests/test_documented_messages.py",
-    "explain.account": "with the answer and the rows that use it, in test_out_of_memory.py and tests/cli/test_rows.py",
-    "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",
     "plan.timeline": "arrays that the replay and the search read",
     "storage.backends.base": "an interface: tests/contracts/backend.py",
     "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",

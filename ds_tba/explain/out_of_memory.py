@@ -17,12 +17,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ds_tba.config import BLOCK, OffloadConfig
-from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.explain.account import GRADIENTS, PARAMETERS, REMEDIES, SAVED, STATES, TEMPORARY, ModelMemory
 from ds_tba.explain.sample import StepSamples
-from ds_tba.holders import table
-from ds_tba.stats import readable
+from ds_tba.holders import GRADIENTS, PARAMETERS, REMEDIES, SAVED, STATES, TEMPORARY, ModelMemory, table
+from ds_tba.stats import CacheStats, readable
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -88,14 +86,14 @@ def one_change(config: OffloadConfig, memory: ModelMemory, peak_bytes: int, fail
 def explained(
     where: str,
     config: OffloadConfig,
-    cache: TensorCache,
+    stats: CacheStats,
     accelerator: Accelerator,
     samples: StepSamples,
     meter: ModelMeter | None,
     error: BaseException | None = None,
 ) -> str:
     """Return what fills the device at ``where``, a rank and a step, and what would help; ``error`` if it ran out."""
-    stats, failure = cache.stats, failure_of(error)
+    failure = failure_of(error)
     memory = ModelMemory() if meter is None else meter()
     now_bytes, peak_bytes = stats.resident.now, stats.resident.peak
     helps = one_change(config, memory, peak_bytes, failure)
