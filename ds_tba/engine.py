@@ -40,17 +40,16 @@ from ds_tba.core.hooks import OPEN_HOOKS, skip_frames, uncompiled
 from ds_tba.core.tensors import mark_all_owned, mark_owned
 from ds_tba.device.accelerator import KINDS, accelerator_of
 from ds_tba.errors import ConfigError, IncompatibleError, StateError
+from ds_tba.holders import ModelMemory
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.ranks import VARIABLE, agreement, on_all_ranks, own_rank, ranks_on_machine
 from ds_tba.reporting import show_log
 from ds_tba.stats import expanded
-from ds_tba.update import refuse_half_updated
-from ds_tba.update.config import UpdateConfig, parse_update_block
+from ds_tba.update import UpdateConfig, parse_update_block, refuse_half_updated
 
 if TYPE_CHECKING:
-    from ds_tba.explain.account import ModelMemory
     from ds_tba.plan.agreement import Agreement
-    from ds_tba.update.interleaved import InterleavedUpdate
+    from ds_tba.update.zero3 import InterleavedUpdate
 
 logger = logging.getLogger("ds_tba")
 
@@ -287,7 +286,6 @@ def _join(engine: Engine, offloader: ActivationOffloader) -> None:
 
 def _memory(alive: weakref.ref[Engine]) -> ModelMemory:
     """Count what an engine holds on its device beside activations, for as long as it lives."""
-    from ds_tba.explain.account import ModelMemory
     from ds_tba.explain.out_of_memory import memory_of
 
     engine = alive()
@@ -298,7 +296,7 @@ def _join_update(engine: Engine, config: UpdateConfig) -> None:
     """Take the optimizer updates of a built engine over; ranks succeed or fail together."""
     from deepspeed.accelerator import get_accelerator
 
-    from ds_tba.update.interleaved import InterleavedUpdate
+    from ds_tba.update.zero3 import InterleavedUpdate
 
     def make() -> InterleavedUpdate:
         accelerator = accelerator_of(get_accelerator().device_name())
@@ -307,7 +305,7 @@ def _join_update(engine: Engine, config: UpdateConfig) -> None:
     update = on_all_ranks(make)
     engine.interleaved_optimizer_update = update
     _hook_methods(type(engine), _AROUND, _SAVING)
-    update.agree(agreement().all_reduce_max)
+    update.highest_of_ranks = agreement().all_reduce_max
     if own_rank() == 0:
         logger.info(update.start_line())
 

@@ -20,7 +20,7 @@ from ds_tba.config import (
 )
 from ds_tba.errors import ConfigError
 from ds_tba.storage.staging import with_staging
-from ds_tba.update.config import parse_update_block
+from ds_tba.update import parse_update_block
 
 GOOD = {"enabled": True, "nvme_path": "/local_nvme"}
 

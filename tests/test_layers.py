@@ -38,8 +38,6 @@ TESTED_ELSEWHERE = {
     "cli.plan.training": "with the rows that it gives, in tests/cli/test_rows.py",
     "core.accounts": "with the budget, in tests/core/test_residency.py",
     "errors": "messages, in tests/test_documented_messages.py",
-    "explain.account": "with the answer and the rows that use it, in test_out_of_memory.py and tests/cli/test_rows.py",
-    "explain.timeline": "with the steps that it is of, in tests/explain/test_sample.py",
     "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",
 }
 CORE = {"core", "storage", "device", "stats", "report", "config", "errors"}

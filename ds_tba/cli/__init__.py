@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from ds_tba.cli import doctor, page
-from ds_tba.cli.format import Commands, Result, add_json, in_units_of, show, size
+from ds_tba.cli.format import Commands, Result, above_0, add_json, show, size
 from ds_tba.config import SUPPORTED_DEEPSPEED
 from ds_tba.errors import ReportError
 from ds_tba.report import OffloadReport, write_file
@@ -103,9 +103,9 @@ def _add_plan(commands: Commands) -> None:
     add("--host-memory", type=size, help="free memory of a node, for layers' inputs (default: this machine's)")
     add("--config", type=Path, help="ds_config.json (default: bf16, AdamW, ZeRO stage 2)")
     add("--nvme-path", action="append", help="a directory on a drive (default: the config's; may be repeated)")
-    add("--drive-tbw", type=in_units_of(1), help="terabytes that the drives of a node are rated for, together")
-    add("--write-gbps", type=in_units_of(1e9), help="GB/s of writes to all drives of a node (default: 4.2)")
-    add("--read-gbps", type=in_units_of(1e9), help="GB/s of reads of them (default: 7.1)")
+    add("--drive-tbw", type=above_0, help="terabytes that the drives of a node are rated for, together")
+    add("--write-gbps", type=above_0, help="GB/s of writes to all drives of a node (default: 4.2)")
+    add("--read-gbps", type=above_0, help="GB/s of reads of them (default: 7.1)")
     add_json(parser)
     parser.set_defaults(run=partial(show, "plan", _plan))
 

@@ -32,19 +32,19 @@ def size(text: str) -> int:
     return int(value)
 
 
-def in_units_of(unit: float) -> Callable[[str], float]:
-    """A parser of a finite number above 0, which it multiplies by ``unit``."""
+def above_0(text: str) -> float:
+    """Parse a finite number above 0.
 
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = 0.0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, in the unit that the option names")
-        return value * unit
-
-    return parse
+    Raises:
+        argparse.ArgumentTypeError: ``text`` is not one.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, in the unit that the option names")
+    return value
 
 
 class Result(NamedTuple):

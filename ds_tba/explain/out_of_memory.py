@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from ds_tba.config import BLOCK, OffloadConfig
 from ds_tba.device.accelerator import Accelerator
-from ds_tba.explain.account import GRADIENTS, PARAMETERS, REMEDIES, SAVED, STATES, TEMPORARY, ModelMemory
 from ds_tba.explain.sample import StepSamples
+from ds_tba.holders import GRADIENTS, PARAMETERS, REMEDIES, SAVED, STATES, TEMPORARY, ModelMemory
 from ds_tba.report import table
 from ds_tba.stats import CacheStats, readable
 

@@ -1,14 +1,15 @@
 """Who saves bytes in one step, where, and when? The cache's hooks, looked at from around in the steps 1, 2, 4, 8, ...
 
 Answers which modules hold saved bytes (:class:`ds_tba.report.Holder`) and when bytes came and went
-(:mod:`ds_tba.explain.timeline`). In all other steps it is not there: the hooks are the cache's own. Cannot see which op
-saves a tensor: autograd calls its hook before it has the node; named is the op that made it, or the user's own Function
-that saves it.
+(:class:`StepTimeline`). In all other steps it is not there: the hooks are the cache's own. Cannot see which op saves a
+tensor: autograd calls its hook before it has the node; named is the op that made it, or the user's own Function that
+saves it.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,6 @@ import torch
 from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, node_of
-from ds_tba.explain.timeline import StepTimeline
 from ds_tba.remat.where import RunningModule
 from ds_tba.report import Holder, ReportFile, merged
 from ds_tba.stats import CacheStats, PathMeter, StoreStats
@@ -38,6 +38,50 @@ _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
 # Since PyTorch 2.14 it is no Python code, and leaves no frame: then the op that made the tensor is named.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _LIBRARIES = ("torch", "deepspeed", "ds_tba", "contextlib")
+# Tracks from top to bottom; the categories of the spans.
+TRACKS = ("compute", "copy", "write", "read", "stall", "again")
+MAX_EVENTS = 40_000  # of a step with more, the rest is left out, and counted
+
+
+class StepTimeline:
+    """The events of one step, for Perfetto. Added to by several threads: appending to a list needs no lock.
+
+    Times are ``time.perf_counter``'s, which is what the lanes have; the trace has them on the clock of
+    ``torch.profiler`` (nanoseconds since 1970, here in microseconds), so that both can be opened together. Copies of an
+    asynchronous device appear as the host's time for them: what the device itself does is in a profile of the user's.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[dict[str, object]] = []
+        self._left_out = 0
+        # Once: the two clocks may drift apart by microseconds in a step, and no more.
+        self._epoch_s = time.time() - time.perf_counter()
+
+    def span(self, track: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
+        """Add what took from one time to another on one of :data:`TRACKS`, and moved so many bytes."""
+        place = {"tid": TRACKS.index(track), "cat": track, "dur": round((end_s - start_s) * 1e6, 3)}
+        self._add("X", name, start_s, {**place, "args": {"bytes": nbytes}})
+
+    def level(self, resident_bytes: int, without_bytes: int) -> None:
+        """Add the saved bytes that device memory has now, and what they would be without us."""
+        self._add(
+            "C", "saved bytes", time.perf_counter(), {"args": {"resident": resident_bytes, "without": without_bytes}}
+        )
+
+    def _add(self, kind: str, name: str, at_s: float, more: dict[str, object]) -> None:
+        if len(self._events) < MAX_EVENTS:
+            self._events.append({"ph": kind, "name": name, "ts": round((self._epoch_s + at_s) * 1e6, 3), **more})
+        else:
+            self._left_out += 1
+
+    def to_json(self, step: int, rank: int) -> str:
+        """Return Chrome's trace event format, which https://ui.perfetto.dev and ``chrome://tracing`` open."""
+        names = [(0, "process_name", f"ds_tba, rank {rank}")]
+        names += [(tid, "thread_name", track) for tid, track in enumerate(TRACKS)]
+        heads = [{"ph": "M", "name": kind, "tid": tid, "args": {"name": name}} for tid, kind, name in names]
+        events = [{**one, "pid": rank} for one in (*heads, *self._events)]
+        other = {"step": step, "rank": rank, "events_left_out": self._left_out}
+        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}) + "\n"
 
 
 @dataclass(slots=True)

@@ -13,36 +13,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ds_tba.device.accelerator import Accelerator, Event, Stream, moment
-from ds_tba.errors import StateError
-from ds_tba.update.config import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
+from ds_tba.update import ARRAYS_PER_CHUNK, BYTES_PER_ELEMENT
 from ds_tba.update.formula import cast, scale
 from ds_tba.update.host import SubGroup
 
 Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
 """Updates master and two moments in place by a gradient, which stays; the last tensor is scratch. See ``update_``."""
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """Device memory for one chunk, and the part that has it: held here, because its tensors must outlive their use.
-
-    Attributes:
-        written_back: the last event of the job; None until the job is queued, and where it could not be.
-    """
-
-    arrays: list[torch.Tensor]
-    part: SubGroup | None = None
-    written_back: Event | None = None
-
-    def is_done(self) -> bool:
-        """Return whether the write-back is done. It never is where the job could not be queued."""
-        return self.written_back is not None and bool(self.written_back.query())
 
 
 class DevicePipeline:
@@ -69,12 +50,14 @@ class DevicePipeline:
         self._slots = max(1, buffer_bytes // (ARRAYS_PER_CHUNK * array_bytes))
         self._array_bytes = array_bytes
         self._up, self._compute, self._down = (accelerator.new_stream() for _ in range(3))
-        self._free: list[_Slot] = []
-        self._in_flight: deque[_Slot] = deque()
-        self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # A slot is the arrays of a chunk. One under way has the event of its write-back.
+        self._free: list[list[torch.Tensor]] = []
+        self._in_flight: deque[tuple[Event, list[torch.Tensor]]] = deque()
+        # What the device may still use in this step, also for a job that failed: it has addresses, and no references.
+        self._held: list[object] = []
         self._upload_begins: Event | None = None  # of the last job
 
-    def begin(self, *, most_jobs: int | None = None) -> bool:
+    def begin(self, *, most_jobs: int) -> bool:
         """Begin a step: all that follows comes after what the current stream was given so far.
 
         Args:
@@ -83,12 +66,11 @@ class DevicePipeline:
         Returns:
             True if the device has memory for at least one slot. Where it has not, :meth:`upload` still works.
         """
-        if self._in_flight or self._uploads:
+        if self._held:
             self.drain()  # the drain of the step before was interrupted
-        slots = self._slots if most_jobs is None else min(self._slots, most_jobs)
-        while len(self._free) < slots:
+        while len(self._free) < min(self._slots, most_jobs):
             try:
-                self._free.append(_Slot([self._allocate() for _ in range(ARRAYS_PER_CHUNK)]))
+                self._free.append([self._allocate() for _ in range(ARRAYS_PER_CHUNK)])
             except torch.OutOfMemoryError:
                 # Not tried again in each step: the allocator gives its whole cache back before it refuses.
                 self._slots = max(1, len(self._free))
@@ -100,10 +82,8 @@ class DevicePipeline:
 
     def has_room(self) -> bool:
         """Return whether a slot is free, that is, its last write-back is done. Never blocks."""
-        while self._in_flight and self._in_flight[0].is_done():
-            slot = self._in_flight.popleft()
-            slot.part = None
-            self._free.append(slot)
+        while self._in_flight and self._in_flight[0][0].query():
+            self._free.append(self._in_flight.popleft()[1])
         return bool(self._free)
 
     def wants_job(self) -> bool:
@@ -114,16 +94,9 @@ class DevicePipeline:
         return self.has_room() and (self._upload_begins is None or bool(self._upload_begins.query()))
 
     def wait_for_room(self) -> None:
-        """Block until a slot is free.
-
-        Raises:
-            StateError: there are no slots.
-        """
+        """Block until a slot is free, where :meth:`begin` made any."""
         while not self.has_room():
-            written_back = self._in_flight[0].written_back if self._in_flight else None
-            if written_back is None:
-                raise StateError("no slot of the device will be free: begin() had no memory, or a job failed")
-            written_back.synchronize()
+            self._in_flight[0][0].synchronize()
 
     def submit(self, part: SubGroup, update: Update) -> None:
         """Queue one job: the update of a part of a sub-group in pinned memory, final when it is done. Never blocks.
@@ -133,18 +106,17 @@ class DevicePipeline:
         :meth:`drain`, which ends all writing. Call it only where :meth:`has_room` says so.
         """
         slot = self._free.pop()
-        slot.part, slot.written_back = part, None  # nobody else holds the gradient
-        self._in_flight.append(slot)
-        with torch.no_grad():
-            slot.written_back = self._queue(part, update, [array[: part.elements] for array in slot.arrays])
+        self._held.append((slot, part))
+        written_back = self._queue(part, update, [array[: part.elements] for array in slot])
+        self._in_flight.append((written_back, slot))
 
     def upload(self, source: torch.Tensor, target: torch.Tensor) -> Event:
         """Queue a copy of the bytes of parameters that the host has updated, and cast into pinned memory.
 
         Return the copy's event: wait for it before ``source`` is filled again.
         """
-        self._uploads.append((source, target))
-        with torch.no_grad(), self._accelerator.on(self._up):
+        self._held.append((source, target))
+        with self._accelerator.on(self._up):
             self._upload_bytes(source, target)
             return moment(self._accelerator)
 
@@ -159,7 +131,7 @@ class DevicePipeline:
             self.has_room()
         self._free.clear()
         self._in_flight.clear()
-        self._uploads.clear()
+        self._held.clear()
         self._upload_begins = None
 
     def _allocate(self) -> torch.Tensor:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ds_tba.device.accelerator import Accelerator, Event
-from ds_tba.update.formula import HostAdam, Hyper
+from ds_tba.update.formula import Hyper
 
 # Elements that the host updates between two looks at the device. Four arrays of them fit a server processor's caches.
 SLICE_ELEMENTS = 1 << 20
@@ -101,10 +102,14 @@ class WriteBack:
 
 
 class HostUpdate:
-    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters directly."""
+    """Updates parts of sub-groups on the host; without ``write_back`` it writes the model's parameters directly.
 
-    def __init__(self, adam: HostAdam, write_back: WriteBack | None) -> None:
-        self._adam = adam
+    Args:
+        op, opt_id: the ``ds_opt_adam``, a compiled module, and the ``opt_id`` of a ``DeepSpeedCPUAdam``.
+    """
+
+    def __init__(self, op: Any, opt_id: int, write_back: WriteBack | None) -> None:
+        self._op, self._opt_id = op, opt_id
         self._write_back = write_back
 
     @property
@@ -141,4 +146,6 @@ class HostUpdate:
             self._write_back.finish()
 
     def _update(self, part: SubGroup) -> None:
-        self._adam.update(part.step, part.hyper, part.master, part.gradient, part.exp_avg, part.exp_avg_sq)
+        """Call CPUAdam once. Of a part without elements that only takes its hidden powers to this step."""
+        tensors = part.master, part.gradient, part.exp_avg, part.exp_avg_sq
+        self._op.adam_update(self._opt_id, part.step, *part.hyper.numbers, *tensors)

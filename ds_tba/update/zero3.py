@@ -1,4 +1,6 @@
-"""Takes over the update inside of ZeRO-3's ``step``, and gives it back; the only file that knows its methods.
+"""The object at ``engine.interleaved_optimizer_update``: takes over the update inside of ZeRO-3's ``step``.
+
+The only file that knows the methods of DeepSpeed's optimizer.
 
 ``DeepSpeedZeroOptimizer_Stage3.step`` (``deepspeed/runtime/zero/stage3.py`` of 0.19.8) stays as it is. It settles
 overflow, the gradients' norm and the loss scale, and then, for each sub-group in order, calls ``_prepare_sub_group``,
@@ -9,13 +11,17 @@ once. Outside of a step, and in steps that are left to DeepSpeed, the originals 
 
 [Note: Interrupted updates] While the loop runs, the optimizer is marked as half updated, and so it stays if the loop
 does not end. Until a checkpoint is loaded with its optimizer states, :func:`refuse_half_updated` stops whoever would
-use or save the model; the overrides that refuse and that clear the mark stay until then, also after ``remove``. Ranks
+use or save the model; the overrides that refuse and that clear the mark stay until then, also after ``close``. Ranks
 compare at the end of the loop, so that all are marked where one is: the others would wait for it in the next
 collective.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -25,27 +31,24 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from ds_tba.config import UPDATE_BLOCK
-from ds_tba.device.accelerator import advise_huge_pages
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import IncompatibleError
-from ds_tba.update import HALF_UPDATED, refuse_half_updated
-from ds_tba.update.formula import Hyper
-from ds_tba.update.host import SubGroup
-from ds_tba.update.updater import Updater
+from ds_tba.report import ReportFile
+from ds_tba.update import HALF_UPDATED, UpdateConfig, refuse_half_updated
+from ds_tba.update.device import DevicePipeline, uploads_before
+from ds_tba.update.formula import Hyper, Powers, is_exact
+from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, SubGroup, WriteBack
+from ds_tba.update.pinning import CudaDriver, Registry
+from ds_tba.update.updater import Updater, UpdateReport
 
 CLASS_NAME = "DeepSpeedZeroOptimizer_Stage3"
 ADAM_NAME = "DeepSpeedCPUAdam"
 _UNSCALE, _STEP_OF_OPTIMIZER = "unscale_and_clip_grads", "_optimizer_step"
 _REASSIGN, _RELEASE = "_reassign_or_swap_out_partitioned_parameters", "_release_sub_group"
-# The methods that the loop of `step` calls, in order, in all supported versions: none of them may be somebody else's.
-_LOOP = ("_prepare_sub_group", _UNSCALE, _STEP_OF_OPTIMIZER, _REASSIGN, _RELEASE)
-_OVERRIDDEN = (*_LOOP[1:], "step")
-
-
-HighestOfRanks = Callable[[int], int]
-"""A collective of all ranks, in host memory, that returns the highest number that any of them has."""
-
-Method = Callable[..., Any]
-"""A method of DeepSpeed's optimizer, or ours in its place."""
+# The methods that the loop of `step` calls, in order, in all supported versions, and what we override beside them: none
+# of them may be somebody else's.
+_METHODS = ("_prepare_sub_group", _UNSCALE, _STEP_OF_OPTIMIZER, _REASSIGN, _RELEASE, "step", "state_dict",
+            "load_state_dict")  # fmt: skip
 
 
 def refuse_unsupported(zero: Any) -> None:
@@ -67,13 +70,11 @@ def _problems(zero: Any) -> Iterator[tuple[str, str]]:
             'set "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, without "super_offload"',
         )
         return
-    if getattr(zero, "zenflow", False):
-        yield "cannot be combined with ZenFlow, whose updates are other ones", 'remove "zenflow"'
     adam = type(zero.optimizer).__name__
-    if adam != ADAM_NAME:
+    if adam != ADAM_NAME or getattr(zero, "zenflow", False):  # so, too, with Muon, and with ZenFlow's own Adam
         yield (
-            f"computes what {ADAM_NAME} computes, and the optimizer is {adam}",
-            'set "optimizer": {"type": "AdamW"} (or "Adam") in ds_config.json, without "torch_adam"',
+            f"computes what {ADAM_NAME} computes without ZenFlow, and the optimizer is {adam}",
+            'set "optimizer": {"type": "AdamW"} (or "Adam") in ds_config.json, without "torch_adam" and "zenflow"',
         )
         return
     if zero.partial_offload < 1 or any(device != "cpu" for device in zero.subgroup_to_device.values()):
@@ -88,24 +89,17 @@ def _problems(zero: Any) -> Iterator[tuple[str, str]]:
         )
     if getattr(zero, "torch_autocast_gradscaler", None):
         yield "cannot be combined with the gradient scaler of torch_autocast in fp16", "autocast to bfloat16"
-    if getattr(zero, "use_muon", False):
-        yield "does not know Muon", "train with AdamW"
     if any(state.get("step") for state in zero.optimizer.state.values()):
         yield "must see all steps of the optimizer, which has taken some already", "build the engine with a new one"
-    yield from _changed_methods(zero)
+    if changed := _changed_methods(zero):
+        yield f"relies on methods that somebody else has replaced ({', '.join(changed)})", "do without the other one"
 
 
-def _changed_methods(zero: Any) -> Iterator[tuple[str, str]]:
-    """Yield the methods that somebody else has replaced, on the class or on the object."""
-    repair = "do without the other one"
-    for owner, names in ((type(zero), (*_LOOP, "step")), (type(zero.optimizer), ("step",))):
-        foreign = [name for name in names if not _is_upstream(getattr(owner, name, None))]
-        if foreign:
-            yield f"relies on {owner.__name__}, of which somebody else has replaced {', '.join(foreign)}", repair
-    replaced = sorted(set(_OVERRIDDEN) & set(vars(zero)))
-    if replaced:
-        names_of = ", ".join(replaced)
-        yield f"replaces methods of {CLASS_NAME} that somebody else has replaced already ({names_of})", repair
+def _changed_methods(zero: Any) -> list[str]:
+    """Return the methods that somebody else has replaced, on the class or on the object."""
+    kind, adam = type(zero), type(zero.optimizer)
+    changed = [name for name in _METHODS if name in vars(zero) or not _is_upstream(getattr(kind, name, None))]
+    return [*changed, *([] if _is_upstream(adam.step) else [f"{adam.__name__}.step"])]
 
 
 def _is_upstream(method: object) -> bool:
@@ -117,77 +111,80 @@ def _is_upstream(method: object) -> bool:
     return True
 
 
-class Overrides:
-    """Methods of one object that are replaced by ours.
-
-    Attributes:
-        stock: the methods that were there before, by name.
-    """
-
-    def __init__(self, target: object) -> None:
-        self._target = target
-        self.stock: dict[str, Method] = {}
-        # By name: the override, and what the object itself had before, which is nothing where the class has the method.
-        self._put: dict[str, tuple[Method, Method | None]] = {}
-        self._active = True
-
-    def put(self, name: str, ours: Method) -> None:
-        """Replace a method."""
-        stock = self.stock[name] = getattr(self._target, name)
-
-        def override(*args: object, **more: object) -> object:
-            return (ours if self._active else stock)(*args, **more)
-
-        self._put[name] = override, vars(self._target).get(name)
-        setattr(self._target, name, override)
-
-    def remove(self) -> None:
-        """Give every method back. One that somebody has wrapped since stays, and only calls the stock method."""
-        self._active = False
-        for name, (override, before) in self._put.items():
-            if vars(self._target).get(name) is override:
-                delattr(self._target, name)
-                if before is not None:
-                    setattr(self._target, name, before)
-
-
-class Zero3Update:
-    """Takes the updates of one ZeRO-3 optimizer over.
+class InterleavedUpdate:
+    """The updates of one ZeRO-3 optimizer, on host and device at once.
 
     Args:
-        zero: a ``DeepSpeedZeroOptimizer_Stage3`` that :func:`refuse_unsupported` has not refused.
-        updater: updates all sub-groups.
+        config: the block.
+        accelerator: the training device.
+        zero: the engine's ``optimizer``, a ``DeepSpeedZeroOptimizer_Stage3``.
+        rank: rank of this process, for the report.
 
     Attributes:
-        highest_of_ranks: compares all ranks once in each step that updates. See [Note: Interrupted updates].
+        highest_of_ranks: a collective of all ranks, in host memory, that returns the highest number that any of them
+            has; called once in each step that updates. See [Note: Interrupted updates].
+
+    Raises:
+        ConfigError: the report cannot be written where the config says.
+        IncompatibleError: the optimizer is one whose update cannot be taken over.
     """
 
-    def __init__(self, zero: Any, updater: Updater) -> None:
-        self._zero = zero
-        self._updater = updater
+    shared_keys = "interleaved_optimizer_update"  # see ``ranks.py``: no rank gets here without it
+
+    def __init__(self, config: UpdateConfig, accelerator: Accelerator, zero: Any, *, rank: int = 0) -> None:
+        refuse_unsupported(zero)
+        self._zero, self._pid = zero, os.getpid()
         self._factors: list[float] = []
-        self._is_ours = False
-        self._is_in_loop = False
-        self._is_removed = False
-        self.highest_of_ranks: HighestOfRanks = lambda number: number  # until others are told of
-        self._overrides = Overrides(zero)
-        self._overrides.put(_UNSCALE, self._unscale)
-        self._overrides.put(_STEP_OF_OPTIMIZER, self._optimizer_step)
-        self._overrides.put(_REASSIGN, self._reassign)
-        self._overrides.put(_RELEASE, self._release)
-        self._guard = Overrides(zero)
-        self._guard.put("step", self._step)
-        self._guard.put("state_dict", self._state_dict)
-        self._guard.put("load_state_dict", self._load_state_dict)
+        self._is_ours = self._is_in_loop = self._is_closed = False
+        self.highest_of_ranks: Callable[[int], int] = lambda number: number  # until others are told of
+        self._updater = _updater_of(config, accelerator, zero, rank)
+        self._overrides = {
+            _UNSCALE: self._unscale, _STEP_OF_OPTIMIZER: self._optimizer_step, _REASSIGN: self._reassign,
+            _RELEASE: self._release, "step": self._step, "state_dict": self._state_dict,
+            "load_state_dict": self._load_state_dict,
+        }  # fmt: skip
+        self._stock: dict[str, Callable[..., Any]] = {name: getattr(zero, name) for name in self._overrides}
+        vars(zero).update(self._overrides)
+        if self._updater.registry is not None:
+            weakref.finalize(self, self._updater.registry.close)
+        # Through a weak reference, or the interpreter would keep the engine until its exit.
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+        # With a limit whole sub-groups are pinned first, whose moments come with the first step.
+        if config.pinned_bytes is None:
+            self._updater.pin(self._pinnable())
 
-    def remove(self) -> None:
-        """Give the methods back to DeepSpeed; those that guard a half updated model only after the next load."""
-        self._is_removed = True
-        self._overrides.remove()
+    def report(self) -> UpdateReport:
+        """Return the counters so far."""
+        return self._updater.report()
+
+    def start_line(self) -> str:
+        """Return the start-up line of the log."""
+        config = self._updater.config
+        share = config.device_share
+        words = "on host and device, whoever is faster takes more" if share is None else f"{share:.0%} on the device"
+        return f"optimizer updates: {words}, in chunks of {config.chunk_bytes >> 20} MiB of parameters"
+
+    def close(self) -> None:
+        """Give the update back to DeepSpeed, unpin memory and write the last report. Idempotent.
+
+        The methods of a half updated optimizer go back with the next load: until then they refuse.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
         if not getattr(self._zero, HALF_UPDATED, False):
-            self._guard.remove()
+            self._give_back()
+        self._updater.close()
 
-    def arrays(self) -> list[torch.Tensor]:
+    def _give_back(self) -> None:
+        for name, ours in self._overrides.items():
+            if vars(self._zero).get(name) is ours:  # else somebody has wrapped it since
+                delattr(self._zero, name)
+        self._overrides.clear()  # which hold this object
+
+    def _pinnable(self) -> list[torch.Tensor]:
         """Return the present tensors of all sub-groups; see :attr:`SubGroup.arrays`."""
         arrays = [array for master in self._zero.fp32_partitioned_groups_flat for array in self._arrays(master)]
         return [array for array in arrays if isinstance(array, torch.Tensor)]
@@ -197,7 +194,7 @@ class Zero3Update:
     def _step(self, *args: object, **more: object) -> None:
         refuse_half_updated(self._zero)
         try:
-            self._guard.stock["step"](*args, **more)
+            self._stock["step"](*args, **more)
         except BaseException:
             if self._is_in_loop:  # the other ranks wait at its end
                 self._is_in_loop = False
@@ -209,18 +206,18 @@ class Zero3Update:
 
     def _state_dict(self, *args: object, **more: object) -> object:
         refuse_half_updated(self._zero)
-        return self._guard.stock["state_dict"](*args, **more)
+        return self._stock["state_dict"](*args, **more)
 
     def _load_state_dict(
         self, state_dict_list: object, load_optimizer_states: bool = True, *rest: object, **more: object
     ) -> None:
-        self._guard.stock["load_state_dict"](state_dict_list, load_optimizer_states, *rest, **more)
-        self._updater.unpin_others(self.arrays())
+        self._stock["load_state_dict"](state_dict_list, load_optimizer_states, *rest, **more)
+        self._updater.unpin_others(self._pinnable())
         # Without them the moments are still those of the interrupted step.
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)
-            if self._is_removed:
-                self._guard.remove()
+            if self._is_closed:
+                self._give_back()
 
     # ---- the methods that the loop of `step` calls --------------------------------------------------------------
 
@@ -233,9 +230,10 @@ class Zero3Update:
             problem = self._problem_of_step()
             self._is_ours = problem is None
             if problem is not None:
-                self._updater.leave(*problem)
+                self._updater.counts.stock_steps += 1
+                self._updater.counts.fall_back(*problem)
         if not self._is_ours:
-            self._overrides.stock[_UNSCALE](sub_group_id, total_norm)
+            self._stock[_UNSCALE](sub_group_id, total_norm)
             return
         # DeepSpeed's own method multiplies a single 1: that gives the factor without a copy of its rule.
         groups = self._zero.fp32_partitioned_groups_flat
@@ -249,7 +247,7 @@ class Zero3Update:
 
     def _optimizer_step(self, sub_group_id: int) -> None:
         if not self._is_ours:
-            self._overrides.stock[_STEP_OF_OPTIMIZER](sub_group_id)
+            self._stock[_STEP_OF_OPTIMIZER](sub_group_id)
             state = self._zero.optimizer.state[self._zero.fp32_partitioned_groups_flat[sub_group_id]]
             self._updater.powers.scalars(int(state["step"]), self._hyper(sub_group_id))
             return
@@ -258,14 +256,14 @@ class Zero3Update:
 
     def _reassign(self, sub_group_id: int) -> None:
         if not self._is_ours:
-            self._overrides.stock[_REASSIGN](sub_group_id)
+            self._stock[_REASSIGN](sub_group_id)
 
     def _release(self, sub_group_id: int, timer_names: object) -> None:
         is_last = sub_group_id == len(self._zero.fp16_groups) - 1
         if is_last and self._is_ours:
             self._is_ours = False
             self._update()
-        self._overrides.stock[_RELEASE](sub_group_id, timer_names)
+        self._stock[_RELEASE](sub_group_id, timer_names)
         if is_last:
             self._is_in_loop = False
             setattr(self._zero, HALF_UPDATED, bool(self.highest_of_ranks(0)))
@@ -303,7 +301,7 @@ class Zero3Update:
         master = zero.fp32_partitioned_groups_flat[sub_group_id]
         state = zero.optimizer.state[master]
         if len(state) == 0:
-            moments = {name: _zeros_like(master.data) for name in ("exp_avg", "exp_avg_sq")}
+            moments = {name: torch.zeros_like(master.data) for name in ("exp_avg", "exp_avg_sq")}
             state.update({"step": 0} | moments)  # at once: where memory runs out there is no half of a state
         state["step"] += 1
         target = zero.fp16_partitioned_groups_flat[sub_group_id]
@@ -325,16 +323,9 @@ class Zero3Update:
         self._updater.update(sub_groups)
         for number, sub_group in enumerate(sub_groups):
             if sub_group.target is None:
-                self._overrides.stock[_REASSIGN](number)
+                self._stock[_REASSIGN](number)
             else:
                 zero._unflatten_partitioned_parameters(number)
-
-
-def _zeros_like(array: torch.Tensor) -> torch.Tensor:
-    """Return zeros in huge pages where the kernel has them: it pins these in a fraction of the time of small ones."""
-    memory = torch.empty_like(array)
-    advise_huge_pages(memory.view(torch.uint8))  # before the first touch, which makes the pages
-    return memory.zero_()
 
 
 def _is_plain(array: object) -> TypeGuard[torch.Tensor]:
@@ -346,3 +337,39 @@ def _is_plain(array: object) -> TypeGuard[torch.Tensor]:
         and array.dim() == 1
         and array.is_contiguous()
     )
+
+
+def _updater_of(config: UpdateConfig, accelerator: Accelerator, zero: Any, rank: int) -> Updater:
+    """Build the parts of the update."""
+    file = ReportFile("report.path", config.report.path, rank)
+    counts, adam, device = UpdateReport(rank=rank), zero.optimizer, accelerator.device()
+    needs_trial = config.exact and config.device_share != 0
+    if needs_trial and not is_exact(adam.ds_opt_adam, device, adamw=adam.adam_w_mode):
+        counts.fall_back(
+            "not exact",
+            "the device does not give the bits of this processor's CPUAdam, so that the host updates everything; "
+            'set "exact": false to accept other roundings',
+        )
+        config = config.model_copy(update={"device_share": 0.0})
+    chunk_elements = min(config.chunk_elements, max(one.numel() for one in zero.fp32_partitioned_groups_flat))
+    write_back = None
+    if not (accelerator.is_synchronous or zero.offload_param):
+        queued_bytes = 0 if config.device_share == 0 else uploads_before(chunk_elements)
+        write_back = WriteBack(accelerator, zero.dtype, SLICE_ELEMENTS, queued_bytes)
+    return Updater(
+        config,
+        accelerator,
+        HostUpdate(adam.ds_opt_adam, adam.opt_id, write_back),
+        DevicePipeline(accelerator, device, chunk_elements, config.device_buffer_bytes),
+        Powers(*adam.defaults["betas"]),
+        Registry(CudaDriver(), config.pinned_bytes) if device.type == "cuda" else None,
+        target_on_device=not zero.offload_param,
+        counts=counts,
+        file=file,
+    )
+
+
+def _close(update: weakref.ref[InterleavedUpdate]) -> None:
+    present = update()
+    if present is not None:
+        present.close()

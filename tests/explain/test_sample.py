@@ -45,13 +45,6 @@ def train(
     return stepping.train(model, offloader, (torch.randn(4, 64, 64) for _ in range(steps)), between)
 
 
-@pytest.mark.parametrize("placement", ["nvme", "keep", "adaptive"])
-def test_looking_changes_no_gradient(make: Make, tmp_path: Path, placement: str) -> None:
-    plain = train(make(placement="keep")[0], None, 5)
-    model, offloader = make(placement=placement, report={"timeline_path": str(tmp_path / "step.json")})
-    stepping.assert_same_steps(plain, train(model, offloader, 5))
-
-
 class Unasked(torch.Tensor):
     """Of a user whose own code answers for shapes; ours must not ask."""
 

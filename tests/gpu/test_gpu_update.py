@@ -2,7 +2,7 @@
 
     python -m pytest -m gpu tests/gpu/test_gpu_update.py
 
-What ``test_interleaved.py`` runs with the CPU as the device, here on CUDA. Some cases run on the CPU, too, so that
+What ``test_zero3.py`` runs with the CPU as the device, here on CUDA. Some cases run on the CPU, too, so that
 the tests themselves are known to work.
 """
 
@@ -31,7 +31,7 @@ file.write_text(json.dumps(getattr(update_programs, program)(asked["config"], **
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 )
-# On the CPU tests/update/test_pinning.py has forked workers beside pinned memory.
+# On the CPU tests/update/test_pinning.py has forked children beside pinned memory.
 CPU = pytest.param("cpu", marks=[pytest.mark.engine, pytest.mark.thorough])
 on_cuda, on_both = (pytest.mark.parametrize("kind", kinds) for kinds in ([CUDA], [CPU, CUDA]))
 BLOCKS = [{**CHUNKS, "device_share": share} for share in (0.5, 1, None)]

@@ -29,7 +29,7 @@ from ds_tba.engine import attach
 from ds_tba.loop import Offloader
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.report import OffloadReport, unit_of
-from ds_tba.update.config import UpdateConfig
+from ds_tba.update import UpdateConfig
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"

@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from support.late_device import LateDevice
-from torch.utils.data import DataLoader
 from update_programs import build, steps
 
 from ds_tba.device.accelerator import PAGE_BYTES
-from ds_tba.update import interleaved
-from ds_tba.update.config import UpdateConfig
+from ds_tba.update import UpdateConfig, zero3
 from ds_tba.update.pinning import Registry
 
 ENDS = [1.0, 2.0]
@@ -114,23 +112,11 @@ def forks() -> dict[str, Any]:
     found["ends"] = [float(one) for one in os.read(read, 100).decode().strip("[]").split(",")]
     found["pinned pages"] = child(lambda: float(pinned[ELEMENTS // 2]))
     found["faults"] = {"pinned": faults_of_writing(pinned), "shared": faults_of_writing(shared)}
-    found["batches"] = batches_while_writing(pinned)
     found["child's end"] = child_that_exits()
     registry.close()
     found["hidden"]["closed"] = hidden_bytes(pinned)
     found["unpinned pages"] = child(lambda: float(pinned[ELEMENTS // 2]))
     return found
-
-
-def batches_while_writing(pinned: torch.Tensor) -> list[list[float]]:
-    """Batches that forked workers load, while the parent writes to pinned memory."""
-    loader = DataLoader([float(number) for number in range(8)], batch_size=2, num_workers=2,
-                        multiprocessing_context="fork")  # fmt: skip
-    batches = []
-    for batch in loader:
-        pinned.add_(1)
-        batches.append(batch.tolist())
-    return batches
 
 
 def child_that_exits() -> str:
@@ -194,10 +180,10 @@ class _AsCuda(LateDevice):
 def starts(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
     """Return what is pinned when the update is taken over and after each of two steps, and what the report says."""
     pins = Pins()
-    interleaved.CudaDriver = lambda: pins  # type: ignore[assignment,misc]
+    zero3.CudaDriver = lambda: pins  # type: ignore[assignment,misc]
     engine = build(config)
     device = _AsCuda(longest_pause_s=0.001)
-    update = interleaved.InterleavedUpdate(UpdateConfig.model_validate(block), device, engine.optimizer)
+    update = zero3.InterleavedUpdate(UpdateConfig.model_validate(block), device, engine.optimizer)
     engine.interleaved_optimizer_update = update
     found: dict[str, Any] = {"pinned": [len(pins.pinned)]}
     for _ in range(2):

@@ -18,9 +18,8 @@ from support import runs
 from update_programs import CHUNKS, ds_config
 
 from ds_tba.device.accelerator import PAGE_BYTES
-from ds_tba.update import zero3
-from ds_tba.update.chunks import chunks_of
 from ds_tba.update.pinning import Registry
+from ds_tba.update.updater import chunks_of
 
 MEBIBYTE = 1 << 20
 PINNED_MEBIBYTE = MEBIBYTE - PAGE_BYTES  # of memory that begins and ends within a page
@@ -126,10 +125,6 @@ def test_the_pages_of_the_parent_stay_where_they_are_when_it_writes(of_children:
     assert of_children["faults"]["pinned"] <= pages // 8
 
 
-def test_a_data_loader_with_forked_workers_still_works(of_children: dict[str, Any]) -> None:
-    assert of_children["batches"] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
-
-
 def test_a_child_that_ends_as_programs_do_does_not_free_what_it_does_not_have(of_children: dict[str, Any]) -> None:
     assert of_children["child's end"] == "0"
 
@@ -146,17 +141,6 @@ def test_what_is_there_at_the_start_is_pinned_then_and_counted(limit_bytes: int 
     at_start, first, second = found["pinned"]
     assert first == second > 0 and at_start == (0 if limit_bytes else first // 2)
     assert found["pinned_bytes"] > 0
-
-
-def test_moments_are_advised_to_be_in_huge_pages_before_they_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[int] = []
-
-    def advise(memory: torch.Tensor) -> None:
-        advised.append(memory.nbytes)
-        memory.fill_(1)
-
-    monkeypatch.setattr(zero3, "advise_huge_pages", advise)
-    assert not zero3._zeros_like(torch.ones(100)).any() and advised == [400]
 
 
 # ---- loads

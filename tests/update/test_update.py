@@ -1,13 +1,69 @@
-"""A half updated model is refused by its mark alone."""
+"""The block, and that a half updated model is refused by its mark alone."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from ds_tba.errors import UpdateInterruptedError
-from ds_tba.update import HALF_UPDATED, refuse_half_updated
+from ds_tba.config import UPDATE_BLOCK
+from ds_tba.errors import ConfigError, UpdateInterruptedError
+from ds_tba.update import HALF_UPDATED, UpdateConfig, parse_update_block, refuse_half_updated
+
+ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_the_defaults_are_those_of_the_guide() -> None:
+    assert UpdateConfig().model_dump() == {
+        "enabled": True, "device_share": None, "device_buffer_bytes": 1 << 30, "chunk_bytes": 1 << 26,
+        "pinned_bytes": None, "exact": True,
+        "report": {"path": None, "every_steps": 0},
+    }  # fmt: skip
+
+
+def test_absent_or_disabled_is_nothing() -> None:
+    assert parse_update_block({}) is None and parse_update_block({UPDATE_BLOCK: {"enabled": False}}) is None
+    assert parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": ZERO}) == UpdateConfig()
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"device_share": 1.5}, ["device_share", "1.5", "less than or equal to 1"]),
+        ({"device_share": "auto"}, ["device_share", "auto"]),
+        ({"device_share": True}, ["device_share", "number"]),
+        ({"chunk_bytes": 1}, ["chunk_bytes", "65536"]),
+        ({"device_buffer_bytes": 1 << 20}, ["device_buffer_bytes", "335544320", "lower chunk_bytes"]),
+        ({"device_shar": 1}, ["device_shar", "did you mean `device_share`?"]),
+        ({"report": {"every_steps": -1}}, ["report.every_steps", "-1"]),
+        ({"report": {"path": "/a\0"}}, ["report.path", r"'/a\x00'", "NUL"]),
+        ([], ["must be an object", "enabled"]),
+    ],
+)
+def test_a_bad_value_is_named_with_the_rule_and_the_repair(block: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_update_block({UPDATE_BLOCK: block, "zero_optimization": ZERO})
+    assert all(word in str(found.value) for word in [UPDATE_BLOCK, *words]), found.value
+
+
+def test_no_device_buffer_is_needed_where_all_is_on_the_host() -> None:
+    assert UpdateConfig(device_share=0, device_buffer_bytes=0).device_share == 0
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        (None, ["zero_optimization.stage", "is 0", "needs 3"]),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, ["zero_optimization.stage", "is 2"]),
+        ({"stage": 3}, ["offload_optimizer.device", "is null", 'needs "cpu"']),
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, ["offload_optimizer.device", '"nvme"']),
+    ],
+)
+def test_another_stage_or_another_offload_is_refused(zero: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as found:
+        parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": zero})
+    assert all(word in str(found.value) for word in words), found.value
 
 
 def test_the_mark_is_refused_with_the_way_out() -> None:

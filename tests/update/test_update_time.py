@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_tba.device.accelerator import CpuAccelerator
-from ds_tba.update.config import UpdateConfig
+from ds_tba.update import UpdateConfig
 from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import Hyper, Powers
 from ds_tba.update.host import SLICE_ELEMENTS, HostUpdate, SubGroup, WriteBack
@@ -100,8 +100,8 @@ class TimedAdam:
     def __init__(self, device: TimedDevice, per_s: float) -> None:
         self._device, self._per_s = device, per_s
 
-    def update(self, step: int, hyper: Hyper, master: torch.Tensor, *more: Any) -> None:
-        self._device.now_s += master.numel() / self._per_s
+    def adam_update(self, opt_id: int, step: int, *numbers_and_tensors: Any) -> None:
+        self._device.now_s += numbers_and_tensors[-1].numel() / self._per_s
 
 
 def update_s(device_share: float | None, host_per_s: float, elements: int = 2 * 10**9) -> float:
@@ -113,7 +113,7 @@ def update_s(device_share: float | None, host_per_s: float, elements: int = 2 * 
     pipeline = DevicePipeline(device, META, config.chunk_elements, config.device_buffer_bytes)
     queued_bytes = 0 if device_share == 0 else uploads_before(config.chunk_elements)
     write_back = WriteBack(device, torch.bfloat16, SLICE_ELEMENTS, queued_bytes)
-    host = HostUpdate(TimedAdam(device, host_per_s), write_back)  # type: ignore[arg-type]
+    host = HostUpdate(TimedAdam(device, host_per_s), 0, write_back)
     updater = Updater(config, device, host, pipeline, Powers(0.9, 0.999))
     updater.update([SubGroup(*arrays, target, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), 1, 1.0)])
     return device.now_s

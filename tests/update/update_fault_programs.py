@@ -19,12 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from update_programs import BLOCK, build, digest, state_of, steps
 
 from ds_tba.errors import UpdateInterruptedError
-from ds_tba.update import updater
-from ds_tba.update.config import UpdateConfig
+from ds_tba.update import UpdateConfig, updater
 from ds_tba.update.device import DevicePipeline
-from ds_tba.update.formula import HostAdam
-from ds_tba.update.interleaved import InterleavedUpdate
-from ds_tba.update.zero3 import Zero3Update, _changed_methods
+from ds_tba.update.host import HostUpdate
+from ds_tba.update.zero3 import InterleavedUpdate, _changed_methods
 
 
 @contextmanager
@@ -81,8 +79,8 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
     found: dict[str, Any] = {"uninterrupted": steps(engine, 2)}
     engine.load_checkpoint(checkpoint, tag="1")
     owner, name, call = {
-        "counting steps": (Zero3Update, "_sub_group", 2),
-        "host": (HostAdam, "update", 7),
+        "counting steps": (InterleavedUpdate, "_sub_group", 2),
+        "host": (HostUpdate, "_update", 7),
         "device": (updater, "update_", 1),
         "draining": (DevicePipeline, "_block_until_done", 2),
         "DeepSpeed's": (type(engine.optimizer.optimizer), "step", 2),
@@ -190,10 +188,6 @@ def replaced(owner: str, name: str) -> dict[str, Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
-    found = {"before": [problem for problem, _ in _changed_methods(zero)]}
-    setattr(kind, name, wrapper)
-    try:
-        found["replaced"] = [problem for problem, _ in _changed_methods(zero)]
-    finally:
-        setattr(kind, name, original)
-    return found
+    before = _changed_methods(zero)
+    with mock.patch.object(kind, name, wrapper):
+        return {"before": before, "replaced": _changed_methods(zero)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -120,8 +121,8 @@ def build(
     model = Model(width)
     engine = deepspeed.initialize(model=model, model_parameters=groups_of(model, groups), config=config)[0]
     if late is not None:
-        from ds_tba.update.config import UpdateConfig
-        from ds_tba.update.interleaved import InterleavedUpdate
+        from ds_tba.update import UpdateConfig
+        from ds_tba.update.zero3 import InterleavedUpdate
 
         engine.interleaved_optimizer_update = InterleavedUpdate(
             UpdateConfig.model_validate(late), LateDevice(longest_pause_s=0.001), engine.optimizer
@@ -129,9 +130,7 @@ def build(
     return engine
 
 
-def steps(
-    engine: Any, count: int, seed: int = 1, *, clips_late: bool = False, workers: bool = False
-) -> list[dict[str, Any]]:
+def steps(engine: Any, count: int, seed: int = 1, *, workers: bool = False) -> list[dict[str, Any]]:
     """Train; what each optimizer step leaves. With ``workers``, forked ones are there during each."""
     generator = torch.Generator().manual_seed(seed)
     dtype, found = next(engine.module.parameters()).dtype, []
@@ -141,7 +140,6 @@ def steps(
         next(batches, None)
         for _ in range(engine.gradient_accumulation_steps()):
             x = torch.randn(4, 37, generator=generator).to(engine.device, dtype)
-            x *= 30.0 if clips_late and number == 1 else 1.0
             loss = engine(x, number % 3 != 1)
             engine.backward(loss)
             engine.step()
@@ -262,3 +260,66 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {**BF16, "gradient_clipping": 0.01, "zero_optimization": {"offload_param": {"device": "cpu"}}}, "decay",
     ),
 }  # fmt: skip
+
+
+def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A DeepSpeed config at random, and what :func:`compare` takes of a variant."""
+    chance = random.Random(seed)
+    zero: dict[str, Any] = {
+        "sub_group_size": chance.choice([100, 3_000, 30_000, 10**9]),
+        "stage3_param_persistence_threshold": chance.choice([0, 200, 10**6]),
+        "contiguous_gradients": chance.random() < 0.7,
+        "overlap_comm": chance.random() < 0.5,
+    }
+    if chance.random() < 0.25:
+        zero["offload_param"] = {"device": "cpu"}
+    adam = {
+        "lr": 10 ** chance.uniform(-4, -1),
+        "weight_decay": chance.choice([0.0, 0.1]),
+        "eps": chance.choice([1e-8, 1e-4]),
+    }
+    adam["betas"] = chance.choice([[0.9, 0.999], [0.0, 0.95], [0.8, 0.9]])
+    adam["adam_w_mode"] = chance.random() < 0.7
+    config = ds_config(
+        zero_optimization=zero,
+        optimizer={"type": "Adam", "params": adam},
+        gradient_accumulation_steps=chance.choice([1, 1, 2, 3]),
+        gradient_clipping=chance.choice([0.0, 0.01, 1.0]),
+        bf16={"enabled": chance.random() < 0.7},
+    )
+    chunk_bytes = chance.choice([1 << 16, 3 << 15, 1 << 18])
+    block = {
+        "chunk_bytes": chunk_bytes,
+        "device_buffer_bytes": chunk_bytes * 5 * chance.choice([1, 2, 4]),
+        "device_share": chance.choice([0, 1, None, chance.random()]),
+    }
+    variant = {
+        "groups": chance.choice(["one", "decay", "betas"]),
+        "width": chance.choice([1, 30, 128, 193, 300]),
+        "count": chance.randint(2, 4),
+    }
+    return config, {**variant, "block": block, "late": chance.random() < 0.4}
+
+
+def compare_drawn(config: None, *, seeds: list[int]) -> dict[str, Any]:
+    """The seeds whose steps differ from stock's; a program."""
+    failed: dict[str, str] = {}
+    elements = [0, 0]
+    for seed in seeds:
+        drawn, ours = draw(seed)
+        stock = {name: value for name, value in ours.items() if name not in ("block", "late")}
+        try:
+            expected, found = compare(drawn, variants=[stock, ours])["variants"]
+            differing = [
+                (number, name)
+                for number, (one, other) in enumerate(zip(expected["steps"], found["steps"], strict=True))
+                for name in one
+                if one[name] != other[name]
+            ]
+            if differing:
+                failed[str(seed)] = f"{differing[:3]} of {ours}"
+            elements[0] += found["report"]["elements"]
+            elements[1] += found["report"]["device_elements"]
+        except Exception as error:  # noqa: BLE001 - any is a finding
+            failed[str(seed)] = f"{type(error).__name__}: {error}"
+    return {"failed": failed, "elements": elements}

@@ -30,11 +30,11 @@ from ds_tba.cli.plan.rows import (
 from ds_tba.cli.plan.training import CONTEXT_BYTES, gpu_of, read_training
 from ds_tba.device.accelerator import available_bytes
 from ds_tba.errors import ConfigError
-from ds_tba.explain.account import REMEDIES
+from ds_tba.holders import REMEDIES
 from ds_tba.stats import ASSUMED_TBW, aligned, drive_of, expanded, readable
 from ds_tba.storage.staging import with_staging
 
-WRITE_BYTES_PER_S, READ_BYTES_PER_S = 4.2e9, 7.1e9  # of the data sheet of one PCIe 4.0 drive of a data center
+WRITE_GBPS, READ_GBPS = 4.2, 7.1  # of the data sheet of one PCIe 4.0 drive of a data center
 # The fields of a dry run that the JSON has, and the options that the title has.
 _TOLD = ("parameters", "parameter_bytes", "trained", "saved_bytes", "temporary_bytes")
 _TITLED = ("lora", "lora_targets", "bits", *AIDS, "sequence_parallel")
@@ -83,13 +83,13 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         offload = offload.model_copy(update={"nvme_path": options.nvme_path})
     training = replace(training, offload=offload)
     device = gpu_of(options.gpu, training.dtype or torch.float32)
-    write, read = options.write_gbps or WRITE_BYTES_PER_S, options.read_gbps or READ_BYTES_PER_S
-    rates = write / sharers, read / sharers
+    write, read = options.write_gbps or WRITE_GBPS, options.read_gbps or READ_GBPS
+    rates = 1e9 * write / sharers, 1e9 * read / sharers
     drives = {drive_of(expanded(path)) for path in offload.nvme_paths if expanded(path).exists()}
     each_tbw = offload.ssd.rated_endurance_tbw or ASSUMED_TBW
     tbw = options.drive_tbw or each_tbw * (len(drives) or max(1, len(offload.nvme_paths)))
     host_memory_bytes = options.host_memory or available_bytes()
-    targets = options.lora_targets.split(",") if options.lora_targets else ()
+    targets = [one.strip() for one in options.lora_targets.split(",")] if options.lora_targets else ()
     aids = [name for name in AIDS if getattr(options, name)]
     recipe = recipe_of(options.model, bits=options.bits, lora_rank=options.lora, lora_targets=targets, aids=aids)
 
@@ -105,8 +105,8 @@ def setups(options: argparse.Namespace) -> tuple[Callable[[int], Setup], str, li
         f"rates of one {device.name}: {device.flops / 1e12:.3g} TFLOP/s, memory "
         f"{device.memory_bytes_per_s / 1e9:.4g} GB/s, copies {device.copy_bytes_per_s / 1e9:.3g} GB/s; communication "
         "between GPUs is left out",
-        f"the drives of a node write {write / 1e9:.3g} and read {read / 1e9:.3g} GB/s "
-        f"(--write-gbps, --read-gbps; ds_nvme_tune and fio measure them), and are rated {tbw:.4g} TBW "
+        f"the drives of a node write {write:.3g} and read {read:.3g} GB/s (--write-gbps, --read-gbps; ds_nvme_tune and "
+        f"fio measure them), and are rated {tbw:.4g} TBW "
         f"together (--drive-tbw, else the config's, else {ASSUMED_TBW:g} each); its {sharers} GPUs share them",
         f"TB a day, host memory and swap space are one GPU's; nothing is taken as rematerialized; a node has "
         f"{readable(host_memory_bytes)} of host memory free (--host-memory, else this machine's)",

@@ -150,7 +150,7 @@ def add_lora(model: nn.Module, rank: int, targets: Collection[str] = ()) -> None
         one.lora_down = nn.Linear(one.in_features, rank, bias=False)
         one.lora_up = nn.Linear(rank, one.out_features, bias=False)
     if not found:
-        named = f" named {' or '.join(targets)}" if targets else ""
+        named = f" named {' or '.join(map(repr, targets))}" if targets else ""
         raise ModelError(f"--lora: no linear layer{named} was found in the model; leave --lora or its targets out")
 
 

@@ -28,7 +28,8 @@ import numpy as np
 
 from ds_tba.cli.plan.training import Account, Device, DryRun, Training, account_of
 from ds_tba.config import ASSUMED_RATIO, BLOCK, DsConfig, Placement
-from ds_tba.explain.account import SAVED, TEMPORARY
+from ds_tba.errors import ModelError
+from ds_tba.holders import SAVED, TEMPORARY
 from ds_tba.plan.plan import Limits, Prediction
 from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive
@@ -256,14 +257,17 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
 
     @cache
     def rows(sequence: int) -> dict[str, Row]:
-        return {row.name: row for row in fixed_rows(setup_of(sequence))}
+        try:
+            return {row.name: row for row in fixed_rows(setup_of(sequence))}
+        except ModelError:  # more tokens than the model has positions for, as of BERT
+            return {}
 
     def longest(name: str) -> tuple[int, Row]:
         """Double or halve until one length fits and another does not, then try on the line through the two."""
         filled: dict[float, float] = {}
         fits, fails, guess = 0, math.inf, first
         while fails - fits > max(UNIT, NEAR * fits):
-            filled[guess] = rows(guess)[name].filled
+            filled[guess] = rows(guess)[name].filled if rows(guess) else 2.0
             fits, fails = (guess, fails) if filled[guess] <= 1 else (fits, guess)
             if fails == math.inf:
                 guess = 2 * fits
@@ -277,4 +281,4 @@ def longest_of(setup_of: Callable[[int], Setup], first: int) -> list[tuple[int, 
         return fits, rows(fits or UNIT)[name]
 
     first = max(UNIT, first // UNIT * UNIT)
-    return [longest(name) for name in rows(first)]
+    return [longest(row.name) for row in fixed_rows(setup_of(UNIT))]  # which raises where no length runs

@@ -20,9 +20,9 @@ import torch
 from ds_tba.cli.format import size
 from ds_tba.config import BLOCK, OffloadConfig, parse_block, refuse_misnamed
 from ds_tba.errors import ConfigError
-from ds_tba.explain.account import GRADIENTS, PARAMETERS, STATES, ModelMemory
+from ds_tba.holders import GRADIENTS, PARAMETERS, STATES, ModelMemory
 from ds_tba.plan.trace import OUTSIDE, StorageTrace, Trace
-from ds_tba.update.config import parse_update_block
+from ds_tba.update import parse_update_block
 
 # Without --config.
 ASSUMED = {
