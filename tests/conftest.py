@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,7 @@ from ds_tba.storage.swap_file import SwapFile
 pytest.register_assert_rewrite("contracts")
 
 
-class Factory:
-    """Makes something for a test, and closes what it has made, the last one first."""
-
-    def __init__(self, make: Callable[..., Any], close: Callable[[Any], None] = lambda made: made.close()) -> None:
-        self._make, self._close = make, close
-        self._made: list[Any] = []
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self._made.append(self._make(*arguments, **options))
-        return self._made[-1]
-
-    def close(self) -> None:
-        while self._made:
-            self._close(self._made.pop())
-
-
+Factory = Callable[..., Any]
 StoreFactory = Callable[..., NvmeStore]
 Closing = Callable[..., Factory]
 Cli = Callable[..., Any]
@@ -59,16 +45,18 @@ Cli = Callable[..., Any]
 
 @pytest.fixture
 def closing() -> Iterator[Closing]:
-    """Turn what makes something into a factory that closes it after the test: the last factory's products first."""
-    factories: list[Factory] = []
+    """Turn what makes something into a factory whose products are closed after the test, the last one first."""
+    with ExitStack() as last:
 
-    def factory(*arguments: Callable[..., Any]) -> Factory:
-        factories.append(Factory(*arguments))
-        return factories[-1]
+        def factory(make: Factory, close: Callable[[Any], None] = lambda made: made.close()) -> Factory:
+            def made(*arguments: Any, **options: Any) -> Any:
+                product = make(*arguments, **options)
+                last.callback(close, product)
+                return product
 
-    yield factory
-    while factories:
-        factories.pop().close()
+            return made
+
+        yield factory
 
 
 def make_backend(name: str) -> IoBackend:
@@ -84,15 +72,11 @@ def backend(request: pytest.FixtureRequest) -> IoBackend:
     return make_backend(request.param)
 
 
-def freeze_garbage_collector() -> None:
+@pytest.fixture(autouse=True)
+def frozen_imports() -> None:
     """Many tests collect garbage, and DeepSpeed does: not among all that was imported, a tenth of a second each."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_imports() -> None:
-    freeze_garbage_collector()
 
 
 @pytest.fixture(scope="session", autouse=True)

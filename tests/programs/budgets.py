@@ -13,14 +13,13 @@ from dataclasses import replace
 
 from programs import running
 from programs.kind import Failure, Outcome
-from programs.running import Ours
+from programs.running import GIVES_WAY, Ours
 from programs.trainings import Program, Step
 
 KIB, MIB = 1 << 10, 1 << 20
 COLUMNS = 64
 # So many of the largest storages may be in use at once, by the frames of forward and by an operation.
 HOLDABLE = 9
-GIVES_WAY = "cannot be held"
 BASE = Program(
     seed=1, width=COLUMNS, stem="linear", blocks=(), steps=(), optimizer="SGD", set_to_none=True, batches="fresh",
     input_grad=False, device="cpu", placement="adaptive", recompute=False, rematerialize=False, planner="adaptive",
@@ -80,9 +79,6 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
     outcome, side = running.run(program, directory)
     peak_bytes, budget_bytes = max(side.peaks), program.budget_bytes or 0
     excuses = [text for text in side.warnings.texts if GIVES_WAY in text]
-    if peak_bytes > budget_bytes and not excuses:
-        text = f"a peak of {peak_bytes} under {budget_bytes}, and nothing was said"
-        outcome.failures.append(Failure("budget", text))
     is_holdable = budget_bytes >= HOLDABLE * largest_bytes(program)
     # Graphs that are kept hold what never leaves: their inputs, which have no graph, and slices of less than a quarter.
     keeps = [0, *(step.keeps for step in program.steps)]

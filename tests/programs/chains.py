@@ -1,7 +1,7 @@
 """Chains of ops over a pool of tensors, through a cache that rematerializes and without: two kinds of them.
 
 Every loss and gradient must have the same bits, every error must come in both, and nothing may be left behind. A kind
-is what a draw chooses from (:data:`KINDS`).
+is what a draw chooses from (:data:`CHOICES`).
 
 ``cheap``: cheap ops in any order, many ways of backward, and sometimes a surprise in one late step.
 
@@ -24,13 +24,10 @@ very step that is the first with another result: no parameter has moved by it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
-import tempfile
 import threading
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -39,6 +36,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch._dynamo  # which optimizers and checkpoints import late: it is no part of a draw
 from support.leftovers import after_a_while, held
 from torch import Tensor
 
@@ -108,7 +106,7 @@ class Choices:
     mixed_part: float
 
 
-KINDS = {
+CHOICES = {
     "cheap": Choices(
         table=CHEAP,
         first=3,
@@ -223,14 +221,14 @@ class Chain:
         settings = ", ".join(f"{name} {getattr(self, name)!r}" for name in shown)
         ops = "\n".join(
             f"    {place}: {line.name}[{line.seed}]({line.first}, {line.second})"
-            for place, line in enumerate(self.lines, KINDS[self.kind].first)
+            for place, line in enumerate(self.lines, CHOICES[self.kind].first)
         )
         return f"{self.kind} program of seed {self.seed}: {settings}\n{ops}"
 
 
 def draw(kind: str, seed: int) -> Chain:
     """The program of a seed: always the same one."""
-    r, choices = random.Random(f"{kind} {seed}"), KINDS[kind]
+    r, choices = random.Random(f"{kind} {seed}"), CHOICES[kind]
     count = r.randint(2, choices.longest)
     special = {r.randrange(count): r.choice(choices.specials)} if r.random() < choices.special_part else {}
     lines = _lines(r, choices.table, count, choices.first, special)
@@ -490,89 +488,50 @@ class CountingSites(Sites):
         return made
 
 
-class Stores:
-    """One store of each kind, for all draws."""
-
-    def __init__(self, directory: str) -> None:
-        backend = PosixBackend()
-        file = SwapFile(Path(directory), 64 << 20)
-        ring = StagingRing(CpuAccelerator(), backend, 16 << 20)
-        self.nvme = NvmeStore([file], backend, ring, Lanes(1, 1), "full")
-        self.host = HostStore(CpuAccelerator(), 16 << 20)
-
-    def named(self, names: Sequence[str]) -> list[Store[Any]]:
-        return [getattr(self, name) for name in names]
-
-    def close(self) -> None:
-        self.nvme.close()
-        self.host.close()
+def _nvme(directory: str) -> NvmeStore:
+    backend = PosixBackend()
+    ring = StagingRing(CpuAccelerator(), backend, 16 << 20)
+    return NvmeStore([SwapFile(Path(directory), 64 << 20)], backend, ring, Lanes(1, 1), "full")
 
 
-class Chains(Kind[Chain]):
-    """Chains of a kind, over stores that all of them share."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        super().__init__(partial(draw, kind), self._check)
-
-    def open(self, directory: str) -> None:
-        super().open(directory)
-        self._left = contextlib.ExitStack()
-        self._left.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        self.stores = Stores(self._left.enter_context(tempfile.TemporaryDirectory(dir=directory)))
-        self._left.callback(self.stores.close)
-        self.check(WARM_UP)  # torch imports some modules late
-        gc.collect()
-        gc.freeze()
-        self._left.callback(gc.unfreeze)
-
-    def close(self) -> None:
-        self._left.close()
-
-    def _check(self, program: Chain, _directory: str) -> Outcome:
-        present = torch.get_num_threads()
-        torch.set_num_threads(program.threads)
-        try:
-            return self._compare(program)
-        finally:
-            torch.set_num_threads(present)
-
-    def _compare(self, program: Chain) -> Outcome:
-        tally: Counter[str] = Counter()
-        plain, found = Tape(), Tape()
-        reference = Course(program, Plain(), plain)
-        reference.run()
-        used = self.stores.named(program.stores)
-        cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
-        sites = CountingSites(cache, tally)
-        cache.rematerialize(RematStore(cache, sites))
-        cache.limit(program.budget_bytes)
-        ours = Course(program, Cached(program, cache, used), found)
-        ours.run()
-        failures = list(failures_of(program, plain, found))
-        if program.may_be_found_later and plain.different(found):
-            ours.go_on([program.step] * PATIENCE)
-            tally["found later"] = is_found(plain, found)
-            failures = [] if tally["found later"] else failures
-        more_calls = ours.calls - reference.calls
-        failures += [Failure("calls", f"more than without us: {more_calls}")] if more_calls else []
-        tally += counted(program, plain, sites)
-        tally["made again"] = cache.stats.rematerialized_bytes > 0
-        del reference, ours
-        left = after_a_while(lambda: held(cache, self.stores.nvme, self.stores.host), SETTLE_S)
-        return Outcome(failures + ([Failure("left", left)] if left else []), tally)
+def check(program: Chain, directory: str) -> Outcome:
+    """Run a program without us and with us, over stores of its own; return what is wrong."""
+    threads = torch.get_num_threads()
+    with contextlib.ExitStack() as last:
+        last.callback(torch.set_num_threads, threads)
+        stores: dict[str, Any] = {
+            name: last.enter_context(contextlib.closing(MAKE[name](directory))) for name in program.stores
+        }
+        return _compare(program, stores)
 
 
-WARM_UP = Chain(
-    "cheap",
-    0,
-    (4, 8),
-    torch.float32,
-    tuple(Line("checkpointed", seed, 0, 1) for seed in range(4)),
-    ((6,), (5,)),
-    Step("usual", 4),
-)
+def _compare(program: Chain, stores: dict[str, Any]) -> Outcome:
+    tally: Counter[str] = Counter()
+    plain, found, used = Tape(), Tape(), list(stores.values())
+    reference = Course(program, Plain(), plain)
+    reference.run()
+    cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
+    sites = CountingSites(cache, tally)
+    cache.rematerialize(RematStore(cache, sites))
+    cache.limit(program.budget_bytes)
+    ours = Course(program, Cached(program, cache, used), found)
+    ours.run()
+    failures = list(failures_of(program, plain, found))
+    if program.may_be_found_later and plain.different(found):
+        ours.go_on([program.step] * PATIENCE)
+        tally["found later"] = is_found(plain, found)
+        failures = [] if tally["found later"] else failures
+    more_calls = ours.calls - reference.calls
+    failures += [Failure("calls", f"more than without us: {more_calls}")] if more_calls else []
+    tally += counted(program, plain, sites)
+    tally["made again"] = cache.stats.rematerialized_bytes > 0
+    del reference, ours
+    left = after_a_while(lambda: held(cache, **stores), SETTLE_S)
+    return Outcome(failures + ([Failure("left", left)] if left else []), tally)
+
+
+MAKE: dict[str, Callable[[str], Any]] = {"nvme": _nvme, "host": lambda _: HostStore(CpuAccelerator(), 16 << 20)}
+KINDS = {kind: Kind(partial(draw, kind), check) for kind in CHOICES}
 
 
 def counted(program: Chain, plain: Tape, sites: Sites) -> Counter[str]:

@@ -28,9 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) -> None:
-    budgets = Kind(draw, check)
-    budgets.open(str(tmp_path))
-    tally, failed = check_all(budgets, range(chunk * DRAWS, (chunk + 1) * DRAWS))
+    tally, failed = check_all(Kind(draw, check), range(chunk * DRAWS, (chunk + 1) * DRAWS), tmp_path)
     print(dict(tally))
     assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Else it would prove nothing.

@@ -7,6 +7,7 @@ Used by ``test_hazards.py`` and, because ``assert`` does nothing there, run as a
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import tempfile
 import warnings
@@ -290,18 +291,6 @@ def double_backward(saving: Saving) -> list[Tensor]:
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
     first.pow(2).sum().backward()
     return [*grads(x), first.detach()]
-
-
-def several_micro_batches_before_backward(saving: Saving) -> list[Tensor]:
-    x = leaf()
-    losses = []
-    for scale in range(4):
-        with saving():
-            losses.append((x * scale).sin().matmul(x.cos()).sum())
-    losses[1].backward()
-    (losses[0] + losses[3]).backward()
-    losses[2].backward()
-    return grads(x)
 
 
 def a_graph_dropped_without_backward(saving: Saving) -> list[Tensor]:
@@ -623,29 +612,36 @@ def a_function_that_returns_a_saved_leaf(saving: Saving) -> list[Tensor]:
 
 
 def a_function_that_wants_the_parameter_itself(saving: Saving) -> list[Tensor]:
-    """It reads an attribute of the parameter that it saved, as code for ZeRO-3 does."""
+    """It reads an attribute of the parameter, as ZeRO-3 does, whatever else it has saved before that."""
     x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
     weight.of_the_user = True
 
     def look(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        x, nothing, weight = read()
-        if nothing is not None or not hasattr(weight, "of_the_user"):
+        x, _, weight = read()
+        if not hasattr(weight, "of_the_user"):
             raise Wrong("a Function did not get the parameter that it saved")
         return grad @ weight.t(), x.t() @ grad
 
-    with saving():
-        loss = function(lambda x, weight: (x @ weight, [x, None, weight]), look)(x.sin(), weight).square().sum()
-    return grads_after(loss, x, weight)
+    multiplies = function(lambda x, weight, first: (x @ weight, [x, first, weight]), look)
+    jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
+    for first in (None, (leaf() * 2).to_sparse(), jagged):
+        with saving():
+            loss = multiplies(x.sin(), weight, first).square().sum() + leaf().exp().sum()
+        loss.backward()
+    return grads(x, weight)
 
 
 def two_forwards_before_one_backward(saving: Saving) -> list[Tensor]:
-    x, weight = leaf(), leaf()
-    with saving():
-        chosen = (x @ weight).sigmoid()
-    with saving():
-        rejected = (x.cos() @ weight).tanh()
-    (chosen - rejected).square().mean().backward()
-    return grads(x, weight)
+    """And others before and after it, in another order than their forwards."""
+    x = leaf()
+    losses = []
+    for scale in range(4):
+        with saving():
+            losses.append((x * scale).sin().matmul(x.cos()).sum())
+    losses[1].backward()
+    (losses[0] + losses[3]).backward()
+    losses[2].backward()
+    return grads(x)
 
 
 # ---- bytes that no version tells of ---------------------------------------------------------------------------------
@@ -690,46 +686,15 @@ def overwritten_without_a_function_after_a_save(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-def _filled(slices: int, fill: Callable[[Tensor, int], None], saving: Saving) -> list[Tensor]:
-    x, buffer = leaf(), torch.zeros(slices, SIDE, SIDE)
-    with saving():
-        loss = torch.zeros(())
-        for index in range(slices):
-            fill(buffer[index], index)
-            loss = loss + (x * buffer[index]).exp().mean() + (x @ buffer[index]).mean()
-        loss = loss + (x * buffer.sum(0)).mean()
-    return grads_after(loss, x)
-
-
 def slices_that_are_filled_before_their_first_use(saving: Saving) -> list[Tensor]:
     """As ``dist.broadcast`` into the slots of a contrastive loss, or the buffers of ring attention: no version."""
-    return _filled(4, lambda part, index: part.data.copy_(torch.randn(SIDE, SIDE) / (index + 1)), saving)
-
-
-def slices_that_get_few_elements(saving: Saving) -> list[Tensor]:
-    def fill(part: Tensor, index: int) -> None:
-        part.data[index, index + 7] = 1.0 + index
-
-    return _filled(4, fill, saving)
-
-
-def few_elements_of_a_buffer_that_was_filled_in_place(saving: Saving) -> list[Tensor]:
-    """Its graph names one operation, which has made a part of it."""
-    x, index = leaf(), torch.tensor([3, 9, 30])
-
-    def changed_in_place() -> Iterator[Tensor]:
-        yield torch.zeros(SIDE, SIDE).index_put_((index,), (x * 2)[:3])
-        yield torch.zeros(SIDE, SIDE).index_copy_(0, index, (x * 2)[:3])
-        yield torch.zeros(SIDE, SIDE).scatter_(0, index[:, None].expand(3, SIDE), (x * 2)[:3])
-        yield (x * 2).masked_fill_(torch.eye(SIDE, dtype=torch.bool), 3.0)
-
+    x, buffer = leaf(), torch.zeros(4, SIDE, SIDE)
     with saving():
         loss = torch.zeros(())
-        for buffer in changed_in_place():
-            metric = buffer.sin().sum()
-            buffer.data[40, 5] = 100
-            loss = loss + (buffer * buffer).mean() + (buffer * x).sum()
-            del metric
+        for index in range(len(buffer)):
+            buffer[index].data.copy_(torch.randn(SIDE, SIDE) / (index + 1))
+            loss = loss + (x * buffer[index]).exp().mean() + (x @ buffer[index]).mean()
+        loss = loss + (x * buffer.sum(0)).mean()
     return grads_after(loss, x)
 
 
@@ -922,61 +887,28 @@ def a_saved_tensor_that_becomes_a_gradient_after_another_read(saving: Saving) ->
     return out
 
 
-def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
-    """Without hooks whoever else has saved it refers to the very tensor, so that a copy of it becomes ``.grad``."""
-    out = []
-    for shape in ((SIDE, SIDE), (8,)):
-        x, y, z = leaf(*shape), leaf(*shape), leaf(*shape)
-        with saving():
-            made = y * 2
-            later = (z * made).sum()
-            loss = returns_its_constant(x, made).sum()
-            del made
-        loss.backward()
-        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
-        out += [*grads(x), *torch.autograd.grad(later, z)]
-    return out
-
-
 # Returns the gradient that it gets, as DeepSpeed's Functions around modules do.
 passes_on = function(lambda a: (a.clone(), []), lambda grad, _: grad)
 
 
-def a_saved_tensor_that_becomes_a_gradient_later(saving: Saving) -> list[Tensor]:
-    """Others unpack what they have saved before the gradient has come to its leaf."""
+def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
+    """Without hooks whoever else has saved it refers to the very tensor, so that a copy of it becomes ``.grad``.
+
+    At once; or others unpack what they have saved before the gradient has come to its leaf.
+    """
     out = []
-    for shape in ((SIDE, SIDE), (8,)):
+    for shape, passes in itertools.product(((SIDE, SIDE), (8,)), (False, True)):
         x, y, z, other = leaf(*shape), leaf(*shape), leaf(*shape), leaf(*shape)
         with saving():
             made = y * 2
             later = (z * made).sum()
-            passed, between = passes_on(x), (other * other.detach()).sum()
+            passed, between = passes_on(x) if passes else x, (other * other.detach()).sum()
             loss = between + returns_its_constant(passed, made).sum()
             del made, passed, between
         loss.backward()
         x.grad.data.mul_(0.5)  # type: ignore[union-attr]
         out += [*grads(x, other), *torch.autograd.grad(later, z)]
     return out
-
-
-def a_parameter_behind_a_tensor_without_strides(saving: Saving) -> list[Tensor]:
-    """It is found again among what a Function has saved, whatever stands before it."""
-    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
-    weight.of_the_user = True
-
-    def look(grad: Tensor, read: Read) -> Tensor:
-        weight = read()[1]
-        if not hasattr(weight, "of_the_user"):
-            raise Wrong("a Function did not get the parameter that it saved")
-        return grad * weight
-
-    saves_both = function(lambda a, first, weight: (a * weight, [first, weight]), look)
-    jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
-    for first in ((leaf() * 2).to_sparse(), jagged):
-        with saving():
-            loss = saves_both(x, first, weight).sum() + leaf().exp().sum()
-        loss.backward()
-    return grads(x)
 
 
 def updates_its_state(*, writes_past_version: bool) -> Callable[..., Tensor]:
