@@ -266,15 +266,20 @@ def quota_disk(tmp_path: Path) -> Iterator[Disk]:
 TABLE = pytest.StashKey[FaultTable]()
 COMPATIBILITY = pytest.StashKey[CompatibilityTable]()
 REMATERIALIZED = pytest.StashKey[CompatibilityTable]()
-TABLES = (TABLE, COMPATIBILITY, REMATERIALIZED)
+TABLES: dict[str, pytest.StashKey[Any]] = {
+    "reliability": TABLE, "compatibility": COMPATIBILITY, "rematerialized": REMATERIALIZED,
+}  # fmt: skip
+# Whose versions a table names beside PyTorch's.
+PACKAGES = {
+    "compatibility": ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers", "torch_remat"),
+    "rematerialized": ("transformers",),
+}
 SAVED = "model | saved MiB | with it | less | ops | what stays, share of it"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reliability", type=Path, help="write the table of faults and outcomes of this run to a file")
-    parser.addoption("--compatibility", type=Path, help="write the table of combinations of this run to a file")
-    parser.addoption("--rematerialized", type=Path, help="write the table of saved bytes of this run into a file")
-    parser.addoption("--operators", type=Path, help="write the page of PyTorch's operators of this run to a file")
+    for name in (*TABLES, "operators"):
+        parser.addoption(f"--{name}", type=Path, help="write the table of this run to a file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -288,7 +293,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for table in TABLES:
+    for table in TABLES.values():
         config.stash[table].collect(items)
     for item in items:
         marker = item.get_closest_marker("compatible")
@@ -303,22 +308,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     if report.when == "call" or report.outcome != "passed":
-        for table in TABLES:
+        for table in TABLES.values():
             item.config.stash[table].note(item, report.outcome)
     return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--reliability")
-    if path is not None:
-        session.config.stash[TABLE].write(path)
-    path = session.config.getoption("--compatibility")
-    if path is not None:
-        more = ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers", "torch_remat")
-        session.config.stash[COMPATIBILITY].write(path, versions(*more))
-    path = session.config.getoption("--rematerialized")
-    if path is not None:
-        session.config.stash[REMATERIALIZED].write(path, versions("transformers"))
+    for name, table in TABLES.items():
+        path = session.config.getoption(f"--{name}")
+        if path is not None:
+            session.config.stash[table].write(path, versions(*PACKAGES.get(name, ())))
 
 
 def versions(*more: str) -> str:
