@@ -44,7 +44,7 @@ class State(nn.Module):
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, frozen: float) -> None:
         super().__init__()
-        self.rows, self.columns = shape
+        self.columns = shape[1]
 
         def parameter(*shape: int, scale: float = 1.0) -> nn.Parameter:
             return nn.Parameter((torch.randn(shape) * scale).to(dtype))
@@ -211,9 +211,9 @@ def norm(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
         made = centered / (centered.pow(2).mean(-1, keepdim=True) + eps).sqrt() * state.vector + state.frozen
     elif kind == 6:
         made = torch.native_layer_norm(a, shape, weight, None, eps)[0]
-    elif state.rows * state.columns and state.columns % 2 == 0:
+    elif a.numel() and state.columns % 2 == 0:
         affine = (weight, r.choice([bias, None, weight, weight]))
-        made = functional.group_norm(a.view(state.rows, state.columns, 1), 2, *affine, eps).view_as(a)
+        made = functional.group_norm(a.view(*a.shape, 1), 2, *affine, eps).view_as(a)
     else:
         made = functional.softmax(a, -1)
     return functional.silu(made) if r.random() < 0.5 else made * b
@@ -318,9 +318,9 @@ def viewed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 
 @CHEAP.op()
 def attention(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    if not a.numel() or state.rows > 64 or state.columns > MAX_SQUARE:
+    if not a.numel() or a.shape[0] > 64 or state.columns > MAX_SQUARE:
         return a
-    shape = (1, 1, state.rows, state.columns)
+    shape = (1, 1, *a.shape)
     q, k = (f.to(a.dtype).view(shape) for f in (a.contiguous(), b.contiguous()))
     made = functional.scaled_dot_product_attention(q.sin(), k, k * q)
     return functional.silu(made.view_as(a)) * a
@@ -384,7 +384,7 @@ def hooked(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 def autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", r.choice([torch.bfloat16, torch.float16])):
         made = functional.silu(a)
-        if state.columns <= MAX_SQUARE and state.rows:
+        if state.columns <= MAX_SQUARE and a.numel():
             made = functional.linear(made.float(), state.square.float()) * b
         made = torch.softmax(made, -1) * functional.gelu(made)
     return made.sin().to(a.dtype)

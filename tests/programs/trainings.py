@@ -222,15 +222,16 @@ def _draw_parts(chance: random.Random, device: str) -> tuple[str, ...]:
     """One to three parts; those that change their input come first, where it is nobody else's."""
     names = []
     for number in range(chance.choice((1, 2, 2, 3))):
-        groups = {parts.USUAL: 8, parts.CHANGES: 5, parts.KINDS: 3, parts.FUNCTIONS: 4, parts.STATEFUL: 7,
-                  parts.STREAMS: 6 if device == "late" else 0}  # fmt: skip
+        groups = {parts.USUAL: 7, (parts.Ops,): 6, parts.CHANGES: 3, parts.KINDS: 2, parts.FUNCTIONS: 4,
+                  parts.STATEFUL: 7, parts.STREAMS: 6 if device == "late" else 0}  # fmt: skip
         kind = chance.choice(chance.choices([*groups], [*groups.values()])[0])
         if kind is parts.ChangesInput and number:
             kind = parts.InPlace
         around = _weighed(chance, none=8, non_reentrant=1, reentrant=1)
         # The kernels of usual operations run on the host: under a checkpoint they would run while another stream is on.
         may_run_again = kind is not parts.ChangesInput and kind not in parts.STREAMS
-        names.append(kind.__name__ + (f":{around}" if around != "none" and may_run_again else ""))
+        name = f"Ops/{chance.randrange(1 << 20)}" if kind is parts.Ops else kind.__name__
+        names.append(name + (f":{around}" if around != "none" and may_run_again else ""))
     return tuple(names)
 
 

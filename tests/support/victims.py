@@ -387,18 +387,15 @@ def _limit_locked_memory(nbytes: int) -> None:
 
 def _leave_descriptors(count: int | None) -> None:
     """Let this process open ``count`` files more, or as many as it may."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = most if count is None else _unused_descriptors(count + 1)[-1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    _, limit = most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if count is not None:
+        limit = next(itertools.islice(filter(_is_unused, itertools.count()), count, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most[1]))
 
 
-def _unused_descriptors(count: int) -> list[int]:
-    found: list[int] = []
-    for number in itertools.count():
-        if len(found) == count:
-            break
-        try:
-            os.fstat(number)
-        except OSError:
-            found.append(number)
-    return found
+def _is_unused(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return True
+    return False
