@@ -63,8 +63,8 @@ SETTLE_S = 1.0
 STEPS_AFTER = 3  # the first late one
 PATIENCE = 64 + 8  # steps from the first late one on, within which all that is checked in turn was checked
 LEARNING_RATE = 0.1
-WHOLE = {"usual", "retain", "two_losses", "dropped", "several"}
-"""Kinds of steps in which a reentrant checkpoint works."""
+WHOLE = {"usual", "retain", "both", "dropped", "several"}
+"""Kinds of steps in which a reentrant checkpoint works, but where a graph was freed."""
 ERRORS = {"Boom", "modified", "freed", "no derivative"}
 """Kinds of errors with which a step of a program may end."""
 
@@ -118,7 +118,8 @@ CHOICES = {
         dtypes=dict(zip(DTYPES, (6, 4, 1, 1), strict=True)),
         steps={
             Step("usual"): 3,
-            **dict.fromkeys(map(Step, ("retain", "two_losses", "of_a_part", "threads", "again", "other_thread")), 1),
+            **dict.fromkeys(map(Step, ("retain", "of_a_part", "threads", "other_thread")), 1),
+            Step("both", how="in turn"): 1, Step("both", how="again"): 1,
             Step("usual", micro_steps=2): 1, Step("inputs", how="backward"): 1, Step("double", how="outside"): 1,
             Step("double", how="inside"): 1, Step("dropped", how="at once"): 1,
             Step("several", micro_steps=2, how="reversed"): 1,
@@ -136,7 +137,7 @@ CHOICES = {
         # Columns in threes, for images; numbers of elements that leave a few behind a CPU's vectors.
         shapes={(1, 33): 4, (3, 21): 4, (5, 33): 6, (7, 9): 4, (11, 3): 2, (23, 33): 3, (2, 129): 3, (17, 15): 4},
         dtypes={torch.float32: 4, torch.bfloat16: 1},
-        steps={Step("at_once"): 2, Step("two_losses"): 1, Step("step_between"): 1},
+        steps={Step("both", how="at once"): 2, Step("both", how="in turn"): 1, Step("both", how="step between"): 1},
         stores={(): 7, ("nvme",): 1, ("host", "nvme"): 1},
         budgets={None: 8, 1 << 12: 1, 1 << 15: 1},
         mixed_part=0.1,
@@ -214,7 +215,7 @@ class Chain:
     def may_reenter(self) -> bool:
         """A reentrant checkpoint works, and PyTorch leaves nothing of it behind, as it does after errors."""
         names = {line.name for line in self.lines}
-        return self.step.kind in WHOLE and not names & set(SURPRISES.ops)
+        return self.step.kind in WHOLE and self.step.how != "again" and not names & set(SURPRISES.ops)
 
     def __str__(self) -> str:
         shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
@@ -251,7 +252,7 @@ def draw(kind: str, seed: int) -> Chain:
         refills=kind == "cheap" and r.random() < 0.3 and not stores,
         freezes=r.random() < 0.3,
         late=r.randint(2, 4),
-        updates="data" if step.kind == "step_between" else r.choice(["data", "versions"]),
+        updates="data" if step.how == "step between" else r.choice(["data", "versions"]),
     )
 
 
@@ -382,31 +383,21 @@ class Course(Training):
             self._tape.note("loss", loss)
         return losses
 
-    def at_once(self, step: Step, number: int) -> None:
-        first, second = self._both(step)
-        self._backward(first + second)
+    def both(self, step: Step, number: int) -> None:
+        """Two losses of one forward: backwards at once, or in turn, also while the parameters move in between.
 
-    def two_losses(self, step: Step, number: int) -> None:
+        "again" is a second backward of what a graph that was freed shares with another.
+        """
         first, second = self._both(step)
-        self._backward(first, retain_graph=True)
+        if step.how == "at once":
+            self._backward(first + second)
+            return
+        self._backward(first, retain_graph=step.how != "again")
         self._note_grads()
-        self._backward(second)
-
-    def step_between(self, step: Step, number: int) -> None:
-        """The parameters move between two backwards of one forward."""
-        first, second = self._both(step)
-        self._backward(first, retain_graph=True)
-        self._note_grads()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._backward(second)
-
-    def again(self, step: Step, number: int) -> None:
-        """A second backward of what a graph that was freed shares with another."""
-        first, second = self._both(step)
-        self._backward(first)
-        self._note_grads()
-        if number % 2:
+        if step.how == "step between":
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        if step.how != "again" or number % 2:
             self._backward(second)
 
     def of_a_part(self, step: Step, number: int) -> None:

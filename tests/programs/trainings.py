@@ -62,26 +62,26 @@ class Program:
     """
 
     seed: int
-    width: int
-    stem: str
-    blocks: tuple[tuple[str, ...], ...]
-    steps: tuple[Step, ...]
-    optimizer: str
-    set_to_none: bool
-    batches: str
-    input_grad: bool
-    device: str
-    placement: str
-    recompute: bool
-    rematerialize: bool
-    planner: str
-    max_step_overhead: float
-    budget_part: float | None
-    host_bytes: int
-    staging_bytes: int
-    lanes: int
-    integrity: str
-    collector: str
+    width: int = 64
+    stem: str = "linear"
+    blocks: tuple[tuple[str, ...], ...] = ()
+    steps: tuple[Step, ...] = ()
+    optimizer: str = "SGD"
+    set_to_none: bool = True
+    batches: str = "fresh"
+    input_grad: bool = False
+    device: str = "cpu"
+    placement: str = "adaptive"
+    recompute: bool = False
+    rematerialize: bool = False
+    planner: str = "adaptive"
+    max_step_overhead: float = 0.02
+    budget_part: float | None = None
+    host_bytes: int = 0
+    staging_bytes: int = MIB
+    lanes: int = 2
+    integrity: str = "sampled"
+    collector: str = "usual"
     surprises: str = ""
     lengths: tuple[int, ...] = ()
     budget_bytes: int | None = None
