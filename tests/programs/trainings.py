@@ -10,7 +10,6 @@ from programs import parts
 
 MIB = 1 << 20
 MIN_BYTES = 4096
-DYING_FRACTION = 0.04
 CONTROL_FRACTION = 0.12  # of the draws with plans
 
 
@@ -117,14 +116,13 @@ def draw(seed: int) -> Program:
     blocks = _draw_blocks(chance, device)
     batches = _weighed(chance, fresh=3, numpy=1, data=1) if stem == "linear" else "fresh"
     steps = _draw_steps(chance, placement, batches, blocks)
-    recompute = chance.random() < 0.5
+    recompute, rematerialize = chance.random() < 0.5, chance.random() < 0.8
     if recompute:
         blocks = tuple(tuple(map(_repeatable, names)) for names in blocks)
-    if recompute and placement == "adaptive":  # a block that runs again needs its inputs unchanged, as any checkpoint
-        steps = tuple(replace(step, kind="usual", how="") if step.kind == "mutate" else step for step in steps)
-    rematerialize = random.Random(f"rematerialize {seed}").random() < 0.8
-    # Its error may come earlier in backward than without us, before a checkpoint has run again what has state.
-    if rematerialize and any(":" in name and name != _stateless(name) for names in blocks for name in names):
+    # A block that runs again needs its inputs unchanged, as any checkpoint; and where something is rematerialized the
+    # error may come earlier in backward than without us, before a checkpoint has run again what has state.
+    has_state = any(":" in name and name != _stateless(name) for names in blocks for name in names)
+    if (recompute and placement == "adaptive") or (rematerialize and has_state):
         steps = tuple(replace(step, kind="usual", how="") if step.kind == "mutate" else step for step in steps)
     budget_part = chance.choice((0.9, 0.5, 0.25, 0.125)) if placement == "adaptive" and chance.random() < 0.45 else None
     planners = ("recompute", "tba", "keep") if recompute else ("tba", "keep")
@@ -153,20 +151,7 @@ def draw(seed: int) -> Program:
         integrity=_weighed(chance, sampled=2, full=2, off=1),
         collector=chance.choice(("usual", "usual", "often", "in lanes")),
     )
-    dying = (
-        random.Random(f"dying {seed}").random() < DYING_FRACTION
-        and device == "cpu"
-        and placement in ("nvme", "adaptive")
-    )
-    program = _dying(program) if dying else program
-    chance = random.Random(f"control {seed}")
     return _controlled(program, chance) if placement == "adaptive" and chance.random() < CONTROL_FRACTION else program
-
-
-def _dying(program: Program) -> Program:
-    """After every step a graph dies in a lane, which is a matter of luck: so it has more than one chance."""
-    steps = (Step("after", parts.CAPACITY, 1, "cycle"),) * len(program.steps)
-    return replace(program, steps=steps, width=64, staging_bytes=MIB, collector="in lanes")
 
 
 def _controlled(program: Program, chance: random.Random) -> Program:
