@@ -490,22 +490,20 @@ def check(program: Chain, directory: str) -> Outcome:
     threads = torch.get_num_threads()
     with contextlib.ExitStack() as last:
         last.callback(torch.set_num_threads, threads)
-        stores: dict[str, Any] = {
-            name: last.enter_context(contextlib.closing(MAKE[name](directory))) for name in program.stores
-        }
+        stores = [last.enter_context(contextlib.closing(MAKE[name](directory))) for name in program.stores]
         return _compare(program, stores)
 
 
-def _compare(program: Chain, stores: dict[str, Any]) -> Outcome:
+def _compare(program: Chain, stores: list[Store[Any]]) -> Outcome:
     tally: Counter[str] = Counter()
-    plain, found, used = Tape(), Tape(), list(stores.values())
+    plain, found = Tape(), Tape()
     reference = Course(program, Plain(), plain)
     reference.run()
-    cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
+    cache = TensorCache(stores, "cpu", program.min_bytes, wait_for_staging=True)
     sites = CountingSites(cache, tally)
     cache.rematerialize(RematStore(cache, sites))
     cache.limit(program.budget_bytes)
-    ours = Course(program, Cached(program, cache, used), found)
+    ours = Course(program, Cached(program, cache, stores), found)
     ours.run()
     failures = list(failures_of(program, plain, found))
     if program.may_be_found_later and plain.different(found):
@@ -517,7 +515,7 @@ def _compare(program: Chain, stores: dict[str, Any]) -> Outcome:
     tally += counted(program, plain, sites)
     tally["made again"] = cache.stats.rematerialized_bytes > 0
     del reference, ours
-    left = after_a_while(lambda: held(cache, **stores), SETTLE_S)
+    left = after_a_while(lambda: held(cache), SETTLE_S)
     return Outcome(failures + ([Failure("left", left)] if left else []), tally)
 
 

@@ -32,7 +32,7 @@ from ds_tba.plan.controller import Controller
 from ds_tba.plan.feedback import Action
 from programs import parts
 from programs.kind import Failure, Outcome
-from programs.trainings import Program, Step
+from programs.trainings import MIN_BYTES, Program, Step
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # has the planners of the papers
 
@@ -227,7 +227,7 @@ class Ours(Plain):
     def end(self) -> list[Failure]:
         """Close the offloader, and return what it had left."""
         try:
-            left = after_a_while(lambda: held(self.offloader.cache, self.offloader._tiers.nvme), SETTLE_S)
+            left = after_a_while(lambda: held(self.offloader.cache), SETTLE_S)
             if left:
                 self._failures.append(Failure("left", left))
         finally:
@@ -587,7 +587,7 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
         kept = replace(program, placement="keep", device="cpu", host_bytes=0, planner="adaptive")
         side = Ours(kept, directory)
         _compare(outcome, reference, kept, side, "kept: ")
-        budget_bytes = int(program.budget_part * side.offloader.report().peak_saved_bytes)
+        budget_bytes = max(MIN_BYTES, int(program.budget_part * side.offloader.report().peak_saved_bytes))
     with collecting(program.collector):
         side = Ours(program, directory, budget_bytes)
         _compare(outcome, reference, program, side, "")
