@@ -303,9 +303,9 @@ def _tensors_differ(a: Tensor, b: Tensor) -> str:
     if a.is_floating_point():
         same |= a.isnan() & b.isnan()
     count = int((~same).sum())
-    return f"{count} of {a.numel()} elements, largest error {float((a.double() - b.double()).abs().max())}" * bool(
-        count
-    )
+    if not count:
+        return ""
+    return f"{count} of {a.numel()} elements, largest error {float((a.double() - b.double()).abs().max())}"
 
 
 # ---- many runs ------------------------------------------------------------------------------------------------------
