@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,22 +35,7 @@ from ds_tba.storage.staging import StagingRing
 pytest.register_assert_rewrite("contracts")
 
 
-class Factory:
-    """Makes something for a test, and closes what it has made, the last one first."""
-
-    def __init__(self, make: Callable[..., Any], close: Callable[[Any], None] = lambda made: made.close()) -> None:
-        self._make, self._close = make, close
-        self._made: list[Any] = []
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        self._made.append(self._make(*arguments, **options))
-        return self._made[-1]
-
-    def close(self) -> None:
-        while self._made:
-            self._close(self._made.pop())
-
-
+Factory = Callable[..., Any]
 StoreFactory = Callable[..., NvmeStore]
 Closing = Callable[..., Factory]
 Cli = Callable[..., Any]
@@ -57,16 +43,18 @@ Cli = Callable[..., Any]
 
 @pytest.fixture
 def closing() -> Iterator[Closing]:
-    """Turn what makes something into a factory that closes it after the test: the last factory's products first."""
-    factories: list[Factory] = []
+    """Turn what makes something into a factory whose products are closed after the test, the last one first."""
+    with ExitStack() as last:
 
-    def factory(*arguments: Callable[..., Any]) -> Factory:
-        factories.append(Factory(*arguments))
-        return factories[-1]
+        def factory(make: Factory, close: Callable[[Any], None] = lambda made: made.close()) -> Factory:
+            def made(*arguments: Any, **options: Any) -> Any:
+                product = make(*arguments, **options)
+                last.callback(close, product)
+                return product
 
-    yield factory
-    while factories:
-        factories.pop().close()
+            return made
+
+        yield factory
 
 
 def make_backend(name: str) -> IoBackend:
@@ -82,15 +70,11 @@ def backend(request: pytest.FixtureRequest) -> IoBackend:
     return make_backend(request.param)
 
 
-def freeze_garbage_collector() -> None:
+@pytest.fixture(autouse=True)
+def frozen_imports() -> None:
     """Many tests collect garbage, and DeepSpeed does: not among all that was imported, a tenth of a second each."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def frozen_imports() -> None:
-    freeze_garbage_collector()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -280,15 +264,20 @@ def quota_disk(tmp_path: Path) -> Iterator[Disk]:
 TABLE = pytest.StashKey[FaultTable]()
 COMPATIBILITY = pytest.StashKey[CompatibilityTable]()
 REMATERIALIZED = pytest.StashKey[CompatibilityTable]()
-TABLES = (TABLE, COMPATIBILITY, REMATERIALIZED)
+TABLES: dict[str, pytest.StashKey[Any]] = {
+    "reliability": TABLE, "compatibility": COMPATIBILITY, "rematerialized": REMATERIALIZED,
+}  # fmt: skip
+# Whose versions a table names beside PyTorch's.
+PACKAGES = {
+    "compatibility": ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers", "torch_remat"),
+    "rematerialized": ("transformers",),
+}
 SAVED = "model | saved MiB | with it | less | ops | what stays, share of it"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--reliability", type=Path, help="write the table of faults and outcomes of this run to a file")
-    parser.addoption("--compatibility", type=Path, help="write the table of combinations of this run to a file")
-    parser.addoption("--rematerialized", type=Path, help="write the table of saved bytes of this run into a file")
-    parser.addoption("--operators", type=Path, help="write the page of PyTorch's operators of this run to a file")
+    for name in (*TABLES, "operators"):
+        parser.addoption(f"--{name}", type=Path, help="write the table of this run to a file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -302,7 +291,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for table in TABLES:
+    for table in TABLES.values():
         config.stash[table].collect(items)
     for item in items:
         marker = item.get_closest_marker("compatible")
@@ -317,22 +306,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     if report.when == "call" or report.outcome != "passed":
-        for table in TABLES:
+        for table in TABLES.values():
             item.config.stash[table].note(item, report.outcome)
     return report
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--reliability")
-    if path is not None:
-        session.config.stash[TABLE].write(path)
-    path = session.config.getoption("--compatibility")
-    if path is not None:
-        more = ("deepspeed", "transformers", "accelerate", "peft", "trl", "diffusers", "torch_remat")
-        session.config.stash[COMPATIBILITY].write(path, versions(*more))
-    path = session.config.getoption("--rematerialized")
-    if path is not None:
-        session.config.stash[REMATERIALIZED].write(path, versions("transformers"))
+    for name, table in TABLES.items():
+        path = session.config.getoption(f"--{name}")
+        if path is not None:
+            session.config.stash[table].write(path, versions(*PACKAGES.get(name, ())))
 
 
 def versions(*more: str) -> str:

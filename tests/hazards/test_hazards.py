@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 from conftest import StoreFactory
 from support import hazards, runs
 from support.doubles import CpuAccelerator, ScriptedBackend, fails, slow
 from support.each_hazard import Scenario, cache_over, mutations, scenarios
-from support.stores import store_is_empty
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
@@ -21,6 +19,7 @@ from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
 SIDE_BYTES = hazards.SIDE * hazards.SIDE * 4
+Placed = Callable[[StoreFactory], TensorCache]
 
 
 @scenarios
@@ -28,50 +27,43 @@ def test_offloaded_gradients_are_exact(make_store: StoreFactory, backend: IoBack
     store = make_store(backend, staging_bytes=8 * MIB)
     hazards.check(scenario, cache_over(store, wait=True))
     assert store.stats.offloaded_bytes > 0 or scenario in hazards.MOVE_NOTHING
-    assert store_is_empty(store)
 
 
-@scenarios
-def test_gradients_are_exact_when_the_lanes_are_slow(make_store: StoreFactory, scenario: Scenario) -> None:
+def slow_writes(make_store: StoreFactory) -> TensorCache:
     """Most is handed over from memory, or kept because staging is full."""
-    store = make_store(ScriptedBackend(slow(0.02)), staging_bytes=MIB)
-    hazards.check(scenario, cache_over(store))
-    assert store_is_empty(store)
+    return cache_over(make_store(ScriptedBackend(slow(0.02)), staging_bytes=MIB))
+
+
+def slow_reads(make_store: StoreFactory) -> TensorCache:
+    backend = ScriptedBackend(slow(0.002, "read"))
+    return cache_over(make_store(backend, staging_bytes=2 * MIB, integrity="full"), wait=True)
+
+
+def failing_writes(make_store: StoreFactory) -> TensorCache:
+    return cache_over(make_store(ScriptedBackend(fails("write", first=3)), staging_bytes=8 * MIB))
+
+
+def kept(_: StoreFactory) -> TensorCache:
+    return cache_over(None)
+
+
+def host_memory(_: StoreFactory) -> TensorCache:
+    return TensorCache([HostStore(CpuAccelerator(), 32 * MIB)], "cpu", hazards.MIN_BYTES)
+
+
+def host_memory_behind_failing_writes(make_store: StoreFactory) -> TensorCache:
+    tiers = [*failing_writes(make_store).stores, HostStore(CpuAccelerator(), 4 * MIB)]
+    return TensorCache(tiers, "cpu", hazards.MIN_BYTES)
 
 
 @scenarios
-def test_gradients_are_exact_when_reads_are_slow(make_store: StoreFactory, scenario: Scenario) -> None:
-    store = make_store(ScriptedBackend(slow(0.002, "read")), staging_bytes=2 * MIB, integrity="full")
-    hazards.check(scenario, cache_over(store, wait=True))
-
-
-@scenarios
-def test_gradients_are_exact_when_writes_begin_to_fail(make_store: StoreFactory, scenario: Scenario) -> None:
-    store = make_store(ScriptedBackend(fails("write", first=3)), staging_bytes=8 * MIB)
-    hazards.check(scenario, cache_over(store))
-    assert store_is_empty(store)
-
-
-@scenarios
-def test_kept_gradients_are_exact(scenario: Scenario) -> None:
-    hazards.check(scenario, cache_over(None))
-
-
-@scenarios
-def test_gradients_are_exact_in_host_memory(scenario: Scenario) -> None:
-    host = HostStore(CpuAccelerator(), 32 * MIB)
-    cache = TensorCache([host], "cpu", hazards.MIN_BYTES)
-    hazards.check(scenario, cache)
-    host.put(torch.zeros(1, dtype=torch.uint8), wait=False)  # acts on the notes of finalizers
-    assert sum(segment.spans.used_bytes for segment in host._segments) == 4096
-    host.close()
-
-
-@scenarios
-def test_gradients_are_exact_when_nvme_degrades_to_host_memory(make_store: StoreFactory, scenario: Scenario) -> None:
-    store = make_store(ScriptedBackend(fails("write", first=3)), staging_bytes=8 * MIB)
-    hazards.check(scenario, TensorCache([store, HostStore(CpuAccelerator(), 4 * MIB)], "cpu", hazards.MIN_BYTES))
-    assert store_is_empty(store)
+@pytest.mark.parametrize(
+    "placed",
+    [slow_writes, slow_reads, failing_writes, kept, host_memory, host_memory_behind_failing_writes],
+    ids=lambda placed: placed.__name__,
+)
+def test_gradients_are_exact(make_store: StoreFactory, placed: Placed, scenario: Scenario) -> None:
+    hazards.check(scenario, placed(make_store))
 
 
 @pytest.mark.parametrize("placed", ["nvme", "keep", "budget"])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import importlib
 import itertools
 import logging
 import sys
@@ -22,21 +21,16 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 
-from programs import budgets, running, trainings
-from programs.chains import Chains
+from programs import budgets, chains, running, trainings
 from programs.kind import Kind, Outcome, shown
 
-KINDS: dict[str, Callable[[], Kind[Any]]] = {
-    "trainings": partial(Kind, trainings.draw, running.check),
-    "budgets": partial(Kind, budgets.draw, budgets.check),
-    "cheap": partial(Chains, "cheap"),
-    "mixed": partial(Chains, "mixed"),
+KINDS = {
+    "trainings": Kind(trainings.draw, running.check),
+    "budgets": Kind(budgets.draw, budgets.check),
+    **chains.KINDS,
 }
 LIMIT_S = 60.0  # of a draw
 
@@ -55,32 +49,28 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    kind = KINDS[options.kind]()
+    kind = KINDS[options.kind]
     seeds = range(options.seed, options.seed + options.draws)
     if options.describe:
         print("\n".join(str(kind.draw(seed)) for seed in seeds))
         return 0
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    importlib.import_module("torch._dynamo")  # which optimizers import late: it is no part of a draw
     logging.getLogger("ds_tba").propagate = False
     faulthandler.enable()
     gc.collect()
     gc.freeze()
     with tempfile.TemporaryDirectory() as own:
-        kind.open(options.nvme_path or own)
-        status = _check(kind, seeds, options)
-        kind.close()
-    return status
+        return _check(kind, seeds, options, options.nvme_path or own)
 
 
-def _check(kind: Kind[Any], seeds: range, options: argparse.Namespace) -> int:
+def _check(kind: Kind, seeds: range, options: argparse.Namespace, directory: str) -> int:
     started_s, outcomes = time.monotonic(), list[tuple[int, Outcome]]()
     for seed in itertools.chain.from_iterable([seed] * options.repeat for seed in seeds):
         print(f"seed {seed}", file=sys.stderr, flush=True)  # before the stacks of one that hangs or dies
         faulthandler.dump_traceback_later(options.limit_s, exit=True)
         program = kind.draw(seed)
-        outcome = kind.check(program)
+        outcome = kind.check(program, directory)
         faulthandler.cancel_dump_traceback_later()
         outcomes.append((seed, outcome))
         if outcome.failures:

@@ -9,24 +9,16 @@ compares, the counted peak of every step: recorded ones, planned ones, and those
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 from programs import running
 from programs.kind import Failure, Outcome
-from programs.running import Ours
+from programs.running import GIVES_WAY, Ours
 from programs.trainings import Program, Step
 
 KIB, MIB = 1 << 10, 1 << 20
-COLUMNS = 64
+COLUMNS = 64  # the usual width of a program
 # So many of the largest storages may be in use at once, by the frames of forward and by an operation.
 HOLDABLE = 9
-GIVES_WAY = "cannot be held"
-BASE = Program(
-    seed=1, width=COLUMNS, stem="linear", blocks=(), steps=(), optimizer="SGD", set_to_none=True, batches="fresh",
-    input_grad=False, device="cpu", placement="adaptive", recompute=False, rematerialize=False, planner="adaptive",
-    max_step_overhead=0.02, budget_part=None, host_bytes=0, staging_bytes=MIB, lanes=2, integrity="sampled",
-    collector="usual",
-)  # fmt: skip
 
 
 def step(forwards: tuple[tuple[int, ...], ...], keeps: int = 0) -> Step:
@@ -55,8 +47,7 @@ def draw(seed: int) -> Program:
         of_step = tuple(tuple(length() for _ in range(forwards)) for _ in range(micro_steps))
         steps.append(step(of_step, chance.choice([0, 0, 0, 1, 3]) if seed % 4 == 0 else 0))
     ssd = {"rated_endurance_tbw": 1.0, "min_life_days": 10 ** chance.uniform(0, 7)}
-    return replace(
-        BASE,
+    return Program(
         seed=seed,
         lengths=lengths,
         steps=tuple(steps),
@@ -80,9 +71,6 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
     outcome, side = running.run(program, directory)
     peak_bytes, budget_bytes = max(side.peaks), program.budget_bytes or 0
     excuses = [text for text in side.warnings.texts if GIVES_WAY in text]
-    if peak_bytes > budget_bytes and not excuses:
-        text = f"a peak of {peak_bytes} under {budget_bytes}, and nothing was said"
-        outcome.failures.append(Failure("budget", text))
     is_holdable = budget_bytes >= HOLDABLE * largest_bytes(program)
     # Graphs that are kept hold what never leaves: their inputs, which have no graph, and slices of less than a quarter.
     keeps = [0, *(step.keeps for step in program.steps)]

@@ -1,7 +1,7 @@
 """Chains of ops over a pool of tensors, through a cache that rematerializes and without: two kinds of them.
 
 Every loss and gradient must have the same bits, every error must come in both, and nothing may be left behind. A kind
-is what a draw chooses from (:data:`KINDS`).
+is what a draw chooses from (:data:`CHOICES`).
 
 ``cheap``: cheap ops in any order, many ways of backward, and sometimes a surprise in one late step.
 
@@ -24,13 +24,10 @@ very step that is the first with another result: no parameter has moved by it.
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
-import tempfile
 import threading
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -39,6 +36,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch._dynamo  # which optimizers and checkpoints import late: it is no part of a draw
 from support.leftovers import after_a_while, held
 from torch import Tensor
 
@@ -65,8 +63,8 @@ SETTLE_S = 1.0
 STEPS_AFTER = 3  # the first late one
 PATIENCE = 64 + 8  # steps from the first late one on, within which all that is checked in turn was checked
 LEARNING_RATE = 0.1
-WHOLE = {"usual", "retain", "two_losses", "dropped", "several"}
-"""Kinds of steps in which a reentrant checkpoint works."""
+WHOLE = {"usual", "retain", "both", "dropped", "several"}
+"""Kinds of steps in which a reentrant checkpoint works, but where a graph was freed."""
 ERRORS = {"Boom", "modified", "freed", "no derivative"}
 """Kinds of errors with which a step of a program may end."""
 
@@ -108,7 +106,7 @@ class Choices:
     mixed_part: float
 
 
-KINDS = {
+CHOICES = {
     "cheap": Choices(
         table=CHEAP,
         first=3,
@@ -120,7 +118,8 @@ KINDS = {
         dtypes=dict(zip(DTYPES, (6, 4, 1, 1), strict=True)),
         steps={
             Step("usual"): 3,
-            **dict.fromkeys(map(Step, ("retain", "two_losses", "of_a_part", "threads", "again", "other_thread")), 1),
+            **dict.fromkeys(map(Step, ("retain", "of_a_part", "threads", "other_thread")), 1),
+            Step("both", how="in turn"): 1, Step("both", how="again"): 1,
             Step("usual", micro_steps=2): 1, Step("inputs", how="backward"): 1, Step("double", how="outside"): 1,
             Step("double", how="inside"): 1, Step("dropped", how="at once"): 1,
             Step("several", micro_steps=2, how="reversed"): 1,
@@ -138,7 +137,7 @@ KINDS = {
         # Columns in threes, for images; numbers of elements that leave a few behind a CPU's vectors.
         shapes={(1, 33): 4, (3, 21): 4, (5, 33): 6, (7, 9): 4, (11, 3): 2, (23, 33): 3, (2, 129): 3, (17, 15): 4},
         dtypes={torch.float32: 4, torch.bfloat16: 1},
-        steps={Step("at_once"): 2, Step("two_losses"): 1, Step("step_between"): 1},
+        steps={Step("both", how="at once"): 2, Step("both", how="in turn"): 1, Step("both", how="step between"): 1},
         stores={(): 7, ("nvme",): 1, ("host", "nvme"): 1},
         budgets={None: 8, 1 << 12: 1, 1 << 15: 1},
         mixed_part=0.1,
@@ -216,21 +215,21 @@ class Chain:
     def may_reenter(self) -> bool:
         """A reentrant checkpoint works, and PyTorch leaves nothing of it behind, as it does after errors."""
         names = {line.name for line in self.lines}
-        return self.step.kind in WHOLE and not names & set(SURPRISES.ops)
+        return self.step.kind in WHOLE and self.step.how != "again" and not names & set(SURPRISES.ops)
 
     def __str__(self) -> str:
         shown = (one.name for one in fields(self) if one.name not in ("kind", "seed", "lines"))
         settings = ", ".join(f"{name} {getattr(self, name)!r}" for name in shown)
         ops = "\n".join(
             f"    {place}: {line.name}[{line.seed}]({line.first}, {line.second})"
-            for place, line in enumerate(self.lines, KINDS[self.kind].first)
+            for place, line in enumerate(self.lines, CHOICES[self.kind].first)
         )
         return f"{self.kind} program of seed {self.seed}: {settings}\n{ops}"
 
 
 def draw(kind: str, seed: int) -> Chain:
     """The program of a seed: always the same one."""
-    r, choices = random.Random(f"{kind} {seed}"), KINDS[kind]
+    r, choices = random.Random(f"{kind} {seed}"), CHOICES[kind]
     count = r.randint(2, choices.longest)
     special = {r.randrange(count): r.choice(choices.specials)} if r.random() < choices.special_part else {}
     lines = _lines(r, choices.table, count, choices.first, special)
@@ -253,7 +252,7 @@ def draw(kind: str, seed: int) -> Chain:
         refills=kind == "cheap" and r.random() < 0.3 and not stores,
         freezes=r.random() < 0.3,
         late=r.randint(2, 4),
-        updates="data" if step.kind == "step_between" else r.choice(["data", "versions"]),
+        updates="data" if step.how == "step between" else r.choice(["data", "versions"]),
     )
 
 
@@ -384,31 +383,21 @@ class Course(Training):
             self._tape.note("loss", loss)
         return losses
 
-    def at_once(self, step: Step, number: int) -> None:
-        first, second = self._both(step)
-        self._backward(first + second)
+    def both(self, step: Step, number: int) -> None:
+        """Two losses of one forward: backwards at once, or in turn, also while the parameters move in between.
 
-    def two_losses(self, step: Step, number: int) -> None:
+        "again" is a second backward of what a graph that was freed shares with another.
+        """
         first, second = self._both(step)
-        self._backward(first, retain_graph=True)
+        if step.how == "at once":
+            self._backward(first + second)
+            return
+        self._backward(first, retain_graph=step.how != "again")
         self._note_grads()
-        self._backward(second)
-
-    def step_between(self, step: Step, number: int) -> None:
-        """The parameters move between two backwards of one forward."""
-        first, second = self._both(step)
-        self._backward(first, retain_graph=True)
-        self._note_grads()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._backward(second)
-
-    def again(self, step: Step, number: int) -> None:
-        """A second backward of what a graph that was freed shares with another."""
-        first, second = self._both(step)
-        self._backward(first)
-        self._note_grads()
-        if number % 2:
+        if step.how == "step between":
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        if step.how != "again" or number % 2:
             self._backward(second)
 
     def of_a_part(self, step: Step, number: int) -> None:
@@ -490,89 +479,48 @@ class CountingSites(Sites):
         return made
 
 
-class Stores:
-    """One store of each kind, for all draws."""
-
-    def __init__(self, directory: str) -> None:
-        backend = PosixBackend()
-        file = SwapFile(Path(directory), 64 << 20)
-        ring = StagingRing(CpuAccelerator(), backend, 16 << 20)
-        self.nvme = NvmeStore([file], backend, ring, Lanes(1, 1), "full")
-        self.host = HostStore(CpuAccelerator(), 16 << 20)
-
-    def named(self, names: Sequence[str]) -> list[Store[Any]]:
-        return [getattr(self, name) for name in names]
-
-    def close(self) -> None:
-        self.nvme.close()
-        self.host.close()
+def _nvme(directory: str) -> NvmeStore:
+    backend = PosixBackend()
+    ring = StagingRing(CpuAccelerator(), backend, 16 << 20)
+    return NvmeStore([SwapFile(Path(directory), 64 << 20)], backend, ring, Lanes(1, 1), "full")
 
 
-class Chains(Kind[Chain]):
-    """Chains of a kind, over stores that all of them share."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        super().__init__(partial(draw, kind), self._check)
-
-    def open(self, directory: str) -> None:
-        super().open(directory)
-        self._left = contextlib.ExitStack()
-        self._left.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        self.stores = Stores(self._left.enter_context(tempfile.TemporaryDirectory(dir=directory)))
-        self._left.callback(self.stores.close)
-        self.check(WARM_UP)  # torch imports some modules late
-        gc.collect()
-        gc.freeze()
-        self._left.callback(gc.unfreeze)
-
-    def close(self) -> None:
-        self._left.close()
-
-    def _check(self, program: Chain, _directory: str) -> Outcome:
-        present = torch.get_num_threads()
-        torch.set_num_threads(program.threads)
-        try:
-            return self._compare(program)
-        finally:
-            torch.set_num_threads(present)
-
-    def _compare(self, program: Chain) -> Outcome:
-        tally: Counter[str] = Counter()
-        plain, found = Tape(), Tape()
-        reference = Course(program, Plain(), plain)
-        reference.run()
-        used = self.stores.named(program.stores)
-        cache = TensorCache(used, "cpu", program.min_bytes, wait_for_staging=True)
-        sites = CountingSites(cache, tally)
-        cache.rematerialize(RematStore(cache, sites))
-        cache.limit(program.budget_bytes)
-        ours = Course(program, Cached(program, cache, used), found)
-        ours.run()
-        failures = list(failures_of(program, plain, found))
-        if program.may_be_found_later and plain.different(found):
-            ours.go_on([program.step] * PATIENCE)
-            tally["found later"] = is_found(plain, found)
-            failures = [] if tally["found later"] else failures
-        more_calls = ours.calls - reference.calls
-        failures += [Failure("calls", f"more than without us: {more_calls}")] if more_calls else []
-        tally += counted(program, plain, sites)
-        tally["made again"] = cache.stats.rematerialized_bytes > 0
-        del reference, ours
-        left = after_a_while(lambda: held(cache, self.stores.nvme, self.stores.host), SETTLE_S)
-        return Outcome(failures + ([Failure("left", left)] if left else []), tally)
+def check(program: Chain, directory: str) -> Outcome:
+    """Run a program without us and with us, over stores of its own; return what is wrong."""
+    threads = torch.get_num_threads()
+    with contextlib.ExitStack() as last:
+        last.callback(torch.set_num_threads, threads)
+        stores = [last.enter_context(contextlib.closing(MAKE[name](directory))) for name in program.stores]
+        return _compare(program, stores)
 
 
-WARM_UP = Chain(
-    "cheap",
-    0,
-    (4, 8),
-    torch.float32,
-    tuple(Line("checkpointed", seed, 0, 1) for seed in range(4)),
-    ((6,), (5,)),
-    Step("usual", 4),
-)
+def _compare(program: Chain, stores: list[Store[Any]]) -> Outcome:
+    tally: Counter[str] = Counter()
+    plain, found = Tape(), Tape()
+    reference = Course(program, Plain(), plain)
+    reference.run()
+    cache = TensorCache(stores, "cpu", program.min_bytes, wait_for_staging=True)
+    sites = CountingSites(cache, tally)
+    cache.rematerialize(RematStore(cache, sites))
+    cache.limit(program.budget_bytes)
+    ours = Course(program, Cached(program, cache, stores), found)
+    ours.run()
+    failures = list(failures_of(program, plain, found))
+    if program.may_be_found_later and plain.different(found):
+        ours.go_on([program.step] * PATIENCE)
+        tally["found later"] = is_found(plain, found)
+        failures = [] if tally["found later"] else failures
+    more_calls = ours.calls - reference.calls
+    failures += [Failure("calls", f"more than without us: {more_calls}")] if more_calls else []
+    tally += counted(program, plain, sites)
+    tally["made again"] = cache.stats.rematerialized_bytes > 0
+    del reference, ours
+    left = after_a_while(lambda: held(cache), SETTLE_S)
+    return Outcome(failures + ([Failure("left", left)] if left else []), tally)
+
+
+MAKE: dict[str, Callable[[str], Any]] = {"nvme": _nvme, "host": lambda _: HostStore(CpuAccelerator(), 16 << 20)}
+KINDS = {kind: Kind(partial(draw, kind), check) for kind in CHOICES}
 
 
 def counted(program: Chain, plain: Tape, sites: Sites) -> Counter[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -40,29 +41,16 @@ class Outcome:
         return {one.kind for one in self.failures}
 
 
-Program = TypeVar("Program")
+class Kind(NamedTuple):
+    """A kind of random programs.
 
-
-class Kind(Generic[Program]):
-    """A kind of random programs. What all checks of a process share is made by ``open`` and gone after ``close``.
-
-    Args:
+    Attributes:
         draw: returns the program of a seed, always the same one.
-        check: runs a program without us and with us, in a directory, and compares.
+        check: runs a program without us and with us, in a directory on a drive, and compares.
     """
 
-    def __init__(self, draw: Callable[[int], Program], check: Callable[[Program, str], Outcome]) -> None:
-        self.draw, self._check_in = draw, check
-
-    def open(self, directory: str) -> None:
-        """Take a directory on a drive for what the programs write."""
-        self.directory = directory
-
-    def close(self) -> None:
-        """Give back what ``open`` and the checks have taken."""
-
-    def check(self, program: Program) -> Outcome:
-        return self._check_in(program, self.directory)
+    draw: Callable[[int], Any]
+    check: Callable[[Any, str], Outcome]
 
 
 def shown(program: object, outcome: Outcome) -> str:
@@ -70,12 +58,12 @@ def shown(program: object, outcome: Outcome) -> str:
     return "\n  ".join([str(program), *map(str, outcome.failures)])
 
 
-def check_all(kind: Kind[Any], seeds: Iterable[int]) -> tuple[Counter[str], list[str]]:
+def check_all(kind: Kind, seeds: Iterable[int], directory: Path) -> tuple[Counter[str], list[str]]:
     """Check the programs of these seeds; return what was exercised, and those that fail."""
     tally, failed = Counter[str](), []
     for seed in seeds:
         program = kind.draw(seed)
-        outcome = kind.check(program)
+        outcome = kind.check(program, str(directory))
         tally += outcome.tally
         if outcome.failures:
             failed.append(shown(program, outcome))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from support.awkward import Read, function
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +44,7 @@ class State(nn.Module):
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, frozen: float) -> None:
         super().__init__()
-        self.rows, self.columns = shape
+        self.columns = shape[1]
 
         def parameter(*shape: int, scale: float = 1.0) -> nn.Parameter:
             return nn.Parameter((torch.randn(shape) * scale).to(dtype))
@@ -102,6 +102,7 @@ CHEAP, SURPRISES, MIXED = Table(), Table(), Table()
 # ---- ops of cheap programs -----------------------------------------------------------------------------------------
 
 
+# Most have a rule. The last three have none, as everything else in PyTorch: what they take and give is saved.
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -111,7 +112,6 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": functional.elu,
     "selu": functional.selu,
     "hardtanh": functional.hardtanh,
-    "relu6": functional.relu6,
     "hardswish": functional.hardswish,
     "hardsigmoid": functional.hardsigmoid,
     "softplus": functional.softplus,
@@ -119,14 +119,9 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
     "exp": lambda a: a.clamp(-5, 2).exp(),
-    "sqrt": lambda a: (a.abs() * 0.5).sqrt(),
     "rsqrt": lambda a: torch.rsqrt(a.abs().clamp_min(0.1)),
-    "reciprocal": lambda a: a.abs().clamp_min(0.5).reciprocal(),
-    "log": lambda a: a.abs().clamp_min(0.1).log(),
     "sin": torch.sin,
-    "cos": torch.cos,
     "erf": torch.erf,
-    "abs": torch.abs,
     "neg": torch.neg,
     "square": lambda a: a.tanh() ** 2,
     "cube": lambda a: torch.pow(a.sigmoid(), 3),
@@ -134,17 +129,14 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp": lambda a: a.clamp(-1, 1.5),
     "clamp_max": lambda a: a.clamp(max=1.0),
     "clamp_min": lambda a: a.clamp_min(-0.5),
-    "log_sigmoid": functional.logsigmoid,
-    "atan": torch.atan,
-    "expm1": lambda a: a.tanh().expm1(),
-    "log1p": lambda a: a.abs().log1p(),
-    "softsign": functional.softsign,
     "twice": lambda a: a * 2.0,
     "half": lambda a: a / 2,
     "shifted": lambda a: a + 0.5,
     "from_one": lambda a: 1 - a,
     "copy": torch.clone,
-    "nan_to_num": torch.nan_to_num,
+    "cos": torch.cos,
+    "sqrt": lambda a: (a.abs() * 0.5).sqrt(),
+    "log1p": lambda a: a.abs().log1p(),
 }
 
 
@@ -219,9 +211,9 @@ def norm(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
         made = centered / (centered.pow(2).mean(-1, keepdim=True) + eps).sqrt() * state.vector + state.frozen
     elif kind == 6:
         made = torch.native_layer_norm(a, shape, weight, None, eps)[0]
-    elif state.rows * state.columns and state.columns % 2 == 0:
+    elif a.numel() and state.columns % 2 == 0:
         affine = (weight, r.choice([bias, None, weight, weight]))
-        made = functional.group_norm(a.view(state.rows, state.columns, 1), 2, *affine, eps).view_as(a)
+        made = functional.group_norm(a.view(*a.shape, 1), 2, *affine, eps).view_as(a)
     else:
         made = functional.softmax(a, -1)
     return functional.silu(made) if r.random() < 0.5 else made * b
@@ -247,131 +239,110 @@ def cast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     return (functional.silu(other) * other).to(a.dtype) if r.random() < 0.7 else other.to(a.dtype).sin()
 
 
+UNSAVING: list[Callable[[Tensor], Tensor]] = [
+    lambda v: v.clamp(-2, 2).exp(),
+    torch.relu,
+    torch.tanh,
+    lambda v: v + v.flip(0),
+    lambda v: v - v.sin(),
+    lambda v: v.double(),
+    lambda v: v.sigmoid().sqrt(),
+    torch.neg,
+]
+"""Ops that do not save what they take."""
+
+
+def places(r: random.Random, count: int) -> Tensor:
+    return torch.tensor([r.randrange(count) for _ in range(count)])
+
+
+def as_it_is(v: Tensor) -> Tensor:
+    return v
+
+
+def turned(v: Tensor) -> Tensor:
+    return v.t()
+
+
+def summed(v: Tensor) -> Tensor:
+    return v.sum(-1, keepdim=True)
+
+
+# A view of a matrix or a choice of its elements, and the way back to what can be multiplied by the whole.
+VIEWS: list[tuple[Callable[[random.Random, Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
+    (lambda _, v: v.t(), turned),
+    (lambda _, v: v.transpose(0, 1), turned),
+    (lambda _, v: v.reshape(-1), torch.mean),
+    (lambda _, v: v.t().contiguous(), lambda v: v.t().contiguous()),
+    (lambda _, v: v.t().reshape(v.shape), as_it_is),
+    (lambda _, v: v.as_strided(v.t().shape, (1, v.shape[1])) if v.is_contiguous() else v.t(), turned),
+    (lambda _, v: v.unsqueeze(0), lambda v: v.squeeze(0)),
+    (lambda _, v: v[None].squeeze().view_as(v), as_it_is),
+    (lambda _, v: v[:, :, None].squeeze(2), as_it_is),
+    (lambda _, v: v[:, :1].squeeze(-1), lambda v: v[:, None]),
+    (lambda _, v: v[None].permute(2, 1, 0), lambda v: v.permute(2, 1, 0)[0]),
+    (lambda _, v: v[None].permute(2, 0, 1), lambda v: v[:, 0].t()),
+    (lambda _, v: v[:1].expand_as(v), as_it_is),
+    (lambda _, v: v[:, None].expand(-1, 3, -1), lambda v: v.sum(1)),
+    (lambda _, v: v[-1], as_it_is),
+    (lambda _, v: v.unbind(0)[-1], as_it_is),
+    (lambda _, v: v[:, 1::2], summed),
+    (lambda _, v: v[..., ::2], summed),
+    (lambda _, v: v.split(v.shape[1] // 2 or 1, -1)[-1], summed),
+    (lambda r, v: v[places(r, v.shape[0])], as_it_is),
+    (lambda r, v: v[:, places(r, v.shape[1])], as_it_is),
+    (lambda r, v: v[torch.arange(v.shape[0])[:, None], places(r, v.shape[1])], as_it_is),
+    (lambda _, v: v[torch.arange(v.shape[0]) % 2 == 0], lambda v: v.sum(0)),
+    (lambda _, v: v.gather(1, torch.zeros(v.shape, dtype=torch.long)), as_it_is),
+    (lambda _, v: torch.roll(v, 1, 0).flip(1), as_it_is),
+    (lambda _, v: functional.glu(torch.cat([v, v.flip(1)], 1), 1), as_it_is),
+]
+
+
 @CHEAP.op(14)
 def viewed(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    f = UNARY[r.choice(["silu", "sin", "square", "sigmoid", "gelu", "relu"])]
-    rows, columns = a.shape
-    g = {
-        "exp": lambda v: v.clamp(-2, 2).exp(), "relu": torch.relu, "tanh": torch.tanh, "add": lambda v: v + v.flip(0),
-        "sub": lambda v: v - v.sin(), "cast": lambda v: v.double(), "sqrt": lambda v: v.sigmoid().sqrt(),
-        "neg": torch.neg,
-    }[r.choice(["exp", "relu", "tanh", "add", "sub", "cast", "sqrt", "neg"])]  # fmt: skip
-    kind = r.randrange(32)
-    if kind >= 20:
-        return between(r, f, g, a, b)
-    if kind == 0:
-        return f(f(a).t()).t() * b
-    if kind == 1:
-        return f(a.reshape(-1)).view(rows, columns)
-    if kind == 2:
-        k = columns // 2
-        first, second = a[:, :k], a[:, k:]
-        return torch.cat([f(first), first.new_zeros(0), f(second) * 2], 1) if k else f(a)
-    if kind == 3 and rows:
-        return f(a[:1].expand(rows, columns)) * f(b)
-    if kind == 4:
-        return f(f(a).unsqueeze(0) * b).squeeze(0)
-    if kind == 5:
-        return f(a.t().contiguous()).t().contiguous() * b
-    if kind == 6:
-        return f(a.t().reshape(rows, columns)) * a
-    if kind == 7 and rows:
-        return f(a.select(0, -1)) * f(b)
-    if kind == 8 and columns > 1:
-        return torch.cat([f(piece) * piece for piece in a.split(columns // 2, 1)], 1)
-    if kind == 9 and columns % 2 == 0 and columns:
-        left, right = f(a).chunk(2, -1)
-        return torch.cat([f(left) * right, f(right)], -1)
-    if kind == 10 and 0 < rows < 40:
-        return torch.stack([f(f(row)) for row in a.unbind(0)])
-    if kind == 11:
-        return f(f(a)[None].permute(2, 1, 0) * 2).permute(2, 1, 0)[0]
-    if kind == 12 and rows:
-        index = torch.tensor([r.randrange(rows) for _ in range(rows)])
-        return f(f(a)[index]) * b
-    if kind == 13 and rows and columns:
-        index = torch.tensor([r.randrange(columns) for _ in range(columns)])
-        return f(a[:, index]) * f(b)[torch.arange(rows)[:, None], index]
-    if kind == 14:
-        return f(torch.roll(a, 1, 0)) * torch.flip(b, (1,))
-    if kind == 15 and rows:
-        mask = torch.arange(rows) % 2 == 0
-        made = f(f(a)[mask]).sum(0)
-        return made * a
-    if kind == 16:
-        return f(f(a).view(rows, 1, columns).expand(rows, 3, columns) * b[:, None]).sum(1)
-    if kind == 17:
-        return f(f(a).as_strided((columns, rows), (1, columns))).t() if a.is_contiguous() else f(a)
-    if kind == 18 and rows and columns:
-        return f(f(a).gather(1, torch.zeros(rows, columns, dtype=torch.long))) * b
-    return f(f(a)[..., ::2]).sum(-1, keepdim=True) * b
-
-
-def between(r: random.Random, f: Any, g: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Views between ops of which the first saves its input and the second does not."""
-    rows, columns = a.shape
-    made = f(a) if r.random() < 0.7 else a * b
-    kind = r.randrange(14)
-    if kind == 0:
-        return f(g(made.t())).t() + b
-    if kind == 1:
-        return f(g(made.transpose(0, 1))).t() + b
-    if kind == 2:
-        return f(g(made.reshape(-1))).reshape(rows, columns) * b
-    if kind == 3:
-        return f(g(made[None])).squeeze().view_as(a) * b
-    if kind == 4 and rows:
-        return f(g(made[:1].expand(rows, columns))) * b
-    if kind == 5:
-        return f(g(made[None].permute(2, 0, 1)))[:, 0].t() * b
-    if kind == 6 and rows:
-        return f(g(made[-1])) * b
-    if kind == 7 and columns > 1:
-        return f(g(made[:, 1::2])).sum(1, keepdim=True) * b
-    if kind == 8 and columns > 1:
-        return f(g(made.split(columns // 2, -1)[-1])).sum(1, keepdim=True) * b
-    if kind == 9 and rows:
-        return f(g(made.unbind(0)[-1])) * b
-    if kind == 10 and columns:
-        return f(g(made[:, :, None].squeeze(2))) + f(g(made[:, :1].squeeze(-1)))[:, None]
-    if kind == 11:
-        return f(g(made.t().reshape(rows, columns))) * b
-    if kind == 12:
-        return f(g(made[None].squeeze(0) if r.random() < 0.5 else made[None].squeeze().view_as(a))) * b
-    return f(g(functional.glu(torch.cat([made, b], 1), 1))) * a
+    """A view between two ops, of which the second saves what it takes, or the third; or several views side by side."""
+    save = UNARY[r.choice(["silu", "sin", "square", "sigmoid", "gelu", "relu"])]
+    made = r.choice([lambda: a, lambda: save(a), lambda: a * b])()
+    if not a.numel():
+        return save(made.reshape(-1)).view_as(a) * b
+    if r.random() < 0.2:
+        half = state.columns // 2 or 1
+        several = r.choice([made.split(half, 1), made.chunk(2, -1), (made[:, :half], made[:, half:], made[:, :0])])
+        return torch.cat([save(one) * one for one in several], 1) * b
+    there, back = r.choice(VIEWS)
+    seen = there(r, made)
+    seen = back(save(r.choice(UNSAVING)(seen) if r.random() < 0.5 else seen))
+    return seen + b if r.random() < 0.2 else seen * b
 
 
 @CHEAP.op()
 def attention(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    if not a.numel() or state.rows > 64 or state.columns > MAX_SQUARE:
+    if not a.numel() or a.shape[0] > 64 or state.columns > MAX_SQUARE:
         return a
-    shape = (1, 1, state.rows, state.columns)
+    shape = (1, 1, *a.shape)
     q, k = (f.to(a.dtype).view(shape) for f in (a.contiguous(), b.contiguous()))
     made = functional.scaled_dot_product_attention(q.sin(), k, k * q)
     return functional.silu(made.view_as(a)) * a
 
 
-class Saves(Function):
-    """Saves its input, its output, or views of them."""
+def save_a_view(a: Tensor, kind: int) -> tuple[Tensor, list[Tensor]]:
+    """Save the input, and with it the output, or a view of either, or another tensor with the same values."""
+    made = a.sin()
+    return made, [a, [a, made, a.t(), a[:1], a.detach(), made.detach(), a.sin()][kind]]
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, kind: int) -> Tensor:
-        made = a.sin()
-        views = [a, made, a.t(), a[:1], a.detach(), made.detach(), a.sin()]
-        ctx.save_for_backward(a, views[kind])
-        ctx.kind = kind
-        return made
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        a, other = ctx.saved_tensors
-        return grads[0] * a.cos() + other.sum() * 0.01, None
+def gradient_of_both(grad: Tensor, read: Read) -> Tensor:
+    a, other = read()
+    return grad * a.cos() + other.sum() * 0.01
+
+
+saves = function(save_a_view, gradient_of_both)
 
 
 @CHEAP.op(4)
 def custom(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
-    made: Tensor = Saves.apply(UNARY[r.choice(list(UNARY))](a), r.randrange(7))
-    return made * b
+    return saves(UNARY[r.choice(list(UNARY))](a), r.randrange(7)) * b
 
 
 @CHEAP.op(3)
@@ -413,7 +384,7 @@ def hooked(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 def autocast(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast("cpu", r.choice([torch.bfloat16, torch.float16])):
         made = functional.silu(a)
-        if state.columns <= MAX_SQUARE and state.rows:
+        if state.columns <= MAX_SQUARE and a.numel():
             made = functional.linear(made.float(), state.square.float()) * b
         made = torch.softmax(made, -1) * functional.gelu(made)
     return made.sin().to(a.dtype)

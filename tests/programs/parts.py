@@ -21,8 +21,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from programs.ops import CHEAP, State
+
 KERNEL_S = 0.002  # that a late kernel takes to begin
 CAPACITY = 128  # rows of the longest batch
+# What those that are left out do (count calls, change tensors without a record) has parts and checks of its own.
+OPS = (
+    "unary", "saved", "binary", "weighted", "norm", "softmax", "dropout", "cast", "viewed", "attention", "custom",
+    "autocast", "detached", "complex_", "single", "empty", "inferred", "observed",
+)  # fmt: skip
 
 
 class Part(nn.Module):
@@ -100,12 +107,6 @@ def Norm(self: Any, x: Tensor) -> Tensor:
     return self.norm(x)
 
 
-@part_with(gain=lambda width: nn.Parameter(torch.ones(width)))
-def WrittenNorm(self: Any, x: Tensor) -> Tensor:
-    """RMSNorm written out: many saved tensors, some tiny."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.gain
-
-
 @part_with(conv=lambda width: nn.Conv1d(width, width, 3, padding=1))
 def Conv(self: Any, x: Tensor) -> Tensor:
     """A convolution along the rows."""
@@ -124,11 +125,19 @@ def Tied(self: Any, x: Tensor) -> Tensor:
     return functional.linear(torch.tanh(functional.linear(x, self.weight)), self.weight.t())
 
 
-@part
-def Shuffled(x: Tensor) -> Tensor:
-    """Indices and masks among the saved tensors."""
-    order = torch.randperm(x.shape[0])
-    return torch.where(x > 0, x, 0.3 * x)[order] * torch.sigmoid(x)
+class Ops(Part):
+    """Three ops of the random chains, in a row; which ones the seed says."""
+
+    def __init__(self, width: int, seed: int = 0) -> None:
+        super().__init__(width)
+        self.seed, self.state = seed, State((1, width), torch.float32, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chance, pool = random.Random(self.seed), [x, x * self.state.vector]
+        for _ in range(3):
+            first, second = chance.sample(pool, 2)
+            pool.append(CHEAP.ops[chance.choice(OPS)](self.state, chance, first, second))
+        return torch.tanh(pool[-1].to(x.dtype))
 
 
 # ---- in place, and views --------------------------------------------------------------------------------------------
@@ -159,48 +168,7 @@ def Gates(self: Any, x: Tensor) -> Tensor:
     return o * (f * x + i * g).tanh()
 
 
-@part
-def Chunks(x: Tensor) -> Tensor:
-    """Views of one storage with equal shape and stride."""
-    left, right = (x * 1.2).chunk(2, 1)
-    return torch.cat([left * right.sigmoid(), right * left.sigmoid()], 1)
-
-
-@part_with(row=lambda width: nn.Parameter(torch.ones(1, width)))
-def Broadcast(self: Any, x: Tensor) -> Tensor:
-    """Strides of 0."""
-    return x * x.mean(1, keepdim=True).expand_as(x) + x * (self.row * 0.5).expand_as(x)
-
-
-@part
-def Strided(x: Tensor) -> Tensor:
-    """Overlapping views, from ``as_strided``."""
-    h = x * 1.1
-    rows, width = x.shape
-    even, odd = (h.as_strided((rows, width // 2), (width, 2), start) for start in (0, 1))
-    return torch.cat([even * odd.sigmoid(), odd.sin()], 1)
-
-
-@part
-def Transposed(x: Tensor) -> Tensor:
-    """``x`` and ``x.t()``."""
-    return x @ (x.t() @ x) / x.shape[0]
-
-
 # ---- kinds of tensors -----------------------------------------------------------------------------------------------
-
-
-@part
-def Complex(x: Tensor) -> Tensor:
-    """Complex numbers and their conjugates."""
-    z = torch.complex(x, x.roll(1, 0))
-    return (z * z.conj()).real.sqrt() * 0.5 + (z * z).imag.tanh()
-
-
-@part_with(weight=weight)
-def Bf16(self: Any, x: Tensor) -> Tensor:
-    """Half of the bytes."""
-    return (x.bfloat16() @ self.weight.bfloat16()).tanh().float()
 
 
 @part
@@ -231,19 +199,7 @@ def Nested(self: Any, x: Tensor) -> Tensor:
 # ---- functions of the user's own ------------------------------------------------------------------------------------
 
 
-def _views_and_tail(grad: Tensor, read: Read) -> Tensor:
-    turned, tail, _ = read()
-    return grad * turned.t().cos() + torch.cat([tail.new_zeros(1, tail.shape[1]), tail * 1e-3])
-
-
-_saves_views = function(lambda a: (a.sin(), [a.t(), a[1:], a[:, ::2]]), _views_and_tail)
 _doubles = function(lambda a: (a * a, [a.clone()]), lambda grad, read: read()[0].mul_(2).mul_(grad))
-
-
-@part
-def SavesViews(x: Tensor) -> Tensor:
-    """A function that saves three views of its input."""
-    return _saves_views(x)
 
 
 @part
@@ -432,14 +388,14 @@ def RunsBackward(self: Any, x: Tensor) -> Tensor:
 
 # ---- the model ------------------------------------------------------------------------------------------------------
 
-USUAL = (Mlp, ReluMlp, Dropout, Attention, Norm, WrittenNorm, Conv, BatchNorm, Tied, Shuffled)
-CHANGES = (InPlace, ChangesInput, Gates, Chunks, Broadcast, Strided, Transposed, SliceFirst)
-KINDS = (Complex, Bf16, ForwardAd, Nested)
-FUNCTIONS = (SavesViews, ReusesBuffer, ReturnsLeaf, ReturnsParameter, ReturnsBuffer, ReturnsFresh)
+USUAL = (Mlp, ReluMlp, Dropout, Attention, Norm, Conv, BatchNorm, Tied)
+CHANGES = (InPlace, ChangesInput, Gates, SliceFirst)
+KINDS = (ForwardAd, Nested)
+FUNCTIONS = (ReusesBuffer, ReturnsLeaf, ReturnsParameter, ReturnsBuffer, ReturnsFresh)
 STREAMS = (TwoStreams, SecondStream, LateWriter)
 STATEFUL = (Counter, RunningMean, Memory, Tracker, HooksInput, RunsBackward)
-PARTS: dict[str, Callable[[int], Part]] = {
-    kind.__name__: kind for kind in (*USUAL, *CHANGES, *KINDS, *FUNCTIONS, *STREAMS, *STATEFUL)
+PARTS: dict[str, Callable[..., Part]] = {
+    kind.__name__: kind for kind in (Ops, *USUAL, *CHANGES, *KINDS, *FUNCTIONS, *STREAMS, *STATEFUL)
 }
 
 
@@ -456,9 +412,10 @@ class Checkpointed(nn.Module):
 
 
 def make_part(name: str, width: int) -> nn.Module:
-    """A part by name; after a colon, the checkpoint around it."""
+    """A part by name; after a slash its seed, after a colon the checkpoint around it."""
     name, _, around = name.partition(":")
-    part = PARTS[name](width)
+    kind, _, seed = name.partition("/")
+    part = PARTS[kind](width, *map(int, seed.split()))
     return Checkpointed(part, reentrant=around == "reentrant") if around else part
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from support.doubles import ScriptedBackend
 
 from ds_tba.core.residency import Residency
 from ds_tba.storage.tiers import Selection
-from programs.budgets import BASE, KIB, MIB, check, draw, run, step
+from programs.budgets import KIB, MIB, check, draw, run, step
 from programs.kind import Kind, check_all
 from programs.running import Ours
 from programs.trainings import Program
@@ -28,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_the_budget_holds_or_what_gives_way_is_said(chunk: int, tmp_path: Path) -> None:
-    budgets = Kind(draw, check)
-    budgets.open(str(tmp_path))
-    tally, failed = check_all(budgets, range(chunk * DRAWS, (chunk + 1) * DRAWS))
+    tally, failed = check_all(Kind(draw, check), range(chunk * DRAWS, (chunk + 1) * DRAWS), tmp_path)
     print(dict(tally))
     assert not failed, "\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Else it would prove nothing.
@@ -41,7 +38,7 @@ def training(budget_mib: float, **more: Any) -> Program:
     """Ten steps that save storages of 1.5 MiB each, which are larger than staging; two layers of six."""
     steps = (step(((int(1.5 * ROWS_OF_A_MIB),),)),) * 10
     common = {"lengths": (64, 64), "steps": steps, "budget_bytes": int(budget_mib * MIB)}
-    return replace(BASE, **{**common, **more})
+    return Program(1, **{**common, **more})
 
 
 def checked(program: Program, directory: Path) -> Ours:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import DsTbaError
 from ds_tba.remat.sites import Sites
-from programs.chains import KINDS, USABLE, Cached, Chain, Chains, Course
+from programs.chains import KINDS, USABLE, Cached, Chain, Course, check
 from programs.kind import check_all, part_of
 from programs.ops import MIXED
 
@@ -21,27 +21,17 @@ FIRST = 1
 CHUNKS = [FIRST, *(pytest.param(chunk, marks=pytest.mark.thorough) for chunk in (0, 2, 3, 4))]
 SHOWN = 5  # of those that fail
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def chains(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chains]:
-    found = Chains(request.param)
-    found.open(str(tmp_path_factory.mktemp("nvme")))
-    yield found
-    found.close()
-
-
-mixed = pytest.mark.parametrize("chains", ["mixed"], indirect=True)
-
-
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
-    tally, failed = check_all(chains, range(chunk * DRAWS, (chunk + 1) * DRAWS))
+def test_random_programs_are_the_same_bits(chunk: int, kind: str, tmp_path: Path) -> None:
+    tally, failed = check_all(KINDS[kind], range(chunk * DRAWS, (chunk + 1) * DRAWS), tmp_path)
     assert not failed, "\n\n".join([f"{len(failed)} of {DRAWS} draws", *failed[:SHOWN]])
     # Otherwise it would prove nothing.
     assert tally["made again"] > 0.4 * DRAWS
-    if chains.kind == "mixed":
+    if kind == "mixed":
         assert set(MIXED.ops) <= set(part_of(tally, "op"))
         return
     assert len(part_of(tally, "rule")) > (0.7 if chunk == FIRST else 0.6) * len(USABLE), USABLE - set(
@@ -56,26 +46,26 @@ def test_random_programs_are_the_same_bits(chunk: int, chains: Chains) -> None:
 # ---- the generator itself -------------------------------------------------------------------------------------------
 
 
-def is_used(chains: Chains, program: Chain) -> bool:
-    outcome = chains.check(program)
-    is_plain = program.step.kind in ("usual", "at_once") and program.dtype == torch.float32
+def is_used(program: Chain, directory: Path) -> bool:
+    outcome = check(program, str(directory))
+    is_plain = (program.step.kind == "usual" or program.step.how == "at once") and program.dtype == torch.float32
     return is_plain and not program.may_be_found_later and not outcome.failures and outcome.tally["bytes: mul"] > 0
 
 
-def test_a_bit_that_is_made_wrong_is_found(chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = next(one for one in map(chains.draw, range(DRAWS)) if is_used(chains, one))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bit_that_is_made_wrong_is_found(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = next(one for one in map(KINDS[kind].draw, range(DRAWS)) if is_used(one, tmp_path))
     make = Sites.make
     monkeypatch.setattr(Sites, "make", lambda self, recipe: make(self, recipe).bitwise_xor_(1))
-    assert "difference" in chains.check(program).kinds
+    assert "difference" in check(program, str(tmp_path)).kinds
 
 
 class RematerializationError(DsTbaError):
     """Named as the one that checks in turn raise."""
 
 
-@mixed
 @pytest.mark.parametrize("ends", [True, False])
-def test_what_is_found_later_is_an_error(ends: bool, chains: Chains, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_found_later_is_an_error(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes that begin late may be wrong for a while; not to the end."""
     saving, note, forwards = TensorCache.saving, Course._note_grads, []
 
@@ -90,12 +80,12 @@ def test_what_is_found_later_is_an_error(ends: bool, chains: Chains, monkeypatch
         if isinstance(course._side, Cached):
             course._tape.note("a gradient", "wrong")
 
-    programs = map(chains.draw, range(DRAWS))
+    programs = map(KINDS["mixed"].draw, range(DRAWS))
     program = next(one for one in programs if "late_change" in {line.name for line in one.lines})
     monkeypatch.setattr(TensorCache, "rematerialize", lambda *_: None)
     monkeypatch.setattr(Course, "_note_grads", wrong)
     monkeypatch.setattr(TensorCache, "saving", checked)
-    outcome = chains.check(program)
+    outcome = check(program, str(tmp_path))
     assert bool(outcome.failures) is not ends
     assert outcome.tally["found later"] == ends
     assert len(forwards) >= 64

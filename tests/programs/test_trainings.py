@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedView
 from ds_tba.core.tensors import whole_storage
 from programs.running import check
-from programs.trainings import draw
+from programs.trainings import Program, Step
 
 # Some of ``make check``, as many again of ``make test``, the others of ``make test-all``.
 DRAWS = 12
@@ -47,10 +46,7 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return data
 
     monkeypatch.setattr(TensorCache, "load", wrong)
-    usual = replace(draw(0).steps[0], kind="usual", rows=64, micro_steps=1)
-    program = replace(
-        draw(0), blocks=(("Mlp",),) * 2, width=64, stem="linear", steps=(usual,) * 4, batches="fresh", device="cpu",
-        placement="nvme", planner="adaptive", budget_part=None, host_bytes=0, collector="usual",
-    )  # fmt: skip
+    steps = (Step("usual", rows=64),) * 4
+    program = Program(0, blocks=(("Mlp",),) * 2, steps=steps, placement="nvme", rematerialize=True)
     failures = check(program, str(tmp_path)).failures
     assert [one.kind for one in failures] == ["difference"], failures

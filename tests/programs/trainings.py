@@ -10,7 +10,6 @@ from programs import parts
 
 MIB = 1 << 20
 MIN_BYTES = 4096
-DYING_FRACTION = 0.04
 CONTROL_FRACTION = 0.12  # of the draws with plans
 
 
@@ -62,26 +61,26 @@ class Program:
     """
 
     seed: int
-    width: int
-    stem: str
-    blocks: tuple[tuple[str, ...], ...]
-    steps: tuple[Step, ...]
-    optimizer: str
-    set_to_none: bool
-    batches: str
-    input_grad: bool
-    device: str
-    placement: str
-    recompute: bool
-    rematerialize: bool
-    planner: str
-    max_step_overhead: float
-    budget_part: float | None
-    host_bytes: int
-    staging_bytes: int
-    lanes: int
-    integrity: str
-    collector: str
+    width: int = 64
+    stem: str = "linear"
+    blocks: tuple[tuple[str, ...], ...] = ()
+    steps: tuple[Step, ...] = ()
+    optimizer: str = "SGD"
+    set_to_none: bool = True
+    batches: str = "fresh"
+    input_grad: bool = False
+    device: str = "cpu"
+    placement: str = "adaptive"
+    recompute: bool = False
+    rematerialize: bool = False
+    planner: str = "adaptive"
+    max_step_overhead: float = 0.02
+    budget_part: float | None = None
+    host_bytes: int = 0
+    staging_bytes: int = MIB
+    lanes: int = 2
+    integrity: str = "sampled"
+    collector: str = "usual"
     surprises: str = ""
     lengths: tuple[int, ...] = ()
     budget_bytes: int | None = None
@@ -117,14 +116,13 @@ def draw(seed: int) -> Program:
     blocks = _draw_blocks(chance, device)
     batches = _weighed(chance, fresh=3, numpy=1, data=1) if stem == "linear" else "fresh"
     steps = _draw_steps(chance, placement, batches, blocks)
-    recompute = chance.random() < 0.5
+    recompute, rematerialize = chance.random() < 0.5, chance.random() < 0.8
     if recompute:
         blocks = tuple(tuple(map(_repeatable, names)) for names in blocks)
-    if recompute and placement == "adaptive":  # a block that runs again needs its inputs unchanged, as any checkpoint
-        steps = tuple(replace(step, kind="usual", how="") if step.kind == "mutate" else step for step in steps)
-    rematerialize = random.Random(f"rematerialize {seed}").random() < 0.8
-    # Its error may come earlier in backward than without us, before a checkpoint has run again what has state.
-    if rematerialize and any(":" in name and name != _stateless(name) for names in blocks for name in names):
+    # A block that runs again needs its inputs unchanged, as any checkpoint; and where something is rematerialized the
+    # error may come earlier in backward than without us, before a checkpoint has run again what has state.
+    has_state = any(":" in name and name != _stateless(name) for names in blocks for name in names)
+    if (recompute and placement == "adaptive") or (rematerialize and has_state):
         steps = tuple(replace(step, kind="usual", how="") if step.kind == "mutate" else step for step in steps)
     budget_part = chance.choice((0.9, 0.5, 0.25, 0.125)) if placement == "adaptive" and chance.random() < 0.45 else None
     planners = ("recompute", "tba", "keep") if recompute else ("tba", "keep")
@@ -153,20 +151,7 @@ def draw(seed: int) -> Program:
         integrity=_weighed(chance, sampled=2, full=2, off=1),
         collector=chance.choice(("usual", "usual", "often", "in lanes")),
     )
-    dying = (
-        random.Random(f"dying {seed}").random() < DYING_FRACTION
-        and device == "cpu"
-        and placement in ("nvme", "adaptive")
-    )
-    program = _dying(program) if dying else program
-    chance = random.Random(f"control {seed}")
     return _controlled(program, chance) if placement == "adaptive" and chance.random() < CONTROL_FRACTION else program
-
-
-def _dying(program: Program) -> Program:
-    """After every step a graph dies in a lane, which is a matter of luck: so it has more than one chance."""
-    steps = (Step("after", parts.CAPACITY, 1, "cycle"),) * len(program.steps)
-    return replace(program, steps=steps, width=64, staging_bytes=MIB, collector="in lanes")
 
 
 def _controlled(program: Program, chance: random.Random) -> Program:
@@ -222,15 +207,16 @@ def _draw_parts(chance: random.Random, device: str) -> tuple[str, ...]:
     """One to three parts; those that change their input come first, where it is nobody else's."""
     names = []
     for number in range(chance.choice((1, 2, 2, 3))):
-        groups = {parts.USUAL: 8, parts.CHANGES: 5, parts.KINDS: 3, parts.FUNCTIONS: 4, parts.STATEFUL: 7,
-                  parts.STREAMS: 6 if device == "late" else 0}  # fmt: skip
+        groups = {parts.USUAL: 7, (parts.Ops,): 6, parts.CHANGES: 3, parts.KINDS: 2, parts.FUNCTIONS: 4,
+                  parts.STATEFUL: 7, parts.STREAMS: 6 if device == "late" else 0}  # fmt: skip
         kind = chance.choice(chance.choices([*groups], [*groups.values()])[0])
         if kind is parts.ChangesInput and number:
             kind = parts.InPlace
         around = _weighed(chance, none=8, non_reentrant=1, reentrant=1)
         # The kernels of usual operations run on the host: under a checkpoint they would run while another stream is on.
         may_run_again = kind is not parts.ChangesInput and kind not in parts.STREAMS
-        names.append(kind.__name__ + (f":{around}" if around != "none" and may_run_again else ""))
+        name = f"Ops/{chance.randrange(1 << 20)}" if kind is parts.Ops else kind.__name__
+        names.append(name + (f":{around}" if around != "none" and may_run_again else ""))
     return tuple(names)
 
 

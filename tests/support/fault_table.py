@@ -69,7 +69,7 @@ class FaultTable:
         for marker in item.iter_markers("fault"):
             self.rows[marker.args[0]].results[item.nodeid] = outcome
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, _versions: str) -> None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(HEAD + "".join(row.line() for row in self.rows.values()))
 

@@ -7,6 +7,7 @@ Used by ``test_hazards.py`` and, because ``assert`` does nothing there, run as a
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import tempfile
 import warnings
@@ -35,6 +36,7 @@ from support.doubles import CpuAccelerator
 from support.leftovers import after_a_while, held
 
 Saving = Callable[[], AbstractContextManager[Any]]
+Scenario = Callable[[Saving], list[Tensor]]
 MIN_BYTES = 4096  # so that small tensors are offloaded too
 SIDE = 64
 COPIES_END_S = 10.0
@@ -58,24 +60,49 @@ def grads_after(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
     return grads(*leaves)
 
 
+SQUARE = (SIDE, SIDE)
+
+
+def of_a_loss(*shapes: tuple[int, ...]) -> Callable[[Callable[..., Iterator[Tensor]]], Scenario]:
+    """Return a decorator: a scenario from a forward that yields its loss, given leaves of these shapes.
+
+    Backward runs twice: while what the forward has made is alive, and once it is gone.
+    """
+
+    def made_of(forward: Callable[..., Iterator[Tensor]]) -> Scenario:
+        def scenario(saving: Saving) -> list[Tensor]:
+            found = []
+            for is_alive in (True, False):
+                leaves = [leaf(*shape) for shape in shapes or (SQUARE,)]
+                running = forward(*leaves)
+                with saving():
+                    loss = next(running)
+                if not is_alive:
+                    del running
+                loss.backward()
+                found += grads(*leaves)
+            return found
+
+        scenario.__name__, scenario.__doc__ = forward.__name__, forward.__doc__
+        return scenario
+
+    return made_of
+
+
 # ---- views and identity ---------------------------------------------------------------------------------------------
 
 
-def views_of_one_storage_with_equal_shape_and_stride(saving: Saving) -> list[Tensor]:
-    x = leaf(4, SIDE, SIDE)
-    with saving():
-        y = x * 2
-        loss = (y[0] * y[1]).sum() + (y[2] * y[3]).exp().sum()
-    return grads_after(loss, x)
+@of_a_loss((4, SIDE, SIDE))
+def views_of_one_storage_with_equal_shape_and_stride(x: Tensor) -> Iterator[Tensor]:
+    y = x * 2
+    yield (y[0] * y[1]).sum() + (y[2] * y[3]).exp().sum()
 
 
-def a_tensor_and_its_transpose(saving: Saving) -> list[Tensor]:
-    x = leaf()
-    with saving():
-        y = x.sin()
-        loss = (y @ y.t()).pow(2).sum() + y.t().contiguous().mul(y).sum()
-        loss = loss + (y[:32, :48] ** 3).sum() + (y[32:, 16:] ** 3).sum()
-    return grads_after(loss, x)
+@of_a_loss()
+def a_tensor_and_its_transpose(x: Tensor) -> Iterator[Tensor]:
+    y = x.sin()
+    loss = (y @ y.t()).pow(2).sum() + y.t().contiguous().mul(y).sum()
+    yield loss + (y[:32, :48] ** 3).sum() + (y[32:, 16:] ** 3).sum()
 
 
 def strides_are_kept(saving: Saving) -> list[Tensor]:
@@ -96,22 +123,19 @@ def strides_are_kept(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x) + sorted(seen, key=lambda row: row.tolist())
 
 
-def stride_0_broadcasts(saving: Saving) -> list[Tensor]:
-    x, row = leaf(), leaf(1, SIDE)
-    with saving():
-        wide = (row * 2).expand(SIDE, SIDE)
-        loss = (wide * x).sum() + (x.mean().expand(SIDE, SIDE) * x).sum()
-    return grads_after(loss, x, row)
+@of_a_loss(SQUARE, (1, SIDE))
+def stride_0_broadcasts(x: Tensor, row: Tensor) -> Iterator[Tensor]:
+    wide = (row * 2).expand(SIDE, SIDE)
+    yield (wide * x).sum() + (x.mean().expand(SIDE, SIDE) * x).sum()
 
 
-def reused_addresses(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def reused_addresses(x: Tensor) -> Iterator[Tensor]:
     """The allocator hands out the same address for one temporary after the other."""
-    x = leaf()
-    with saving():
-        loss = torch.zeros(())
-        for power in range(20):
-            loss = loss + (x + power).sin().mul(x.cos() * power).sum()
-    return grads_after(loss, x)
+    loss = torch.zeros(())
+    for power in range(20):
+        loss = loss + (x + power).sin().mul(x.cos() * power).sum()
+    yield loss
 
 
 def dtypes_and_odd_sizes(saving: Saving) -> list[Tensor]:
@@ -124,12 +148,10 @@ def dtypes_and_odd_sizes(saving: Saving) -> list[Tensor]:
     return out
 
 
-def bool_and_integer_tensors(saving: Saving) -> list[Tensor]:
-    x = leaf(SIDE * SIDE)
+@of_a_loss((SIDE * SIDE,))
+def bool_and_integer_tensors(x: Tensor) -> Iterator[Tensor]:
     index = torch.randperm(SIDE * SIDE)
-    with saving():
-        loss = (torch.where(x > 0, x, x * 2)[index] * x.gather(0, index)).sum() + x.masked_fill(x < 0, 0).pow(2).sum()
-    return grads_after(loss, x)
+    yield (torch.where(x > 0, x, x * 2)[index] * x.gather(0, index)).sum() + x.masked_fill(x < 0, 0).pow(2).sum()
 
 
 def complex_conjugates(saving: Saving) -> list[Tensor]:
@@ -198,11 +220,10 @@ def regathered_parameters(saving: Saving) -> list[Tensor]:
 # ---- in place -------------------------------------------------------------------------------------------------------
 
 
-def a_function_that_mutates_after_saving(saving: Saving) -> list[Tensor]:
-    x, doubles = leaf(), function(lambda a: (a.mul_(2), [a]), lambda grad, read: grad * read()[0])
-    with saving():
-        loss = doubles(x * 1.5).pow(2).sum()
-    return grads_after(loss, x)
+@of_a_loss()
+def a_function_that_mutates_after_saving(x: Tensor) -> Iterator[Tensor]:
+    doubles = function(lambda a: (a.mul_(2), [a]), lambda grad, read: grad * read()[0])
+    yield doubles(x * 1.5).pow(2).sum()
 
 
 def one_storage_at_two_versions(saving: Saving) -> list[Tensor]:
@@ -219,51 +240,43 @@ def one_storage_at_two_versions(saving: Saving) -> list[Tensor]:
     return out
 
 
-def in_place_before_the_save(saving: Saving) -> list[Tensor]:
-    x = leaf()
-    with saving():
-        y = x * 2
-        y.add_(1).relu_()
-        loss = (y * y).sum()
-    return grads_after(loss, x)
+@of_a_loss()
+def in_place_before_the_save(x: Tensor) -> Iterator[Tensor]:
+    y = x * 2
+    y.add_(1).relu_()
+    yield (y * y).sum()
 
 
-def siblings_that_share_bytes_but_not_a_version_counter(saving: Saving) -> list[Tensor]:
+@of_a_loss((SIDE, 4 * SIDE))
+def siblings_that_share_bytes_but_not_a_version_counter(x: Tensor) -> Iterator[Tensor]:
     """What PyTorch's own LSTM and GRU cells do: chunks changed in place, each with a version counter of its own."""
-    x = leaf(SIDE, 4 * SIDE)
-    with saving():
-        i, f, g, o = (x * 1.5).unsafe_chunk(4, 1)
-        i.sigmoid_()
-        f.sigmoid_()
-        g.tanh_()
-        o.sigmoid_()
-        loss = (o * (f * x[:, :SIDE] + i * g).tanh()).sum()
-    return grads_after(loss, x)
+    i, f, g, o = (x * 1.5).unsafe_chunk(4, 1)
+    i.sigmoid_()
+    f.sigmoid_()
+    g.tanh_()
+    o.sigmoid_()
+    yield (o * (f * x[:, :SIDE] + i * g).tanh()).sum()
 
 
-def data_changed_between_two_saves(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def data_changed_between_two_saves(x: Tensor) -> Iterator[Tensor]:
     """`.data` goes around the version counter; what is saved after the change must be what is there then."""
-    x = leaf()
-    with saving():
-        y = x * 2
-        twin = y.data
-        twin.mul_(3)
-        loss = (y * x.detach()).sum() + (twin * x).sum()
-    return grads_after(loss, x)
+    y = x * 2
+    twin = y.data
+    twin.mul_(3)
+    yield (y * x.detach()).sum() + (twin * x).sum()
 
 
-def a_gradient_that_is_a_view_of_what_was_unpacked(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def a_gradient_that_is_a_view_of_what_was_unpacked(x: Tensor) -> Iterator[Tensor]:
     """The next node in backward still reads it; more than staging holds, so that memory given back is filled again."""
-    x = leaf()
     returns_a_view = function(
         lambda a: (a.clone(), [a.detach().clone()]), lambda grad, read: read()[0].view(-1).view_as(grad)
     )
-    with saving():
-        y = x
-        for _ in range(20):
-            y = returns_a_view((y * y.detach().sin()).tanh().mul(x))
-        loss = y.sum()
-    return grads_after(loss, x)
+    y = x
+    for _ in range(20):
+        y = returns_a_view((y * y.detach().sin()).tanh().mul(x))
+    yield y.sum()
 
 
 # ---- graphs ---------------------------------------------------------------------------------------------------------
@@ -290,18 +303,6 @@ def double_backward(saving: Saving) -> list[Tensor]:
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
     first.pow(2).sum().backward()
     return [*grads(x), first.detach()]
-
-
-def several_micro_batches_before_backward(saving: Saving) -> list[Tensor]:
-    x = leaf()
-    losses = []
-    for scale in range(4):
-        with saving():
-            losses.append((x * scale).sin().matmul(x.cos()).sum())
-    losses[1].backward()
-    (losses[0] + losses[3]).backward()
-    losses[2].backward()
-    return grads(x)
 
 
 def a_graph_dropped_without_backward(saving: Saving) -> list[Tensor]:
@@ -473,16 +474,14 @@ def strides_of_gradients_through_einsum(saving: Saving) -> list[Tensor]:
 # ---- other hooks, checkpoints, random numbers -----------------------------------------------------------------------
 
 
-def hooks_opened_inside_ours(saving: Saving) -> list[Tensor]:
-    x = leaf()
-    with saving():
-        y = x.exp()
-        with saved_tensors_hooks(lambda t: (t.clone(),), lambda held: held[0]):
-            z = (y * x.sin()).exp()
-        with save_on_cpu():
-            w = (z.tanh() * y).matmul(x)
-        loss = (w * z).sum()
-    return grads_after(loss, x)
+@of_a_loss()
+def hooks_opened_inside_ours(x: Tensor) -> Iterator[Tensor]:
+    y = x.exp()
+    with saved_tensors_hooks(lambda t: (t.clone(),), lambda held: held[0]):
+        z = (y * x.sin()).exp()
+    with save_on_cpu():
+        w = (z.tanh() * y).matmul(x)
+    yield (w * z).sum()
 
 
 def our_hooks_inside_others(saving: Saving) -> list[Tensor]:
@@ -541,12 +540,10 @@ def attention(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x, *layer.parameters())
 
 
-def vmap(saving: Saving) -> list[Tensor]:
-    x = leaf()
-    with saving():
-        rows = torch.func.vmap(lambda row: (row.exp() * row).sum())(x * 2)
-        loss = rows.sin().sum()
-    return grads_after(loss, x)
+@of_a_loss()
+def vmap(x: Tensor) -> Iterator[Tensor]:
+    rows = torch.func.vmap(lambda row: (row.exp() * row).sum())(x * 2)
+    yield rows.sin().sum()
 
 
 def sparse_tensors(saving: Saving) -> list[Tensor]:
@@ -561,14 +558,12 @@ def sparse_tensors(saving: Saving) -> list[Tensor]:
 # ---- what has no memory of its own, and what is the user's own ------------------------------------------------------
 
 
-def zero_tensors_of_forward_mode(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def zero_tensors_of_forward_mode(x: Tensor) -> Iterator[Tensor]:
     """Their storage claims bytes, and there is no memory behind it."""
-    x = leaf()
     adds_saved = function(lambda a, b: (a * 2, [b]), lambda grad, read: grad * 2 + torch.zeros_like(grad).add(*read()))
-    with saving():
-        zero = torch._efficientzerotensor((SIDE, SIDE))
-        loss = adds_saved(x.sin(), zero).sum() + (x.cos() * zero).sum()
-    return grads_after(loss, x)
+    zero = torch._efficientzerotensor((SIDE, SIDE))
+    yield adds_saved(x.sin(), zero).sum() + (x.cos() * zero).sum()
 
 
 def forward_mode_inside_reverse_mode(saving: Saving) -> list[Tensor]:
@@ -623,40 +618,45 @@ def a_function_that_returns_a_saved_leaf(saving: Saving) -> list[Tensor]:
 
 
 def a_function_that_wants_the_parameter_itself(saving: Saving) -> list[Tensor]:
-    """It reads an attribute of the parameter that it saved, as code for ZeRO-3 does."""
+    """It reads an attribute of the parameter, as ZeRO-3 does, whatever else it has saved before that."""
     x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
     weight.of_the_user = True
 
     def look(grad: Tensor, read: Read) -> tuple[Tensor, Tensor]:
-        x, nothing, weight = read()
-        if nothing is not None or not hasattr(weight, "of_the_user"):
+        x, _, weight = read()
+        if not hasattr(weight, "of_the_user"):
             raise Wrong("a Function did not get the parameter that it saved")
         return grad @ weight.t(), x.t() @ grad
 
-    with saving():
-        loss = function(lambda x, weight: (x @ weight, [x, None, weight]), look)(x.sin(), weight).square().sum()
-    return grads_after(loss, x, weight)
+    multiplies = function(lambda x, weight, first: (x @ weight, [x, first, weight]), look)
+    jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
+    for first in (None, (leaf() * 2).to_sparse(), jagged):
+        with saving():
+            loss = multiplies(x.sin(), weight, first).square().sum() + leaf().exp().sum()
+        loss.backward()
+    return grads(x, weight)
 
 
 def two_forwards_before_one_backward(saving: Saving) -> list[Tensor]:
-    x, weight = leaf(), leaf()
-    with saving():
-        chosen = (x @ weight).sigmoid()
-    with saving():
-        rejected = (x.cos() @ weight).tanh()
-    (chosen - rejected).square().mean().backward()
-    return grads(x, weight)
+    """And others before and after it, in another order than their forwards."""
+    x = leaf()
+    losses = []
+    for scale in range(4):
+        with saving():
+            losses.append((x * scale).sin().matmul(x.cos()).sum())
+    losses[1].backward()
+    (losses[0] + losses[3]).backward()
+    losses[2].backward()
+    return grads(x)
 
 
 # ---- bytes that no version tells of ---------------------------------------------------------------------------------
 
 
-def the_noise_of_rrelu(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def the_noise_of_rrelu(x: Tensor) -> Iterator[Tensor]:
     """Autograd packs the noise before the kernel fills it."""
-    x = leaf()
-    with saving():
-        loss = sum(nn.functional.rrelu(x * scale, training=True).sum() for scale in (1, -2, 3))
-    return grads_after(loss, x)
+    yield sum(nn.functional.rrelu(x * scale, training=True).sum() for scale in (1, -2, 3))
 
 
 def overwritten_by_a_function_after_a_save(saving: Saving) -> list[Tensor]:
@@ -690,51 +690,19 @@ def overwritten_without_a_function_after_a_save(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-def _filled(slices: int, fill: Callable[[Tensor, int], None], saving: Saving) -> list[Tensor]:
-    x, buffer = leaf(), torch.zeros(slices, SIDE, SIDE)
-    with saving():
-        loss = torch.zeros(())
-        for index in range(slices):
-            fill(buffer[index], index)
-            loss = loss + (x * buffer[index]).exp().mean() + (x @ buffer[index]).mean()
-        loss = loss + (x * buffer.sum(0)).mean()
-    return grads_after(loss, x)
-
-
-def slices_that_are_filled_before_their_first_use(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def slices_that_are_filled_before_their_first_use(x: Tensor) -> Iterator[Tensor]:
     """As ``dist.broadcast`` into the slots of a contrastive loss, or the buffers of ring attention: no version."""
-    return _filled(4, lambda part, index: part.data.copy_(torch.randn(SIDE, SIDE) / (index + 1)), saving)
-
-
-def slices_that_get_few_elements(saving: Saving) -> list[Tensor]:
-    def fill(part: Tensor, index: int) -> None:
-        part.data[index, index + 7] = 1.0 + index
-
-    return _filled(4, fill, saving)
-
-
-def few_elements_of_a_buffer_that_was_filled_in_place(saving: Saving) -> list[Tensor]:
-    """Its graph names one operation, which has made a part of it."""
-    x, index = leaf(), torch.tensor([3, 9, 30])
-
-    def changed_in_place() -> Iterator[Tensor]:
-        yield torch.zeros(SIDE, SIDE).index_put_((index,), (x * 2)[:3])
-        yield torch.zeros(SIDE, SIDE).index_copy_(0, index, (x * 2)[:3])
-        yield torch.zeros(SIDE, SIDE).scatter_(0, index[:, None].expand(3, SIDE), (x * 2)[:3])
-        yield (x * 2).masked_fill_(torch.eye(SIDE, dtype=torch.bool), 3.0)
-
-    with saving():
-        loss = torch.zeros(())
-        for buffer in changed_in_place():
-            metric = buffer.sin().sum()
-            buffer.data[40, 5] = 100
-            loss = loss + (buffer * buffer).mean() + (buffer * x).sum()
-            del metric
-    return grads_after(loss, x)
+    buffer = torch.zeros(4, SIDE, SIDE)
+    loss = torch.zeros(())
+    for index in range(len(buffer)):
+        buffer[index].data.copy_(torch.randn(SIDE, SIDE) / (index + 1))
+        loss = loss + (x * buffer[index]).exp().mean() + (x @ buffer[index]).mean()
+    yield loss + (x * buffer.sum(0)).mean()
 
 
 def a_part_of_a_buffer_that_gradients_flow_into(saving: Saving) -> list[Tensor]:
-    """The rank's own keys have a gradient, the others are received."""
+    """The rank's own keys have a gradient, the others are received. The buffer lives until backward: see the limits."""
     x = leaf()
     with saving():
         keys = torch.zeros(2, SIDE, SIDE)
@@ -745,33 +713,28 @@ def a_part_of_a_buffer_that_gradients_flow_into(saving: Saving) -> list[Tensor]:
     return grads_after(loss, x)
 
 
-def filled_after_the_function_that_saves_it(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def filled_after_the_function_that_saves_it(x: Tensor) -> Iterator[Tensor]:
     """As an asynchronous collective that a Function begins, and its caller waits for."""
-    x = leaf()
 
     def begin(a: Tensor) -> tuple[Tensor, list[Tensor]]:
         out = torch.zeros_like(a)
         return out, [out]
 
-    with saving():
-        received = function(begin, lambda grad, read: grad * read()[0])(x)
-        received.data.copy_(x.detach() * 3)
-        loss = (received * received).sum()
-    return grads_after(loss, x)
+    received = function(begin, lambda grad, read: grad * read()[0])(x)
+    received.data.copy_(x.detach() * 3)
+    yield (received * received).sum()
 
 
-def a_function_that_saves_sparse_and_jagged_tensors(saving: Saving) -> list[Tensor]:
-    x = leaf()
-
+@of_a_loss()
+def a_function_that_saves_sparse_and_jagged_tensors(x: Tensor) -> Iterator[Tensor]:
     def gradient(grad: Tensor, read: Read) -> Tensor:
         a, coo, jagged = read()
         return grad * a * coo.to_dense() + jagged.values().sum()
 
     saves = function(lambda a, *others: (a * 2, [a, *others]), gradient)
     jagged = torch.nested.nested_tensor_from_jagged(torch.randn(SIDE, SIDE), torch.tensor([0, 30, SIDE]))
-    with saving():
-        loss = saves(x.sin(), torch.randn(SIDE, SIDE).to_sparse(), jagged).sum()
-    return grads_after(loss, x)
+    yield saves(x.sin(), torch.randn(SIDE, SIDE).to_sparse(), jagged).sum()
 
 
 def _saves_twice(*, writes: bool) -> Callable[..., Tensor]:
@@ -786,11 +749,10 @@ def _saves_twice(*, writes: bool) -> Callable[..., Tensor]:
     return function(lambda a, b: (a * b, [b, b.t()]), gradient)
 
 
-def two_views_that_one_function_saves(saving: Saving) -> list[Tensor]:
-    x, y, writes = leaf(), leaf(), _saves_twice(writes=True)
-    with saving():
-        loss = writes(x, (y * 2).detach()).sum() + writes(x, torch.randn(SIDE, SIDE)).sum()
-    return grads_after(loss, x)
+@of_a_loss()
+def two_views_that_one_function_saves(x: Tensor) -> Iterator[Tensor]:
+    y, writes = leaf(), _saves_twice(writes=True)
+    yield writes(x, (y * 2).detach()).sum() + writes(x, torch.randn(SIDE, SIDE)).sum()
 
 
 def data_that_is_exchanged_after_the_save(saving: Saving) -> list[Tensor]:
@@ -922,61 +884,28 @@ def a_saved_tensor_that_becomes_a_gradient_after_another_read(saving: Saving) ->
     return out
 
 
-def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
-    """Without hooks whoever else has saved it refers to the very tensor, so that a copy of it becomes ``.grad``."""
-    out = []
-    for shape in ((SIDE, SIDE), (8,)):
-        x, y, z = leaf(*shape), leaf(*shape), leaf(*shape)
-        with saving():
-            made = y * 2
-            later = (z * made).sum()
-            loss = returns_its_constant(x, made).sum()
-            del made
-        loss.backward()
-        x.grad.data.mul_(0.5)  # type: ignore[union-attr]
-        out += [*grads(x), *torch.autograd.grad(later, z)]
-    return out
-
-
 # Returns the gradient that it gets, as DeepSpeed's Functions around modules do.
 passes_on = function(lambda a: (a.clone(), []), lambda grad, _: grad)
 
 
-def a_saved_tensor_that_becomes_a_gradient_later(saving: Saving) -> list[Tensor]:
-    """Others unpack what they have saved before the gradient has come to its leaf."""
+def a_saved_tensor_with_a_graph_that_becomes_a_gradient(saving: Saving) -> list[Tensor]:
+    """Without hooks whoever else has saved it refers to the very tensor, so that a copy of it becomes ``.grad``.
+
+    At once; or others unpack what they have saved before the gradient has come to its leaf.
+    """
     out = []
-    for shape in ((SIDE, SIDE), (8,)):
+    for shape, passes in itertools.product(((SIDE, SIDE), (8,)), (False, True)):
         x, y, z, other = leaf(*shape), leaf(*shape), leaf(*shape), leaf(*shape)
         with saving():
             made = y * 2
             later = (z * made).sum()
-            passed, between = passes_on(x), (other * other.detach()).sum()
+            passed, between = passes_on(x) if passes else x, (other * other.detach()).sum()
             loss = between + returns_its_constant(passed, made).sum()
             del made, passed, between
         loss.backward()
         x.grad.data.mul_(0.5)  # type: ignore[union-attr]
         out += [*grads(x, other), *torch.autograd.grad(later, z)]
     return out
-
-
-def a_parameter_behind_a_tensor_without_strides(saving: Saving) -> list[Tensor]:
-    """It is found again among what a Function has saved, whatever stands before it."""
-    x, weight = leaf(), nn.Parameter(torch.randn(SIDE, SIDE))
-    weight.of_the_user = True
-
-    def look(grad: Tensor, read: Read) -> Tensor:
-        weight = read()[1]
-        if not hasattr(weight, "of_the_user"):
-            raise Wrong("a Function did not get the parameter that it saved")
-        return grad * weight
-
-    saves_both = function(lambda a, first, weight: (a * weight, [first, weight]), look)
-    jagged = torch.nested.nested_tensor_from_jagged(leaf() * 2, torch.tensor([0, 30, SIDE]))
-    for first in ((leaf() * 2).to_sparse(), jagged):
-        with saving():
-            loss = saves_both(x, first, weight).sum() + leaf().exp().sum()
-        loss.backward()
-    return grads(x)
 
 
 def updates_its_state(*, writes_past_version: bool) -> Callable[..., Tensor]:
@@ -1022,18 +951,16 @@ def a_state_that_was_an_operand(saving: Saving) -> list[Tensor]:
     return [*grads(x), *out]
 
 
-def a_view_of_what_a_function_then_changes(saving: Saving) -> list[Tensor]:
+@of_a_loss()
+def a_view_of_what_a_function_then_changes(x: Tensor) -> Iterator[Tensor]:
     """Autograd does not tell the node of that view."""
-    x = leaf()
 
     def change(a: Tensor, first: int) -> tuple[Tensor, list[Tensor]]:
         view = a[first:]
         return a.mul_(0.9), [view]
 
     changes = function(change, lambda grad, _: grad * 0.9)
-    with saving():
-        loss = changes(x * 2, 1).sin().sum() + changes(x * 3, SIDE - 1).cos().sum()
-    return grads_after(loss, x)
+    yield changes(x * 2, 1).sin().sum() + changes(x * 3, SIDE - 1).cos().sum()
 
 
 class KnowsFewFunctions(Tensor):
@@ -1044,12 +971,11 @@ class KnowsFewFunctions(Tensor):
         raise TypeError(f"{func} of a tensor that knows no functions")
 
 
-def a_subclass_that_knows_few_functions(saving: Saving) -> list[Tensor]:
-    x, other = leaf(), torch.randn(SIDE, SIDE).as_subclass(KnowsFewFunctions)
+@of_a_loss()
+def a_subclass_that_knows_few_functions(x: Tensor) -> Iterator[Tensor]:
+    other = torch.randn(SIDE, SIDE).as_subclass(KnowsFewFunctions)
     saves = function(lambda a, _: (a * 2, [a, other]), lambda grad, read: grad * read()[0])
-    with saving():
-        loss = saves(x.sin(), 0).sum()
-    return grads_after(loss, x)
+    yield saves(x.sin(), 0).sum()
 
 
 class ReadsByTheOldName(torch.autograd.Function):
@@ -1076,15 +1002,13 @@ def a_gradient_that_was_read_by_the_old_name(saving: Saving) -> list[Tensor]:
     return [*grads(x), weight]
 
 
-def a_sparse_tensor_of_an_operand(saving: Saving) -> list[Tensor]:
-    x, y = leaf(), leaf(SIDE)
+@of_a_loss(SQUARE, (SIDE,))
+def a_sparse_tensor_of_an_operand(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     saves = function(lambda a, sparse: (a * 2, [sparse]), lambda grad, read: grad * read()[0].to_dense())
-    with saving():
-        values = y * 2
-        scaled = x * values
-        sparse = torch.sparse_coo_tensor(torch.arange(SIDE)[None], values.detach(), (SIDE,))
-        loss = (scaled * scaled).sum() + saves(x, sparse).sum()
-    return grads_after(loss, x, y)
+    values = y * 2
+    scaled = x * values
+    sparse = torch.sparse_coo_tensor(torch.arange(SIDE)[None], values.detach(), (SIDE,))
+    yield (scaled * scaled).sum() + saves(x, sparse).sum()
 
 
 class CopiesResults(TorchDispatchMode):
@@ -1096,14 +1020,13 @@ class CopiesResults(TorchDispatchMode):
         return tree_map_only(Tensor, Tensor.clone, func(*args, **(kwargs or {})))
 
 
-def a_mode_around_a_part_of_forward(saving: Saving) -> list[Tensor]:
+@of_a_loss(SQUARE, SQUARE)
+def a_mode_around_a_part_of_forward(x: Tensor, y: Tensor) -> Iterator[Tensor]:
     """The mode is on while tensors leave that were saved before."""
-    x, y = leaf(), leaf()
-    with saving():
-        made = x.sin()
-        with CopiesResults():
-            loss = (made.exp() * y).sum()
-    return grads_after(loss, x, y)
+    made = x.sin()
+    with CopiesResults():
+        loss = (made.exp() * y).sum()
+    yield loss
 
 
 def a_mode_around_backward(saving: Saving) -> list[Tensor]:

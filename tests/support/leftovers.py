@@ -11,22 +11,23 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import NvmeStore
 
 
-def held(cache: TensorCache, nvme: NvmeStore | None = None, host: HostStore | None = None) -> str:
-    """Return what is held or counted, in words; empty where nothing is."""
+def held(cache: TensorCache) -> str:
+    """Return what a cache and its stores hold or count, in words; empty where that is nothing."""
     gc.collect()
     cache.settle()
-    counts = {
+    counts: dict[str, float] = {
         "records": cache.live_records,
         "saved bytes": cache.stats.saved.now,
         "resident bytes": cache.stats.resident.now,
     }
-    if nvme is not None:
-        nvme.settle()
-        counts["bytes of staging"] = nvme.ring.slots.used_bytes
-        counts["bytes of swap files"] = sum(path.extents.used_bytes for path in nvme.paths)
-    if host is not None:
-        host.settle()
-        counts["bytes of host memory"] = sum(segment.spans.used_bytes for segment in host._segments)
+    for store in cache.stores:
+        if isinstance(store, NvmeStore):
+            store.settle()
+            counts["bytes of staging"] = store.ring.slots.used_bytes
+            counts["bytes of swap files"] = sum(path.extents.used_bytes for path in store.paths)
+        elif isinstance(store, HostStore):
+            store.settle()
+            counts["bytes of host memory"] = sum(segment.spans.used_bytes for segment in store._segments)
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 

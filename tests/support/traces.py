@@ -183,6 +183,17 @@ def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: fl
         (int(SIZE * spread ** chance.uniform(-1, 1)) // 4096 * 4096 + 4096, spread ** chance.uniform(-1, 1))
         for _ in range(count)
     ]
+    machine = resources(rate * SIZE * per_layer, rate * SIZE * per_layer, 100 * SIZE, 8 * SIZE)
+    return _chain(sizes, per_layer, machine, left_s=1e-6)
+
+
+def layers(count: int, per_layer: int, rate: float, staging_bytes: int = 4 * SIZE) -> Trace:
+    """A chain: each block takes 1 s forward and 2 s backward, and saves so many storages; the first is its input."""
+    return _chain([(SIZE, 1.0)] * count, per_layer, resources(rate * SIZE, rate * SIZE, 100 * SIZE, staging_bytes))
+
+
+def _chain(sizes: list[tuple[int, float]], per_layer: int, machine: Resources, left_s: float = 0.0) -> Trace:
+    """Blocks, each with the bytes of its storages and the seconds of its forward."""
     forward_s = sum(took_s for _, took_s in sizes)
     storages, blocks, start_s = [], [], 0.0
     for number, (nbytes, took_s) in enumerate(sizes):
@@ -196,26 +207,7 @@ def uneven_layers(seed: int, count: int, per_layer: int, spread: float, rate: fl
             freed_s = use_s + 2 * took_s / per_layer
             storages.append(StorageTrace(nbytes, f"{module}.part{index}", (number,), pack_s, pack_s, use_s, freed_s))
         start_s += took_s
-    machine = resources(rate * SIZE * per_layer, rate * SIZE * per_layer, 100 * SIZE, 8 * SIZE)
-    return Trace(tuple(storages), tuple(blocks), machine, 3 * forward_s + 1e-6)
-
-
-def layers(count: int, per_layer: int, rate: float, staging_bytes: int = 4 * SIZE) -> Trace:
-    """A chain: each block takes 1 s forward and 2 s backward, and saves so many storages; the first is its input."""
-    storages, blocks = [], []
-    for number in range(count):
-        backward_s = count + 2.0 * (count - 1 - number)
-        blocks.append(
-            BlockTrace(f"layers.{number}", number, number + 1.0, backward_s, backward_s + 2.0, (number * per_layer,))
-        )
-        for index in range(per_layer):
-            pack_s = number + index / per_layer
-            use_s = backward_s + 2.0 * (per_layer - 1 - index) / per_layer
-            freed_s = use_s + 2.0 / per_layer
-            module = f"layers.{number}.part{index}"
-            storages.append(StorageTrace(SIZE, module, (number,), pack_s, pack_s, use_s, freed_s))
-    machine = resources(rate * SIZE, rate * SIZE, 100 * SIZE, staging_bytes)
-    return Trace(tuple(storages), tuple(blocks), machine, 3.0 * count)
+    return Trace(tuple(storages), tuple(blocks), machine, 3 * forward_s + left_s)
 
 
 def pipeline(forwards: int, ahead: int) -> Trace:

@@ -13,7 +13,6 @@ import errno
 import faulthandler
 import gc
 import itertools
-import json
 import logging
 import os
 import resource
@@ -24,9 +23,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 HANG_S = 60.0
 _CAPABILITY_VERSION_3, _CAP_IPC_LOCK = 0x20080522, 14  # linux/capability.h
@@ -121,34 +121,33 @@ class Outcome:
 class Victim:
     """A running one."""
 
-    def __init__(self, connection: socket.socket, stderr: Path) -> None:
+    def __init__(self, connection: Connection, stderr: Path) -> None:
         self._connection = connection
-        self._lines: IO[str] = connection.makefile("r")
         self._stderr = stderr
         self._ended = False
-        self.pid = int(self._next()["pid"])
+        self.pid: int = self._next()
 
     def wait_until(self, pause: str) -> None:
         """It has come to a pause of its job."""
         told = self._next()
-        assert told == {"pause": pause}, told
+        assert told == pause, told
 
     @property
     def is_silent(self) -> bool:
         """Return whether it has not come to its next pause, or end."""
-        return not select.select([self._connection], [], [], 0)[0]
+        return not self._connection.poll()
 
     def go_on(self) -> None:
         """Let it leave its pause."""
-        self._connection.sendall(b"go\n")
+        self._connection.send("go")
 
     def outcome(self) -> Outcome:
         """Wait for its end."""
         told = self._next()
-        assert "pause" not in told, told
+        assert isinstance(told, Outcome), told
         self._ended = True
         self._connection.close()
-        return replace(Outcome(**told), stderr=self._stderr.read_text())
+        return replace(told, stderr=self._stderr.read_text())
 
     def end(self) -> None:
         """SIGKILL, if it is running still."""
@@ -160,18 +159,16 @@ class Victim:
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
         self.end()
-        with suppress(ConnectionResetError):
-            while self._connection.recv(4096):  # the kernel closes it with the process's other files
-                pass
+        with suppress(EOFError, ConnectionResetError):
+            while True:
+                self._connection.recv()  # the kernel closes it with the process's other files
         self._connection.close()
 
-    def _next(self) -> dict[str, Any]:
-        try:
-            line = self._lines.readline()
-        except TimeoutError:
-            line = ""
-        assert line, f"the victim died or hangs:\n{self._stderr.read_text()[-4000:]}"
-        return json.loads(line)
+    def _next(self) -> Any:
+        with suppress(EOFError, ConnectionResetError):
+            if self._connection.poll(HANG_S + 10):
+                return self._connection.recv()
+        raise AssertionError(f"the victim died or hangs:\n{self._stderr.read_text()[-4000:]}")
 
 
 class Victims:
@@ -188,10 +185,8 @@ class Victims:
         self._count += 1
         stderr = self._directory / f"stderr{self._count}"
         stderr.touch()
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(HANG_S + 10)
-        connection.connect(self._address)
-        connection.sendall(json.dumps({"job": asdict(job), "stderr": str(stderr)}).encode() + b"\n")
+        connection = Client(self._address, "AF_UNIX")
+        connection.send((job, str(stderr)))
         self._running.append(Victim(connection, stderr))
         return self._running[-1]
 
@@ -227,7 +222,7 @@ def serving(directory: Path) -> Iterator[Victims]:
     with (
         (directory / "stderr").open("w") as stderr,
         subprocess.Popen(
-            [sys.executable, __file__, address[1:]],
+            [sys.executable, "-c", f"from support.victims import serve; serve({address!r})"],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -246,7 +241,7 @@ def serving(directory: Path) -> Iterator[Victims]:
 # ---- the victim's side ----------------------------------------------------------------------------------------------
 
 
-def serve(name: str) -> None:
+def serve(address: str) -> None:
     """Fork a victim for every connection, until standard input ends."""
     import ds_tba.offloader  # noqa: F401
     from ds_tba.config import AioConfig
@@ -256,7 +251,7 @@ def serve(name: str) -> None:
     if aio.is_built():
         aio.AioBackend(AioConfig())  # loads the op
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("\0" + name)
+    listener.bind(address)
     listener.listen()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the dead
     gc.freeze()  # victims collect garbage: not among what was imported before the fork
@@ -269,27 +264,23 @@ def serve(name: str) -> None:
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
-            _live(connection)
+            _live(Connection(connection.detach()))
         connection.close()
 
 
-def _live(connection: socket.socket) -> None:
-    lines = connection.makefile("rw")
-    order = json.loads(lines.readline())
-    stderr = os.open(order["stderr"], os.O_WRONLY)
+def _live(connection: Connection) -> None:
+    job, path = connection.recv()
+    stderr = os.open(path, os.O_WRONLY)
     os.dup2(stderr, 1)
     os.dup2(stderr, 2)
     os.close(stderr)
     faulthandler.enable()
     faulthandler.dump_traceback_later(HANG_S, exit=True)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    job = order["job"]
-    for name in ("at_start", "faults"):
-        job[name] = [Fault(**fault) for fault in job[name]]
-    _tell(lines, {"pid": os.getpid()})
+    connection.send(os.getpid())
     status = 1
     try:
-        _tell(lines, asdict(_outcome(Job(**job), lines)))
+        connection.send(_outcome(job, connection))
         status = 0
     finally:
         if status:
@@ -298,12 +289,7 @@ def _live(connection: socket.socket) -> None:
         os._exit(status)
 
 
-def _tell(lines: IO[str], what: dict[str, Any]) -> None:
-    lines.write(json.dumps(what) + "\n")
-    lines.flush()
-
-
-def _outcome(job: Job, lines: IO[str]) -> Outcome:
+def _outcome(job: Job, connection: Connection) -> Outcome:
     from ds_tba.config import BLOCK, AioConfig, parse_block
     from ds_tba.device.accelerator import CpuAccelerator
     from ds_tba.errors import DsTbaError
@@ -314,12 +300,8 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     log = Warnings()
     logging.getLogger("ds_tba").addHandler(log)
     io = {"backend": job.backend, "staging_bytes": 16 << 20}
-    block = {
-        "nvme_path": job.directory,
-        "placement": "nvme",
-        "rematerialize": False,
-        "io": io,
-    }  # every byte to the drive
+    # Every byte to the drive.
+    block = {"nvme_path": job.directory, "placement": "nvme", "rematerialize": False, "io": io}
     parsed = parse_block({BLOCK: block})
     assert parsed is not None
     if job.lockable_bytes is not None:
@@ -337,7 +319,7 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     _set([Fault(call, "none") for call in _CALLS])
     _set(job.faults)
     _leave_descriptors(job.free_descriptors)
-    error, message = _train(job, offloader, lines)
+    error, message = _train(job, offloader, connection)
     gc.collect()
     offloader.cache.settle()
     live_records = offloader.cache.live_records
@@ -347,7 +329,7 @@ def _outcome(job: Job, lines: IO[str]) -> Outcome:
     return Outcome(error, message, log.texts, offloader.start_line(), report, live_records, strikes)
 
 
-def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
+def _train(job: Job, offloader: Any, connection: Connection) -> tuple[str | None, str]:
     """Train with and without the offloader; the exception that ended it, if one did."""
     import torch
 
@@ -356,8 +338,8 @@ def _train(job: Job, offloader: Any, lines: IO[str]) -> tuple[str | None, str]:
 
     def pause(where: str) -> None:
         if where in job.pauses:
-            _tell(lines, {"pause": where})
-            lines.readline()
+            connection.send(where)
+            connection.recv()
 
     def training(saving: hazards.Saving) -> list[torch.Tensor]:
         ours = saving is not nullcontext
@@ -405,23 +387,15 @@ def _limit_locked_memory(nbytes: int) -> None:
 
 def _leave_descriptors(count: int | None) -> None:
     """Let this process open ``count`` files more, or as many as it may."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = most if count is None else _unused_descriptors(count + 1)[-1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    _, limit = most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if count is not None:
+        limit = next(itertools.islice(filter(_is_unused, itertools.count()), count, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most[1]))
 
 
-def _unused_descriptors(count: int) -> list[int]:
-    found: list[int] = []
-    for number in itertools.count():
-        if len(found) == count:
-            break
-        try:
-            os.fstat(number)
-        except OSError:
-            found.append(number)
-    return found
-
-
-if __name__ == "__main__":
-    with suppress(KeyboardInterrupt):
-        serve(sys.argv[1])
+def _is_unused(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return True
+    return False

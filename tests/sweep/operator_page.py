@@ -40,17 +40,6 @@ programs of each:
 ROW = re.compile(r"^\| ([^|]+) \| (\d+) \| (\d+) \|$", re.M)
 
 
-def in_json(tally: Any) -> dict[str, Any]:
-    """Return a tally as a test's report can carry it to another process."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, set):
-            return sorted(value)
-        return dict(value) if isinstance(value, Counter) else value  # no report carries a subclass of dict
-
-    return {name: plain(value) for name, value in vars(tally).items()}
-
-
 class OperatorPage:
     """A plugin that collects the tallies of a run of the tests, and writes the page at the end."""
 

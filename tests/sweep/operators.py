@@ -6,7 +6,6 @@ a *draw* one of its inputs, and a *shape* the program around it; see :data:`SHAP
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -300,17 +299,13 @@ def _tensors_differ(a: Tensor, b: Tensor) -> str:
         return f"strides {b.stride()} instead of {a.stride()}"
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
-    a, b = a.contiguous(), b.contiguous()
-    different = a.view(whole) != b.view(whole)
+    same = (a == b) & (a.signbit() == b.signbit())
     if a.is_floating_point():
-        different &= ~(a.isnan() & b.isnan())
-    count = int(different.sum())
-    return f"{count} of {a.numel()} elements, largest error {_largest(a, b)}" if count else ""
-
-
-def _largest(a: Tensor, b: Tensor) -> float:
-    return math.nan if a.numel() == 0 else float((a.double() - b.double()).abs().max())
+        same |= a.isnan() & b.isnan()
+    count = int((~same).sum())
+    if not count:
+        return ""
+    return f"{count} of {a.numel()} elements, largest error {float((a.double() - b.double()).abs().max())}"
 
 
 # ---- many runs ------------------------------------------------------------------------------------------------------
@@ -318,23 +313,23 @@ def _largest(a: Tensor, b: Tensor) -> float:
 
 @dataclass
 class Tally:
-    """What came of the runs of some subjects.
+    """What came of the runs of some subjects, in what a report can carry to another process.
 
     Attributes:
-        runs: count of those compared, by "dtype, shape, placement"; errors that both raise are among them.
+        runs: those compared, as "dtype, shape, placement"; errors that both raise are among them.
         raised: count of the runs that raised the same error without us and with us.
-        operators, modules: names of the subjects compared.
-        unsteady: count of programs that differ from one plain run to the next, by the name of the subject.
+        operators, modules: names of the subjects compared, once for each run.
+        unsteady: the subject of each program that differs from one plain run to the next.
         differences: a line for each run that differs.
         moved_bytes: bytes that went to the drive.
         left_out_bytes: bytes that backward made again instead.
     """
 
-    runs: Counter[str] = field(default_factory=Counter)
+    runs: list[str] = field(default_factory=list)
     raised: int = 0
-    operators: set[str] = field(default_factory=set)
-    modules: set[str] = field(default_factory=set)
-    unsteady: Counter[str] = field(default_factory=Counter)
+    operators: list[str] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    unsteady: list[str] = field(default_factory=list)
     differences: list[str] = field(default_factory=list)
     moved_bytes: int = 0
     left_out_bytes: int = 0
@@ -366,16 +361,16 @@ class Sweep:
         name, tally = program.subject.name, self.tally
         expected = run(program.forward(), nullcontext)
         if difference(expected, run(program.forward(), nullcontext)):
-            tally.unsteady[name] += 1
+            tally.unsteady.append(name)
             return
         for placement in PLACEMENTS:
             reason = difference(expected, self._with_us(program, placement))
             if reason and _is_unsteady(program, expected):
-                tally.unsteady[name] += 1
+                tally.unsteady.append(name)
                 return
-            tally.runs[f"{program.where}, {placement}"] += 1
+            tally.runs.append(f"{program.where}, {placement}")
             tally.raised += isinstance(expected, type)
-            (tally.modules if program.subject.is_module else tally.operators).add(name)
+            (tally.modules if program.subject.is_module else tally.operators).append(name)
             if reason:
                 tally.differences.append(f"{program}, {placement}: {reason}")
 
