@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked import Program, ProgramFailed, run, run_once
-from support.runs import with_block
+from support.runs import plain_config, with_block
 
 MIB = 1 << 20
 COMPARED = ("losses", "parameters")
@@ -36,23 +36,14 @@ class Compared:
     def reports(self) -> list[dict[str, Any]]:
         return [result["report"] for result in self.results]
 
-    @property
-    def moved_bytes(self) -> int:
-        return sum(report["offloaded_bytes"] for report in self.reports)
-
-    @property
-    def recomputed_bytes(self) -> int:
-        return sum(report["recomputed_bytes"] for report in self.reports)
-
-    @property
-    def rematerialized_bytes(self) -> int:
-        return sum(report["rematerialized_bytes"] for report in self.reports)
+    def total(self, key: str) -> int:
+        return sum(report[f"{key}_bytes"] for report in self.reports)
 
     def __str__(self) -> str:
-        recomputed = f", {self.recomputed_bytes / MIB:.1f} MiB recomputed" if self.recomputed_bytes else ""
-        again = f", {self.rematerialized_bytes / MIB:.1f} MiB rematerialized" if self.rematerialized_bytes else ""
-        steps = self.reports[0]["steps"]
-        return f"bit-equal, {self.moved_bytes / MIB:.1f} MiB moved{again}{recomputed} in {steps} steps"
+        words = {"offloaded": "moved", "rematerialized": "rematerialized", "recomputed": "recomputed"}
+        found = {word: self.total(key) / MIB for key, word in words.items()}
+        told = ", ".join(f"{mib:.1f} MiB {word}" for word, mib in found.items() if mib or word == "moved")
+        return f"bit-equal, {told} in {self.reports[0]['steps']} steps"
 
 
 def row(section: str, name: str, *values: Any, decides: bool = False, marks: Iterable[Any] = ()) -> Any:
@@ -65,6 +56,60 @@ def row(section: str, name: str, *values: Any, decides: bool = False, marks: Ite
             placements take turns.
     """
     return pytest.param(*values, marks=[pytest.mark.compatible(section, name, decides=decides), *marks], id=name)
+
+
+def config_of(stage: int, **more: Any) -> dict[str, Any]:
+    """A config, whose ``zero_optimization`` may have more than the stage."""
+    zero = more.pop("zero_optimization", {})
+    config = plain_config(stage, **{"train_micro_batch_size_per_gpu": 2, **more})
+    config["zero_optimization"] |= zero
+    return config
+
+
+@dataclass(frozen=True)
+class Way:
+    """A program with its arguments: a row for each stage of ZeRO.
+
+    Attributes:
+        name: of the row, with ``{}`` for the stage, or without it at its end.
+        decides: the stage whose row does.
+        config: of DeepSpeed, for a stage.
+        says: what the row says; it may check more.
+    """
+
+    name: str
+    program: Program
+    arguments: dict[str, Any] = field(default_factory=dict)
+    stages: Sequence[int] = (2, 3)
+    _: KW_ONLY
+    decides: int | None = None
+    ranks: int = 1
+    config: Callable[[int], dict[str, Any]] = config_of
+    block: dict[str, Any] | None = None
+    says: Callable[[Compared], str] = str
+    marks: Sequence[Any] = ()
+
+    def compared(self, stage: int, directory: Path, **more: Any) -> Compared:
+        options = {"ranks": self.ranks, "block": self.block, **self.arguments, **more}
+        return compare(self.program, self.config(stage), directory, **options)
+
+
+def rows(section: str, ways: Iterable[Way]) -> list[Any]:
+    """Return the parameters of a test of these ways: ``way`` and ``stage``."""
+    return [
+        row(
+            section, one.name.format(stage) if "{}" in one.name else f"{one.name}, ZeRO-{stage}", one, stage,
+            decides=stage == one.decides, marks=one.marks,
+        )
+        for one in ways
+        for stage in one.stages
+    ]  # fmt: skip
+
+
+def recomputed(compared: Compared) -> str:
+    """What a row says in which every rank recomputes."""
+    assert all(report["recomputed_bytes"] > 0 for report in compared.reports)
+    return str(compared)
 
 
 def compare(
@@ -97,16 +142,18 @@ def compare(
     return agrees(plain, ours, must_move=must_move)
 
 
-def agrees(plain: list[dict[str, Any]], ours: list[dict[str, Any]], *, must_move: bool = True) -> Compared:
-    """Check that the ranks returned the same without and with the block."""
+def agrees(
+    plain: list[dict[str, Any]], ours: list[dict[str, Any]], *, must_move: bool = True, more: Sequence[str] = ()
+) -> Compared:
+    """Check that the ranks returned the same without and with the block, and more of it than losses and parameters."""
     for rank, (expected, found) in enumerate(zip(plain, ours, strict=True)):
         assert expected["losses"], "the program trained nothing"
-        for key in COMPARED:
+        for key in (*COMPARED, *more):
             assert found[key] == expected[key], f"rank {rank}: {key} differ"
         assert found["report"], f"rank {rank}: no offloader was attached"
     compared = Compared(ours, plain)
     if must_move:
-        assert compared.moved_bytes > 0, "no byte was moved"
+        assert compared.total("offloaded") > 0, "no byte was moved"
     return compared
 
 

@@ -7,9 +7,10 @@ the usual environment variables, as under a launcher.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,32 @@ def run(
     return [{**result, "output": output} for result, output in zip(results, outputs, strict=True)]
 
 
+def run_each(
+    program: Program, each: Sequence[tuple[dict[str, Any], dict[str, Any]]], directory: Path, **options: Any
+) -> list[list[dict[str, Any]]]:
+    """Run a program under each of these configs, with its arguments, one after the other in one job.
+
+    Returns:
+        For each what :func:`run` returns, which takes the same options.
+    """
+    ranks = run(_each, None, directory, trains=program, each=each, **options)
+    return [[rank["found"][at] | {"output": rank["output"]} for rank in ranks] for at in range(len(each))]
+
+
 def run_once(
     program: Program, config: dict[str, Any], directory: Path, *, ranks: int = 1, **arguments: Any
 ) -> list[dict[str, Any]]:
     """Call :func:`run` once in a run of the tests: many tests compare with a run without the block."""
     key = [program.__module__, program.__qualname__, config, ranks, arguments]
     return once(key, lambda: run(program, config, directory, ranks=ranks, **arguments))
+
+
+def _each(_: None, trains: Program, each: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    found = []
+    for config, arguments in each:
+        found.append(trains(config, **arguments))
+        gc.collect()  # what the engine before held
+    return {"found": found}
 
 
 def _rank(program: Program, config: dict[str, Any] | None, arguments: dict[str, Any], directory: str) -> None:

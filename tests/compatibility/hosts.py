@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import ranks as of_ranks
-from support.runs import Result
 
 WIRE = "wire0"
-TIMEOUT_S = 240.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 
@@ -58,28 +54,8 @@ def kill(host: str) -> None:
             os.kill(int(process), signal.SIGKILL)
 
 
-def run(
-    hosts: tuple[str, str],
-    config: dict[str, Any],
-    directory: Path,
-    script: Path,
-    *arguments: str,
-    ranks: int,
-    own: Sequence[Mapping[str, str]],
-    **variables: str,
-) -> Result:
-    """Run a script to its end on both hosts, so many ranks on each, which are forked: no launcher imports DeepSpeed."""
-    path = directory / "ds_config.json"
-    path.write_text(json.dumps(config))
-    codes, outputs = of_ranks.fork(
-        _rank, hosts, own, str(script), "--deepspeed_config", str(path), *arguments, directory=directory,
-        ranks=2 * ranks, timeout_s=TIMEOUT_S, **variables,
-    )  # fmt: skip
-    return Result(max(map(abs, codes)), "\n".join(outputs))
-
-
-def _rank(hosts: tuple[str, str], own: Sequence[Mapping[str, str]], script: str, *arguments: str) -> None:
-    """Move to the host of this rank, and train as its launcher would have it."""
+def on_hosts(hosts: tuple[str, str], own: Sequence[Mapping[str, str]], script: str, *arguments: str) -> None:
+    """Run a script as a launcher on the host of this rank does, for ``runs.run``: half of the ranks are on each."""
     host, local_rank = divmod(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // 2)
     os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(int(os.environ["WORLD_SIZE"]) // 2)}
     os.environ |= {"MASTER_ADDR": "10.0.0.1", "GLOO_SOCKET_IFNAME": WIRE, **own[host]}

@@ -32,11 +32,12 @@ class Model:
     batch: Callable[[int, torch.Generator], dict[str, Tensor]]
 
 
-def from_config(model: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+def from_config(model: str, **settings: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         import transformers
 
-        built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
+        of = getattr(transformers, model)
+        built: nn.Module = of(of.config_class(**settings))
         return built.train()
 
     return build
@@ -130,7 +131,7 @@ def noisy_with_class(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
 
 def clip() -> nn.Module:
     built = from_config(
-        "CLIPModel", "CLIPConfig", projection_dim=WIDTH,
+        "CLIPModel", projection_dim=WIDTH,
         text_config={**WIDTHS, "max_position_embeddings": LENGTH, "attention_dropout": 0.1},
         vision_config={**WIDTHS, "image_size": PIXELS, "patch_size": 4},
     )()  # fmt: skip
@@ -146,53 +147,34 @@ def our_gpt() -> nn.Module:
     return GPT(WIDTH, LAYERS, LENGTH).train()
 
 
+def hf(name: str, batch: Callable[[int, torch.Generator], dict[str, Tensor]], **settings: Any) -> Model:
+    """A model of Transformers."""
+    return Model(from_config(name, **settings), batch)
+
+
 MODELS = {
-    "GPT-2": Model(
-        from_config("GPT2LMHeadModel", "GPT2Config", vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS, n_head=4,
-                    n_positions=LENGTH), words,
-    ),
-    "Llama": Model(from_config("LlamaForCausalLM", "LlamaConfig", **DECODER, attention_dropout=0.1), words),
-    "Llama with tied embeddings": Model(
-        from_config("LlamaForCausalLM", "LlamaConfig", **DECODER, tie_word_embeddings=True), words
-    ),
-    "BERT": Model(from_config("BertForSequenceClassification", "BertConfig", **WIDTHS), padded_words),
-    "T5": Model(
-        from_config("T5ForConditionalGeneration", "T5Config", vocab_size=WORDS, d_model=WIDTH, d_kv=16,
-                    d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=4, decoder_start_token_id=0), words,
-    ),
-    "ViT": Model(
-        from_config("ViTForImageClassification", "ViTConfig", image_size=PIXELS, patch_size=4, hidden_dropout_prob=0.1,
-                    attention_probs_dropout_prob=0.1, **WIDTHS), pictures,
-    ),
-    "Mixtral": Model(
-        from_config("MixtralForCausalLM", "MixtralConfig", **DECODER, **EXPERTS, num_local_experts=4,
-                    output_router_logits=True), words
-    ),
-    "Qwen2-MoE": Model(
-        from_config("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **DECODER, **EXPERTS, num_experts=4,
-                    moe_intermediate_size=WIDTH, shared_expert_intermediate_size=WIDTH), words,
-    ),
-    "Qwen3-MoE": Model(
-        from_config("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **DECODER, **EXPERTS, num_experts=4, head_dim=16,
-                    moe_intermediate_size=WIDTH), words,
-    ),
-    "Mamba-2": Model(
-        from_config("Mamba2ForCausalLM", "Mamba2Config", vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS,
-                    num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16), words,
-    ),
-    "DeepSeek-V3 (MLA)": Model(
-        from_config("DeepseekV3ForCausalLM", "DeepseekV3Config", **WIDTHS, num_key_value_heads=4, q_lora_rank=32,
-                    kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
-                    num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-                    moe_intermediate_size=WIDTH), words,
-    ),
-    "Whisper": Model(
-        from_config("WhisperForConditionalGeneration", "WhisperConfig", vocab_size=WORDS, num_mel_bins=MELS,
-                    d_model=WIDTH, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=4,
-                    decoder_attention_heads=4, encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, dropout=0.1,
-                    max_source_positions=FRAMES // 2, max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1,
-                    eos_token_id=2, decoder_start_token_id=1), sounds,
-    ),
+    "GPT-2": hf("GPT2LMHeadModel", words, vocab_size=WORDS, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=LENGTH),
+    "Llama": hf("LlamaForCausalLM", words, **DECODER, attention_dropout=0.1),
+    "Llama with tied embeddings": hf("LlamaForCausalLM", words, **DECODER, tie_word_embeddings=True),
+    "BERT": hf("BertForSequenceClassification", padded_words, **WIDTHS),
+    "T5": hf("T5ForConditionalGeneration", words, vocab_size=WORDS, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH,
+        num_layers=LAYERS, num_heads=4, decoder_start_token_id=0),
+    "ViT": hf("ViTForImageClassification", pictures, image_size=PIXELS, patch_size=4, hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1, **WIDTHS),
+    "Mixtral": hf("MixtralForCausalLM", words, **DECODER, **EXPERTS, num_local_experts=4, output_router_logits=True),
+    "Qwen2-MoE": hf("Qwen2MoeForCausalLM", words, **DECODER, **EXPERTS, num_experts=4, moe_intermediate_size=WIDTH,
+        shared_expert_intermediate_size=WIDTH),
+    "Qwen3-MoE": hf("Qwen3MoeForCausalLM", words, **DECODER, **EXPERTS, num_experts=4, head_dim=16,
+        moe_intermediate_size=WIDTH),
+    "Mamba-2": hf("Mamba2ForCausalLM", words, vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS,
+        num_heads=8, head_dim=16, state_size=16, n_groups=2, chunk_size=16),
+    "DeepSeek-V3 (MLA)": hf("DeepseekV3ForCausalLM", words, **WIDTHS, num_key_value_heads=4, q_lora_rank=32,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, moe_intermediate_size=WIDTH),
+    "Whisper": hf("WhisperForConditionalGeneration", sounds, vocab_size=WORDS, num_mel_bins=MELS, d_model=WIDTH,
+        encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, dropout=0.1, max_source_positions=FRAMES // 2,
+        max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
     "CLIP": Model(clip, captions),
     "Diffusion U-Net": Model(unet, noisy_with_caption),
     "Diffusion transformer (DiT)": Model(dit, noisy_with_class),

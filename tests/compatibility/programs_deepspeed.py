@@ -422,7 +422,7 @@ def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str,
     return ended(engine, loop(engine, loss_of, steps))
 
 
-# ---- experts and tensor parallelism ---------------------------------------------------------------------------------
+# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -448,15 +448,6 @@ def with_experts(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     torch.manual_seed(100 + engine.global_rank)
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))
-
-
-def with_tensor_parallelism(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
-    """DeepSpeed splits a Llama over the ranks, which get the same data."""
-    engine = started(config, MODELS["Llama"].build)
-    torch.manual_seed(100)
-    chance = torch.Generator().manual_seed(1)
-    losses = loop(engine, lambda: engine(**MODELS["Llama"].batch(BATCH, chance), use_cache=False).loss, steps)
-    return ended(engine, losses)
 
 
 # ---- what DeepSpeed's own tests pass to a checkpoint ----------------------------------------------------------------

@@ -71,8 +71,8 @@ def settings(config: dict[str, Any] | None, steps: int, **more: Any) -> dict[str
     }  # fmt: skip
 
 
-def losses_of(trainer: Any) -> list[float]:
-    """Filled while the trainer trains, one loss for each micro-step; no digit is rounded off, as in its log."""
+def train(trainer: Any, **options: Any) -> list[float]:
+    """Train; return one loss for each micro-step, of which no digit is rounded off, as it is in the trainer's log."""
     losses, step = [], trainer.training_step
 
     def training_step(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -81,25 +81,20 @@ def losses_of(trainer: Any) -> list[float]:
         return loss
 
     trainer.training_step = training_step
-    return losses
-
-
-def evaluated(trainer: Any) -> list[float]:
-    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    trainer.train(**options)
+    return losses + [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
 def build(*, lora: bool = False) -> nn.Module:
     torch.manual_seed(0)
     built = MODELS["Llama"].build()
-    return with_lora(built) if lora else built
-
-
-def with_lora(model: nn.Module) -> nn.Module:
+    if not lora:
+        return built
     from peft import LoraConfig, get_peft_model
 
     # As the documentation has it for gradient checkpointing: the first layer's input then asks for a gradient.
-    model.enable_input_require_grads()
-    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"))
+    built.enable_input_require_grads()
+    return get_peft_model(built, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 def trainer(
@@ -137,9 +132,8 @@ def trainer(
         build(lora=lora), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[Generating()],
         data_collator=padded if varying_lengths else None,
     )  # fmt: skip
-    losses = losses_of(trains)
-    trains.train()
-    return outcome(trains.model_wrapped, losses + evaluated(trains) + [float(token) for token in tokens])
+    losses = train(trains)
+    return outcome(trains.model_wrapped, losses + [float(token) for token in tokens])
 
 
 def resumed_trainer(config: dict[str, Any], steps: int = 10, **more: Any) -> dict[str, Any]:
@@ -150,9 +144,7 @@ def resumed_trainer(config: dict[str, Any], steps: int = 10, **more: Any) -> dic
     losses: list[float] = []
     for checkpoint in (None, f"trained/checkpoint-{steps // 2}"):
         trains = Trainer(build(), TrainingArguments(**half), train_dataset=samples())
-        found = losses_of(trains)
-        trains.train(resume_from_checkpoint=checkpoint)
-        losses += found
+        losses += train(trains, resume_from_checkpoint=checkpoint)
     assert len(losses) == steps + steps // 2
     return outcome(trains.model_wrapped, losses)
 
@@ -168,8 +160,7 @@ def sft(config: dict[str, Any], steps: int = 8, **more: Any) -> dict[str, Any]:
     arguments = SFTConfig(**settings(config, steps, max_length=LENGTH, **more))
     data = Dataset.from_dict({"text": sentences(64)})
     trains = SFTTrainer(build(), arguments, train_dataset=data, processing_class=tokenizer())
-    losses = losses_of(trains)
-    trains.train()
+    losses = train(trains)
     return outcome(trains.model_wrapped, losses)
 
 
@@ -184,8 +175,7 @@ def dpo(config: dict[str, Any], steps: int = 8, *, lora: bool = False, **more: A
     policy = build(lora=lora)
     reference = None if lora else build()
     trains = DPOTrainer(policy, reference, arguments, train_dataset=data, processing_class=tokenizer())
-    losses = losses_of(trains)
-    trains.train()
+    losses = train(trains)
     return outcome(trains.model_wrapped, losses)
 
 

@@ -39,6 +39,7 @@ def plain_loop(
     own_backward: bool = False,
     evaluates: bool = False,
     detects_anomalies: bool = False,
+    same_data: bool = False,
 ) -> dict[str, Any]:
     """``deepspeed.initialize``, ``engine.backward``, ``engine.step``.
 
@@ -46,7 +47,8 @@ def plain_loop(
         has_cache: Hugging Face's models fill a key-value cache in training, unless told not to.
         own_backward: the script calls ``loss.backward()``.
         evaluates: after each step, in inference mode.
-    """  # fmt: skip
+        same_data: ranks that have parts of one model get the same data.
+    """
     torch.autograd.set_detect_anomaly(detects_anomalies)
     torch.manual_seed(0)
     built = MODELS[model].build()
@@ -54,8 +56,9 @@ def plain_loop(
         if not has_cache and hasattr(getattr(module, "config", None), "use_cache"):
             module.config.use_cache = False
     engine, *_ = deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config)
-    chance = torch.Generator().manual_seed(1 + engine.global_rank)
-    torch.manual_seed(100 + engine.global_rank)
+    rank = 0 if same_data else engine.global_rank
+    chance = torch.Generator().manual_seed(1 + rank)
+    torch.manual_seed(100 + rank)
     losses = []
     for _ in range(steps * engine.gradient_accumulation_steps()):
         result = engine(**MODELS[model].batch(batch, chance))

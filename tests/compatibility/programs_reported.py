@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from typing import Any
 
 import torch
@@ -22,20 +21,12 @@ class Scores(Net):
         return self.head(self.hidden(text))
 
 
-def our_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("ds_tba-")]
-
-
 def packed_tensors(offloader: Any) -> int:
     return 0 if offloader is None else offloader.report().packed_tensors
 
 
-def trained_after_a_step_that_failed(config: dict[str, Any], steps: int = 4, how: str = "dropped") -> dict[str, Any]:
-    """The loss outside of the model raises, and the program tries again with a new engine, or without any.
-
-    Args:
-        how: the first engine is ``dropped``, and only the exception that the program holds has it; or ``destroyed``.
-    """
+def trained_after_a_step_that_failed(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
+    """The loss outside of the model raises. The program holds the exception, and tries again with a new engine."""
     first: Any = started(config, Scores)
     batches, before = texts(0), getattr(first, "activation_offloader", None)
     try:
@@ -43,28 +34,16 @@ def trained_after_a_step_that_failed(config: dict[str, Any], steps: int = 4, how
         raise ValueError(f"a loss of the scores {scores.exp().sum().item()} is no number")
     except ValueError as error:
         sys.last_value = error  # as a notebook does
-    if how == "destroyed":
-        first.destroy()
     del first, scores
-    threads = our_threads() if how == "destroyed" else []
-    seen = packed_tensors(before)
-    engine = started(config, Scores) if how == "dropped" else None
-    other, losses = nn.Linear(WORDS, WORDS), []
-    for _ in range(steps):
+    seen, engine, other = packed_tensors(before), started(config, Scores), nn.Linear(WORDS, WORDS)
+
+    def loss_of() -> Tensor:
         text = next(batches)
-        scores = torch.eye(WORDS)[text] if engine is None else engine(text)
-        loss = other(scores).exp().mean() + torch.nn.functional.cross_entropy(scores.flatten(0, 1), text.flatten())
-        if engine is None:
-            loss.backward()
-        else:
-            engine.backward(loss)
-            engine.step()
-        losses.append(loss.item())
-    told = {"seen": packed_tensors(before) - seen, "threads": threads}
-    if engine is not None:
-        return ended(engine, losses, **told)
-    report = None if before is None else before.report().to_dict()
-    return {"losses": [loss.hex() for loss in losses], "parameters": {}, "report": report, **told}
+        scores = engine(text)
+        return other(scores).exp().mean() + nn.functional.cross_entropy(scores.flatten(0, 1), text.flatten())
+
+    losses = loop(engine, loss_of, steps)
+    return ended(engine, losses, seen=packed_tensors(before) - seen)
 
 
 class Forking(nn.Module):

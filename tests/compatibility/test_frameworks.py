@@ -62,8 +62,18 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 16, "zero_optimization": zero, **more}
 
 
-def reports_in(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(directory.glob("report.json*"))]
+def off_and_on(train: Callable[[Path, bool], list[dict[str, Any]]], directory: Path, steps: int = STEPS) -> Compared:
+    """Train without us and with us, each in a place of its own, and compare."""
+    outcomes, reports = [], []
+    for is_on in (False, True):
+        place = directory / ("on" if is_on else "off")
+        place.mkdir()
+        outcomes.append(train(place, is_on))
+        reports.append([json.loads(path.read_text()) for path in sorted(place.glob("report.json*"))])
+    assert not reports[0] and len(reports[1]) == len(outcomes[1])
+    assert all(report["steps"] == steps for report in reports[1]), "a report is not complete"
+    ours = [one | {"report": report} for one, report in zip(outcomes[1], reports[1], strict=True)]
+    return agrees(outcomes[0], ours)
 
 
 def compared(
@@ -76,28 +86,15 @@ def compared(
         path.write_text(json.dumps(with_block(config, place, **{**SMALL, **block, "enabled": is_on})))
         return train(path, place)
 
-    return str(off_and_on(with_json, directory, steps=STEPS))
+    return str(off_and_on(with_json, directory))
 
 
-def off_and_on(train: Callable[[Path, bool], list[dict[str, Any]]], directory: Path, steps: int) -> Compared:
-    """Train without us and with us, each in a place of its own, and compare."""
-    outcomes = []
-    for is_on in (False, True):
-        place = directory / ("on" if is_on else "off")
-        place.mkdir()
-        outcomes.append(train(place, is_on))
-    reports = reports_in(directory / "on")
-    assert len(reports) == len(outcomes[1]) and not reports_in(directory / "off")
-    assert all(report["steps"] == steps for report in reports), "a report is not complete"
-    return agrees(outcomes[0], [one | {"report": report} for one, report in zip(outcomes[1], reports, strict=True)])
-
-
-def by_script(framework: Framework, script: str) -> Callable[[Path, Path], list[dict[str, Any]]]:
+def by_script(framework: Framework, script: str, *way: str) -> Callable[[Path | str, Path], list[dict[str, Any]]]:
     """Return a training by a script of ``tests/scripts/frameworks``."""
 
-    def train(config: Path, place: Path) -> list[dict[str, Any]]:
+    def train(source: Path | str, place: Path) -> list[dict[str, Any]]:
         done = framework.run(
-            "python", SCRIPTS / "frameworks" / script, config, place / "result", cwd=place,
+            "python", SCRIPTS / "frameworks" / script, *way, source, place / "result", cwd=place,
             RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_ENABLE_STATE_TRACKING="0",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]
@@ -121,7 +118,8 @@ LIGHTNING = Framework("lightning")
     ],
 )
 def test_lightning(stage: int, block: dict[str, Any], tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    row_says(compared(by_script(LIGHTNING, "with_lightning.py"), config_of(stage), block, tmp_path))
+    train = by_script(LIGHTNING, "with_lightning.py", "deepspeed")
+    row_says(compared(train, config_of(stage), block, tmp_path))
 
 
 @pytest.mark.compatible(
@@ -129,14 +127,9 @@ def test_lightning(stage: int, block: dict[str, Any], tmp_path: Path, row_says: 
 )
 def test_the_recipe_of_lightning_without_deepspeed(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     """The class is the page's own code; two micro-batches a step."""
-
-    def train(place: Path, is_on: bool) -> list[dict[str, Any]]:
-        page = ROOT / "docs/guides/frameworks.md" if is_on else "-"
-        done = LIGHTNING.run("python", SCRIPTS / "frameworks" / "with_lightning_fsdp2.py", page, place, cwd=place)
-        assert done.returncode == 0, done.stdout[-8000:]
-        return [json.loads(one.read_text()) for one in sorted(place.glob("result?"))]
-
-    found = off_and_on(train, tmp_path, steps=STEPS // 2)
+    train = by_script(LIGHTNING, "with_lightning.py", "fsdp2")
+    page = ROOT / "docs/guides/frameworks.md"
+    found = off_and_on(lambda place, is_on: train(page if is_on else "-", place), tmp_path, STEPS // 2)
     assert [report["micro_steps"] for report in found.reports] == [STEPS] * 2
     row_says(str(found))
 

@@ -7,14 +7,15 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hosts
-import programs_deepspeed as programs
 import pytest
-from compare import MIB, PLANNED, compare, row
-from support.runs import SCRIPTS, plain_config, run_once, with_block
+from compare import MIB, PLANNED, Way, rows
+from programs_deepspeed import trained
+from support.runs import SCRIPTS, plain_config, run, run_once, with_block
 
 pytestmark = pytest.mark.engine
 
@@ -27,19 +28,17 @@ def plan_of(report: dict[str, Any]) -> dict[str, Any]:
     return {**report["plan"], "reason": "", "measured_step_s": None}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage"),
-    [
-        row("Ranks", f"{ranks} on one machine, ZeRO-{stage}", ranks, stage, decides=(ranks, stage) == (2, 2))
-        for ranks in (1, 2, 4)
-        for stage in (2, 3)
-    ],
-)
-def test_ranks(ranks: int, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    config = plain_config(stage, train_micro_batch_size_per_gpu=programs.BATCH)
-    compared = compare(programs.trained, config, tmp_path, ranks=ranks, block=PLANNED, steps=STEPS)
+WAYS = [
+    Way(f"{ranks} on one machine", trained, {"steps": STEPS}, decides={2: 2}.get(ranks), ranks=ranks, block=PLANNED)
+    for ranks in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("way", "stage"), rows("Ranks", WAYS))
+def test_ranks(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+    compared = way.compared(stage, tmp_path)
     plans = [plan_of(report) for report in compared.reports]
-    assert plans == [plans[0]] * ranks
+    assert plans == [plans[0]] * way.ranks
     row_says(str(compared))
 
 
@@ -56,10 +55,10 @@ def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     for drive in drives:
         drive.mkdir(parents=True)
     own = [{"DRIVE": str(drive.parent)} for drive in drives]
+    ours, rates = with_block(config, tmp_path, **block), "1000e6,1000e6,100e6,100e6"
     with hosts.two_hosts() as pair:
-        ours = with_block(config, tmp_path, **block)
-        rates = "1000e6,1000e6,100e6,100e6"
-        found = hosts.run(pair, ours, tmp_path, script, *arguments, ranks=2, own=own, DRIVES_BYTES_PER_S=rates)
+        start = partial(hosts.on_hosts, pair, own)
+        found = run(ours, tmp_path, *arguments, ranks=4, script=script, start=start, DRIVES_BYTES_PER_S=rates)
         assert found.returncode == 0, found.output
     assert found.outcome == together.outcome, "not as on one host, without the block"
     assert [len(lines) for lines in found.outcome] == [4 * STEPS, 4]
@@ -88,9 +87,8 @@ def test_a_host_is_lost(tmp_path: Path, user_sees: Callable[[str], None]) -> Non
     arguments = ("--steps", "1000", "--pause_s", "0.2")
     outputs = [tmp_path / f"output{rank}.txt" for rank in range(4)]
     with hosts.two_hosts() as pair, ThreadPoolExecutor(1) as beside:
-        training = beside.submit(
-            hosts.run, pair, config, tmp_path, SCRIPTS / "train.py", *arguments, ranks=2, own=({}, {})
-        )
+        start = partial(hosts.on_hosts, pair, ({}, {}))
+        training = beside.submit(run, config, tmp_path, *arguments, ranks=4, start=start)
         while not training.done() and not all(one.exists() and "LOSS " in one.read_text() for one in outputs):
             time.sleep(0.05)
         hosts.kill(pair[1])

@@ -17,22 +17,14 @@ UNTIL_BACKWARD: dict[str, Any] = {"until_backward": True, "rematerialize": False
 
 
 def test_a_step_that_was_given_up_takes_nothing_of_the_next_engine_s(tmp_path: Path) -> None:
-    ours, alone = (
-        compare(program, CONFIG, tmp_path / name, block=UNTIL_BACKWARD, **arguments).results[0]
-        for name, program, arguments in [
-            ("after", programs.trained_after_a_step_that_failed, {}),
-            ("alone", programs.trained_after_a_step_that_failed, {"steps": 3}),
-        ]
-    )
-    assert ours["seen"] == alone["seen"] == 0
-    per_step = ours["report"]["packed_tensors"] - alone["report"]["packed_tensors"]
-    assert per_step * 4 == ours["report"]["packed_tensors"]  # the first step saves as much as the others
-
-
-def test_an_engine_that_is_destroyed_sees_no_other_model_and_has_no_threads(tmp_path: Path) -> None:
     program = programs.trained_after_a_step_that_failed
-    found = compare(program, CONFIG, tmp_path, block=UNTIL_BACKWARD, how="destroyed").results[0]
-    assert found["seen"] == 0 and found["threads"] == []
+    longer, shorter = (
+        compare(program, CONFIG, tmp_path / str(steps), block=UNTIL_BACKWARD, steps=steps).results[0]
+        for steps in (4, 3)
+    )
+    assert longer["seen"] == shorter["seen"] == 0
+    per_step = longer["report"]["packed_tensors"] - shorter["report"]["packed_tensors"]
+    assert per_step * 4 == longer["report"]["packed_tensors"]  # the first step saves as much as the others
 
 
 @pytest.mark.parametrize("how", ["exits", "unwinds"])

@@ -10,13 +10,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from compare import PLANNED, RECOMPUTED, SMALL, agrees, compare, row
+from compare import PLANNED, RECOMPUTED, SMALL, Way, agrees, row, rows
 from forked import run_once
 from programs_hf import (
     BLOCK,
@@ -30,7 +30,7 @@ from programs_hf import (
     trainer,
 )
 from programs_plain import plain_loop
-from support.runs import OPTIMIZER, environment, free_port, remove_shared_memory, with_block
+from support.runs import environment, free_port, remove_shared_memory, with_block
 
 pytestmark = pytest.mark.engine
 
@@ -38,57 +38,42 @@ BLOCKS: dict[int, dict[str, Any]] = {2: {"placement": "nvme"}, 3: PLANNED}
 HERE = Path(__file__).parent
 
 
-def config_of_loop(stage: int) -> dict[str, Any]:
-    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
-
-
-@dataclass(frozen=True)
-class Way:
-    """A row for each stage: a program, and its arguments."""
-
-    section: str
-    name: str
-    program: Callable[..., dict[str, Any]]
-    arguments: dict[str, Any] = field(default_factory=dict)
-    stages: tuple[int, ...] = (2, 3)
-    block: dict[str, Any] | None = None
-    ranks: int = 1
-    decides: int | None = None  # the stage whose row does
-
-
 TRAINER = "Transformers' Trainer"
 LOOPS = "DeepSpeed and Accelerate in a loop of one's own"
-TRL = "TRL and PEFT"
 EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 GROUPED: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "varying_lengths": True}
 NVME: dict[str, Any] = {"placement": "nvme"}
 
-WAYS = [
-    Way(TRAINER, "gradient accumulation", trainer, {"gradient_accumulation_steps": 2}),
-    Way(TRAINER, "bf16", trainer, {"bf16": True}),
-    Way(TRAINER, "evaluation, and generation of text between steps", trainer, {"generates": True, **EVALUATING},
-        decides=2),
-    Way(TRAINER, "resuming from a checkpoint", resumed_trainer, decides=3),
-    Way(TRAINER, "gradient checkpointing, non-reentrant", trainer, checkpointing(False)),
-    Way(TRAINER, "gradient checkpointing, reentrant", trainer, checkpointing(True)),
-    Way(TRAINER, "gradient checkpointing, non-reentrant, recompute", trainer, {**checkpointing(False), "steps": 14},
-        block=RECOMPUTED),
-    Way(TRAINER, "gradient checkpointing, reentrant, recompute", trainer, {**checkpointing(True), "steps": 14},
-        block=RECOMPUTED, decides=3),
-    Way(TRAINER, "lengths that change in every step, grouped by length", trainer, {**GROUPED, "steps": 12}),
-    Way(TRAINER, "label smoothing, NEFTune and clipping", trainer, FINE),
-    Way(TRAINER, "LoRA", trainer, {"lora": True}),
-    Way(TRAINER, "LoRA with gradient checkpointing", trainer, {"lora": True, **checkpointing(False)}),
-    Way(TRAINER, "gradient accumulation, 2 ranks", trainer, {"gradient_accumulation_steps": 2}, ranks=2, decides=3),
-    Way(TRAINER, "lengths that change in every step, 4 ranks", trainer, {**GROUPED, "steps": 12}, stages=(3,), ranks=4),
-    Way(LOOPS, "`loss.backward()` called by the script", plain_loop, {"own_backward": True, "steps": 8}, decides=3),
-    Way(LOOPS, "evaluation in inference mode after each step", plain_loop, {"evaluates": True, "steps": 8}),
-    Way(LOOPS, "anomaly detection", plain_loop, {"detects_anomalies": True, "steps": 8}),
-    Way(LOOPS, "Accelerate, a plugin with `hf_ds_config`", accelerated, decides=2),
-    Way(LOOPS, "Accelerate, a plugin without a DeepSpeed config", accelerated, {"in_json": False}),
+Trains = partial(Way, config=config_of)
+OF_TRAINER = [
+    Trains("gradient accumulation", trainer, {"gradient_accumulation_steps": 2}),
+    Trains("bf16", trainer, {"bf16": True}),
+    Trains("evaluation, and generation of text between steps", trainer, {"generates": True, **EVALUATING}, decides=2),
+    Trains("resuming from a checkpoint", resumed_trainer, decides=3),
+    Trains("gradient checkpointing, non-reentrant", trainer, checkpointing(False)),
+    Trains("gradient checkpointing, reentrant", trainer, checkpointing(True)),
+    Trains("gradient checkpointing, non-reentrant, recompute", trainer, {**checkpointing(False), "steps": 14},
+           block=RECOMPUTED),
+    Trains("gradient checkpointing, reentrant, recompute", trainer, {**checkpointing(True), "steps": 14},
+           block=RECOMPUTED, decides=3),
+    Trains("lengths that change in every step, grouped by length", trainer, {**GROUPED, "steps": 12}),
+    Trains("label smoothing, NEFTune and clipping", trainer, FINE),
+    Trains("LoRA", trainer, {"lora": True}),
+    Trains("LoRA with gradient checkpointing", trainer, {"lora": True, **checkpointing(False)}),
+    Trains("gradient accumulation, 2 ranks", trainer, {"gradient_accumulation_steps": 2}, ranks=2, decides=3),
+    Trains("lengths that change in every step, 4 ranks", trainer, {**GROUPED, "steps": 12}, [3], ranks=4),
+]  # fmt: skip
+OF_LOOPS = [
+    Way("`loss.backward()` called by the script", plain_loop, {"own_backward": True, "steps": 8}, decides=3),
+    Way("evaluation in inference mode after each step", plain_loop, {"evaluates": True, "steps": 8}),
+    Way("anomaly detection", plain_loop, {"detects_anomalies": True, "steps": 8}),
+    Trains("Accelerate, a plugin with `hf_ds_config`", accelerated, decides=2),
+    Trains("Accelerate, a plugin without a DeepSpeed config", accelerated, {"in_json": False}),
+]
+OF_TRL = [
     *(
-        Way(TRL, f"TRL {name}, {block['placement']}", program, arguments, block=block,
-            decides=2 if "packing" in arguments and block is PLANNED else None)
+        Trains(f"TRL {name}, {block['placement']}", program, arguments, block=block,
+               decides=2 if "packing" in arguments and block is PLANNED else None)
         for name, program, arguments in (
             ("SFTTrainer", sft, {}),
             ("SFTTrainer with packing", sft, {"packing": True}),
@@ -96,23 +81,17 @@ WAYS = [
         )
         for block in (NVME, PLANNED)
     ),
-    Way(TRL, "TRL SFTTrainer, recompute", sft, {"steps": 14}, block=RECOMPUTED, stages=(3,)),
-    Way(TRL, "TRL DPOTrainer with LoRA", dpo, {"lora": True}, decides=2),
+    Trains("TRL SFTTrainer, recompute", sft, {"steps": 14}, [3], block=RECOMPUTED),
+    Trains("TRL DPOTrainer with LoRA", dpo, {"lora": True}, decides=2),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("way", "stage"),
-    [
-        row(way.section, f"{way.name}, ZeRO-{stage}", way, stage, decides=stage == way.decides)
-        for way in WAYS
-        for stage in way.stages
-    ],
+    ("way", "stage"), [*rows(TRAINER, OF_TRAINER), *rows(LOOPS, OF_LOOPS), *rows("TRL and PEFT", OF_TRL)]
 )
 def test_way(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
-    config = config_of_loop(stage) | {"optimizer": OPTIMIZER} if way.program is plain_loop else config_of(stage)
     block = way.block or BLOCKS[stage]
-    compared = compare(way.program, config, tmp_path, ranks=way.ranks, block=block, **way.arguments)
+    compared = way.compared(stage, tmp_path, block=block)
     assert len({tuple(result["losses"]) for result in compared.results}) == way.ranks, "ranks trained on the same data"
     if block["placement"] == "adaptive":
         assert all(report["plans"] for report in compared.reports), "no plan was in force"

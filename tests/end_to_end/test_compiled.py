@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
 import torch
+from compare import agrees
 from programs_deepspeed import ended, started
 from support import runs
+from support.models import Mlp, Stack
 from torch import Tensor, nn
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.nn import functional
@@ -18,40 +20,27 @@ from torch.nn import functional
 pytestmark = pytest.mark.engine
 
 # Saved by the whole model in the script, which is compiled as one graph.
-STEP_BYTES = 21 << 20
+STEP_BYTES = 20 << 20
 STEPS = 10
-
-
 WIDTH, BATCH, LAYERS = 64, 4, 4
 LENGTHS = (256, 384, 256, 512, 448, 320)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
+class Net(Stack):
     """A model whose forward may be a frame that the compiler gives up."""
 
     def __init__(self, breaks: bool) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        super().__init__(partial(Mlp, WIDTH), LAYERS, nn.Linear(WIDTH, 1))
         self.breaks = breaks
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-            if self.breaks:
-                torch._dynamo.graph_break()
-                x = functional.gelu(x)
-        return functional.mse_loss(self.last(x).float(), y)
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.breaks:
+            return super().forward(x)
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+            x = functional.gelu(x)
+        return self.head(x).square().mean()
 
 
 def built(config: dict[str, Any], way: str, backend: str, breaks: bool) -> Any:
@@ -60,12 +49,12 @@ def built(config: dict[str, Any], way: str, backend: str, breaks: bool) -> Any:
         if way == "model":
             model.compile(backend=backend)
         if way == "wrapped":
-            for index, block in enumerate(model.blocks):
-                model.blocks[index] = torch.compile(block, backend=backend)
+            for index, block in enumerate(model.layers):
+                model.layers[index] = torch.compile(block, backend=backend)
         return model
 
     engine = started(config, build)
-    for module in {"engine": [engine], "blocks": engine.module.blocks}.get(way, []):
+    for module in {"engine": [engine], "blocks": engine.module.layers}.get(way, []):
         module.compile(backend=backend)
     return engine
 
@@ -85,8 +74,7 @@ def trained(
     losses, compiled_in = [], []
     for step in range(STEPS):
         compiled, length = compiled_frames(), LENGTHS[step % 6] if varies else 512
-        x, y = (torch.randn(BATCH, length, width, generator=chance) for width in (WIDTH, 1))
-        loss = engine(x, y)
+        loss = engine(torch.randn(BATCH, length, WIDTH, generator=chance))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -97,32 +85,16 @@ def trained(
     return ended(engine, losses, **more)
 
 
-def train_each(_: None, configs: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-    """Train under one config after the other, in one process."""
-    found = []
-    for config in configs:
-        found.append(trained(config, **options))
-        gc.collect()
-    return {"runs": found}
-
-
-def train(
-    directory: Path, stage: int, blocks: list[dict[str, Any]], **options: Any
-) -> tuple[list[dict[str, Any]], str]:
-    """One run without the block, one with each, and the output."""
+def train(directory: Path, stage: int, blocks: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    """Train without the block, and with each; nothing else is compiled, in no other step. Return the reports."""
     plain = runs.plain_config(stage)
     if stage == 3:
         plain["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     common = {"min_tensor_bytes": 65536, "max_step_overhead": 1000.0}
     configs = [plain, *(runs.with_block(plain, directory, **common, **block) for block in blocks)]
-    (found,) = forked.run(train_each, None, directory, timeout_s=900, configs=configs, **options)
-    return found["runs"], found["output"]
-
-
-def same(runs: list[dict[str, Any]]) -> None:
-    """Results are those of the first run, and nothing else was compiled, in no other step."""
-    for key in ("losses", "parameters", "compiled", "graphs", "breaks", "compiled_in"):
-        assert [run[key] for run in runs] == [runs[0][key]] * len(runs), key
+    expected, *found = forked.run_each(trained, [(one, options) for one in configs], directory, timeout_s=900)
+    counts = ("compiled", "graphs", "breaks", "compiled_in")
+    return [agrees(expected, one, must_move=False, more=counts).reports[0] for one in found]
 
 
 @pytest.mark.parametrize(
@@ -139,18 +111,13 @@ def same(runs: list[dict[str, Any]]) -> None:
 def test_the_same_is_compiled_with_us_and_without(tmp_path: Path, stage: int, options: dict[str, Any]) -> None:
     traced = {"placement": "keep", "report": {"trace_path": str(tmp_path / "trace.json")}}
     blocks: list[dict[str, Any]] = [{}, {"recompute": True}, {"placement": "nvme"}, traced]
-    found, _ = train(tmp_path, stage, blocks, **options)
-    same(found)
-    adaptive, recompute, nvme, keep = (run["report"] for run in found[1:])
+    adaptive, recompute, nvme, keep = train(tmp_path, stage, blocks, **options)
     assert adaptive["plans"] >= 1 and recompute["plans"] >= 1 and (tmp_path / "trace.json").exists()
     assert nvme["offloaded_bytes"] > 0 and keep["offloaded_bytes"] == 0
 
 
 def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
-    found, _ = train(tmp_path, 2, [{}, {"placement": "nvme"}], way="blocks", backend="inductor")
-    same(found)
-    for run in found[1:]:
-        report = run["report"]
+    for report in train(tmp_path, 2, [{}, {"placement": "nvme"}], way="blocks", backend="inductor"):
         # Half, and the model's input, which leaves when the operation that saves it is over.
         assert report["peak_saved_bytes"] < 0.51 * report["peak_saved_bytes_without"]
 
@@ -158,9 +125,7 @@ def test_compiled_layers_save_less_at_once(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_of_a_model_that_is_one_graph_plans_move_nothing(tmp_path: Path) -> None:
     budget = {"activation_budget_bytes": STEP_BYTES // 2}
-    found, _ = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], way="engine")
-    same(found)
-    adaptive, held, nvme = (run["report"] for run in found[1:])
+    adaptive, held, nvme = train(tmp_path, 0, [{}, budget, {"placement": "nvme"}], way="engine")
     assert nvme["offloaded_bytes"] == STEPS * STEP_BYTES
     for report in (adaptive, held):  # in the steps before the first plan
         assert report["plans"] >= 1 and report["offloaded_bytes"] < 0.6 * STEPS * STEP_BYTES

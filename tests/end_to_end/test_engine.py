@@ -163,7 +163,7 @@ def forked(body: str, directory: Path) -> runs.Result:
     """As :func:`program`, in a process that does not end as an interpreter does."""
     config, script = runs.with_block(runs.plain_config(), directory), directory / "program.py"
     script.write_text(PROGRAM.format(config=config, body=textwrap.dedent(body)))
-    done = runs.run(None, directory, script=script, told_local_rank=False)
+    done = runs.run(None, directory, script=script, start=runs.of_ranks.script)
     assert done.returncode == 0 and "good" in done.output.splitlines(), done.output
     return done
 

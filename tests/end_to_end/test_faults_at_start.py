@@ -30,27 +30,10 @@ def refused(outcome: Outcome, error: str, *words: str) -> str:
 
 # ---- the block ------------------------------------------------------------------------------------------------------
 
-VALID: dict[str, Any] = {
-    "enabled": True,
-    "nvme_path": "/local_nvme",
-    "placement": "nvme",
-    "min_tensor_bytes": 1 << 20,
-    "max_step_overhead": 0.02,
-    "activation_budget_bytes": None,
-    "recompute": True,
-    "blocks": ["model.layers"],
-    "host_budget_bytes": 1 << 30,
-    "io": {
-        "backend": None,
-        "write_lanes": 2,
-        "read_lanes": 2,
-        "staging_bytes": 256 << 20,
-        "swap_file_bytes": None,
-        "integrity": "sampled",
-    },
-    "ssd": {"rated_endurance_tbw": 600, "min_life_days": 365.5},
-    "report": {"path": None, "trace_path": None, "every_steps": 10},
-}
+VALID = OffloadConfig(
+    nvme_path="/local_nvme", placement="nvme", host_budget_bytes=1 << 30, recompute=True, blocks=["model.layers"],
+    io={"staging_bytes": 256 << 20}, ssd={"rated_endurance_tbw": 600, "min_life_days": 365.5},
+).model_dump(mode="json", by_alias=True)  # fmt: skip
 SUB_BLOCKS = [key for key, value in VALID.items() if isinstance(value, dict)]
 PLACES = [(key,) for key in VALID] + [(block, key) for block in SUB_BLOCKS for key in VALID[block]]
 

@@ -22,14 +22,16 @@ def test_a_good_directory_is_described(tmp_path: Path) -> None:
     assert directory.path == tmp_path and directory.free_bytes > 0 and directory.file_system != "unknown"
 
 
-def test_missing(tmp_path: Path) -> None:
-    assert f"{tmp_path}/none does not exist: create it (mkdir -p" in refusal(tmp_path / "none")
-    assert "Several directories are a list" in refusal(f"{tmp_path}, /b")
-
-
-def test_a_file(tmp_path: Path) -> None:
+def test_what_is_no_directory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SCRATCH_OF_JOB", raising=False)
     (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert f"nvme_path {tmp_path}/none does not exist: create it (mkdir -p" in refusal("none")
+    assert "Several directories are a list" in refusal(f"{tmp_path}, /b")
     assert "is a file" in refusal(tmp_path / "file")
+    assert "list it once" in refusal(tmp_path, tmp_path / "link")
+    assert "a variable stays as it is where this rank's environment lacks it" in refusal("$SCRATCH_OF_JOB/swap")
 
 
 def test_tmpfs() -> None:
@@ -64,20 +66,8 @@ def test_environment_variables_and_the_home_directory(tmp_path: Path, monkeypatc
     assert checked_path("report.path", "$SCRATCH_OF_JOB/report.json", 1) == tmp_path / "report.json.rank1"
 
 
-def test_an_environment_variable_that_is_not_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SCRATCH_OF_JOB", raising=False)
-    assert "a variable stays as it is where this rank's environment lacks it" in refusal("$SCRATCH_OF_JOB/swap")
-    (tmp_path / "$weird").mkdir()
-    assert check_directories((f"{tmp_path}/$weird",), 1, 1)[0].path.name == "$weird"
-
-
-def test_a_relative_path_is_shown_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_with_a_dollar_and_a_relative_path_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    assert check_directories(("here",), 1, 1)[0].path == tmp_path / "here"
-    assert f"nvme_path {tmp_path}/there does not exist" in refusal("there")
-
-
-def test_one_directory_twice(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    assert "list it once" in refusal(tmp_path, tmp_path / "link")
+    for name in ("here", "$weird"):
+        (tmp_path / name).mkdir()
+        assert check_directories((name,), 1, 1)[0].path == tmp_path / name

@@ -14,11 +14,9 @@ from curves.throttled import opened
 from planners import PLANNERS
 from support import runs
 from support.modelled_drive import ModelledDrive
-from support.models import Mlp
 from support.offloaders import watching
-from support.planned_training import DEPTH, ROWS, WIDTH, Model
+from support.planned_training import ROWS, WIDTH, Model
 from support.stepping import end_step, forward, note_backward
-from torch.utils.checkpoint import checkpoint
 
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Ranks
@@ -30,37 +28,12 @@ STEPS = 18
 CHANGE = 5  # the step from which on a rank does what the other does not
 
 
-class Checkpointed(Mlp):
-    """On the rank whose block it is, it checkpoints itself: running it again would free nothing."""
-
-    def __init__(self, is_checkpointed: bool) -> None:
-        super().__init__(WIDTH, 0.1)
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.is_checkpointed:
-            return super().forward(x)
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def model_of(rank: int, case: str) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = Model()
-    if case == "checkpointed":
-        torch.manual_seed(0)
-        model.layers = torch.nn.ModuleList(Checkpointed(rank == 1 and at == 2) for at in range(DEPTH))
-    return model
-
-
 def offloader_of(model: torch.nn.Module, rank: int, where: str, case: str) -> ActivationOffloader:
-    """Return one whose plan recomputes whatever can be, or what is best."""
     own = Path(where, f"{case}{rank}")
     own.mkdir()
-    planner = PLANNERS["recompute" if case == "checkpointed" else "adaptive"]
     io = {"staging_bytes": 16 << 20, "swap_file_bytes": 64 << 20}
-    block = {"max_step_overhead": 1000.0, "recompute": case == "checkpointed", "io": io}
     with opened(ModelledDrive(SLOW if rank == 1 and case == "drives" else FAST)):
-        return watching(own, model, planner, Ranks(), rank=rank, **block)
+        return watching(own, model, PLANNERS["adaptive"], Ranks(), rank=rank, max_step_overhead=1000.0, io=io)
 
 
 def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
@@ -69,7 +42,6 @@ def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
         return None
     return {
         "placements": [int(one) for one in found.placements],
-        "recomputed": list(found.recomputed_blocks),
         "write_bytes_per_s": found.trace.resources.write_bytes_per_s,
         "storages_bytes": sum(one.nbytes for one in found.trace.storages),
     }
@@ -80,7 +52,8 @@ def train(_: None, where: str, case: str, offloads: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = model_of(rank, case)
+    torch.manual_seed(0)
+    model = Model()
     offloader = offloader_of(model, rank, where, case) if offloads else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     chance = torch.Generator().manual_seed(rank)
@@ -142,13 +115,6 @@ def test_when_one_rank_wants_a_trace_both_take_one(tmp_path: Path) -> None:
     found = check(tmp_path, "saves")
     plans = [plan for plan in found[0]["plans"] if plan is not None]
     assert len(plans[-1]["placements"]) == len(plans[0]["placements"]) + 1  # what only the other rank saves
-
-
-def test_a_block_that_one_rank_checkpoints_itself_is_recomputed_on_both(tmp_path: Path) -> None:
-    found = check(tmp_path, "checkpointed")
-    for rank in found:
-        assert rank["plans"][-1]["recomputed"] == [True] * 4
-        assert rank["report"]["recomputed_bytes"] > 0
 
 
 def test_a_path_that_one_of_three_ranks_has_not_is_told_by_all(tmp_path: Path) -> None:

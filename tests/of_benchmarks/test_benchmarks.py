@@ -12,8 +12,7 @@ from typing import Any
 import benchmarking
 import pytest
 import update_time
-from soaking.meters import disk_bytes, slope
-from soaking.verdicts import memory
+from soaking.meters import disk_bytes
 from support import runs
 
 MIB = 1 << 20
@@ -66,23 +65,6 @@ def test_a_broken_soak_fails(tmp_path: Path, sabotage: str, checks: set[str]) ->
     status, result = soak(tmp_path, "--sabotage", sabotage)
     assert status == 1 and not result["held"]
     assert checks <= failed(result)
-
-
-def test_a_slope_is_that_within_the_groups() -> None:
-    assert slope([(0, 5.0, "a"), (1, 7.0, "a"), (2, 9.0, "a"), (10, 1.0, "b"), (12, 5.0, "b")]) == pytest.approx(2.0)
-    assert slope([(3, 1.0, "a")]) == 0.0
-
-
-@pytest.mark.parametrize(("mib_per_step", "held"), [(0.0, True), (0.01, True), (0.03, False)])
-def test_memory_is_held_against_the_run_without_us(mib_per_step: float, held: bool) -> None:
-    def samples(growth: float) -> dict[str, Any]:
-        steps = range(100, 2001, 100)
-        return {"samples": [{"step": step, "segment": -1, "memory_bytes": int(growth * step)} for step in steps]}
-
-    plain = samples(0.02 * MIB)
-    verdict = memory("memory at rest", plain, samples((0.02 + mib_per_step) * MIB), 2000, at_rest=True)
-    assert verdict.held == held, verdict.found
-    assert not memory("memory at rest", plain, {"samples": []}, 2000, at_rest=True).held
 
 
 def test_files_without_a_name_count_as_disk(tmp_path: Path) -> None:
@@ -158,12 +140,6 @@ def test_update_time(tmp_path: Path) -> None:
     report = only["reports"]["interleaved"]
     assert report["steps"] == len(only["losses"]["interleaved"]) and not report["stock_steps"]
     assert only["reports"]["stock"] is None
-
-
-@pytest.mark.engine
-def test_update_time_says_where_there_is_no_gpu() -> None:
-    done = runs.python(runs.ROOT / "benchmarks" / "update_time.py", "--gpu", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and "no CUDA device" in done.stderr and not done.stdout
 
 
 def test_losses_are_compared_step_by_step() -> None:

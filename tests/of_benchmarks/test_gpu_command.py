@@ -23,7 +23,7 @@ from gpu.pieces import WAYS as QUICK_WAYS
 from gpu.pieces import Piece, longer
 from gpu.results import BEGUN, CUT, DONE, FAILED, Results
 from gpu.smoke import CONTROL, KEEP, SHOWN, Setting, Smoke
-from gpu.table import PARTS, longest, markdown
+from gpu.table import PARTS, markdown
 from hook_cost import KINDS
 from support import runs
 
@@ -150,32 +150,27 @@ def check_headline(found: dict[str, Any], ways: Sequence[str]) -> None:
     assert rows["checkpointing + nvme"]["report"]["written_bytes"] and rows["host"]["report"]["host_bytes"]
 
 
-def a_piece(program: str, limit_s: float = 60) -> Piece:
-    return Piece("one", "probe", ("-c", program, "RESULT"), limit_s=limit_s)
-
-
-def wrote(found: str) -> str:
-    return f"import sys, pathlib; pathlib.Path(sys.argv[1]).write_text({found!r}); sys.exit(1)"
+def wrote(found: str, then: str = "sys.exit(1)") -> str:
+    return f"import sys, pathlib, time; pathlib.Path(sys.argv[1]).write_text({found!r}); {then}"
 
 
 @pytest.mark.parametrize(
     ("program", "limit_s", "state", "found"),
     [
-        ("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('[1]')", 60, DONE, [1]),
-        ("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('[1]'); sys.exit(1)", 60, DONE, [1]),
-        ("import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('[1]'); sys.exit(3)", 60, FAILED, [1]),
+        (wrote("[1]", ""), 60, DONE, [1]),
+        (wrote("[1]"), 60, DONE, [1]),
+        (wrote("[1]", "sys.exit(3)"), 60, FAILED, [1]),
         ("print('it ends here')", 60, FAILED, None),
-        (
-            "import sys, pathlib, time; pathlib.Path(sys.argv[1]).write_text('[1]'); time.sleep(60)", 3, CUT, [1],
-        ),
+        (wrote("[1]", "time.sleep(60)"), 3, CUT, [1]),
         (wrote('{"failed": ["this"]}'), 60, FAILED, {"failed": ["this"]}),
         (wrote('{"failed": [], "untried": ["this"]}'), 60, CUT, {"failed": [], "untried": ["this"]}),
     ],
     ids=["done", "with a finding", "failed", "silent", "too long", "says what failed", "no time for all"],
-)  # fmt: skip
+)
 def test_how_a_piece_ends(tmp_path: Path, program: str, limit_s: float, state: str, found: Any) -> None:
     results = Results(tmp_path / "results.json", rehearsal=True)
-    run(a_piece(program), results, tmp_path, limit_s=limit_s, rehearse=True)
+    piece = Piece("one", "probe", ("-c", program, "RESULT"), limit_s=60)
+    run(piece, results, tmp_path, limit_s=limit_s, rehearse=True)
     read = Results(tmp_path / "results.json", rehearsal=True)
     assert read.pieces["one"]["state"] == state and read.pieces["one"]["found"] == found
     assert read.is_done("one") == (state == DONE)
@@ -305,11 +300,7 @@ def test_an_error_of_one_way_is_its_row_and_want_of_time_is_told(smoke: Smoke, m
     smoke._run(ONE)
     assert smoke.untried == [f"bf16, default stream, {way}" for way in (KEEP, CONTROL, "host")]
     found = json.loads(smoke._options.result.read_text())
-    assert found["untried"] == smoke.untried and "**PathError" in "".join(markdown_of_smoke(found))
-
-
-def markdown_of_smoke(found: dict[str, Any]) -> list[str]:
-    return list(table._smoke({"smoke": found}))
+    assert found["untried"] == smoke.untried and "**PathError" in "".join(table._smoke({"smoke": found}))
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
@@ -319,21 +310,3 @@ def markdown_of_smoke(found: dict[str, Any]) -> list[str]:
 def test_nothing_is_measured_without_a_gpu(tmp_path: Path) -> None:
     done = runs.python(COMMAND[1], "--out", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "no CUDA device" in done.stderr and not list(tmp_path.iterdir())
-
-
-def a_length(tokens: int, layers: int, **states: tuple[str, str]) -> dict[str, Any]:
-    rows = [{"name": name, "title": name, "state": state, "reason": why} for name, (state, why) in states.items()]
-    return {"tokens": tokens, "shape": {"layers": layers}, "rows": rows}
-
-
-def test_the_longest_sequence_says_what_ended_it_and_layers_do_not_mix() -> None:
-    runs_, full = ("runs", ""), ("out of memory", "OutOfMemoryError: 1 GiB")
-    lengths = [
-        a_length(4, 8, keep=runs_, ours=runs_),
-        a_length(8, 8, keep=full, ours=runs_),
-        a_length(16, 2, keep=runs_),
-    ]
-    lines = list(longest(lengths))
-    assert "| keep | 4 | 8: out of memory, OutOfMemoryError: 1 GiB |" in lines
-    assert "| ours | 8 |  |" in lines and "| keep | 16 |  |" in lines
-    assert "8 layers, tried: 4, 8 tokens" in lines and "2 layers, tried: 16 tokens" in lines

@@ -6,24 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from plan_memory import SETTINGS, slope, table
+from plan_memory import SETTINGS, slope
 from support import runs
 
 
 def test_memory_per_token_is_the_slope_between_the_first_length_and_the_last() -> None:
     assert slope([1024, 1536, 3072], [5 << 20, 0, 11 << 20]) == 3.0
-
-
-def test_the_table_divides_plan_by_run() -> None:
-    plan = {name: [0, 1024 * 1024 * number] for number, name in enumerate(SETTINGS, 1)}
-    run = {name: [0, 2 * 1024 * 1024] for name in SETTINGS}
-    lines = table({"Llama": {"plan": plan, "run": run}}, [0, 1024])
-    assert lines[2:] == [
-        "| Llama | as it is | 1.00 | 2.00 | 0.50 |",
-        "| Llama | checkpointing | 2.00 | 2.00 | 1.00 |",
-        "| Llama | offload all | 3.00 | 2.00 | 1.50 |",
-        "| Llama | checkpointing and NVMe | 4.00 | 2.00 | 2.00 |",
-    ]
 
 
 @pytest.mark.thorough

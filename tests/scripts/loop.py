@@ -24,6 +24,8 @@ class NoDeepSpeed(MetaPathFinder):
 
 
 sys.meta_path.insert(0, NoDeepSpeed())
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS), str(TESTS / "compatibility")]
 
 import torch  # noqa: E402
 from fsdp import made, train  # noqa: E402

@@ -1,17 +1,14 @@
 """Trainings that a signal interrupts, each in a forked process of its own, which tells where it hangs.
 
     python tests/scripts/signals.py closes DIRECTORY RUNS
-    python tests/scripts/signals.py exits DIRECTORY RUNS PLACEMENT
     python tests/scripts/signals.py anywhere DIRECTORY FIRST EVERY PLACEMENT
 
 closes: at a random moment a handler closes the offloader and exits, raises or returns. Each run prints its end, how
 long that took and whether the signal came in the middle of ds_tba, and the state in its report.
-exits: at a random moment of a step a handler saves a checkpoint and exits, as a scheduler's warning asks for; PLACEMENT
-"none" is the control without an offloader. The last line counts the runs that trained on, because what the handler
-raised was lost, and those that ended otherwise.
 anywhere: a signal handler runs where Python calls a function, or jumps back. So an exception is raised as a function of
 ds_tba is called, the FIRST, then each EVERY-th call of a step that follows a plan if there is one; the program catches
-it and trains on. The last line counts the runs that went on exactly, that were refused, and that did neither.
+it and trains on. The last line counts the runs that went on exactly, that were refused, and that did neither, such as
+those in which the exception was lost.
 """
 
 from __future__ import annotations
@@ -23,11 +20,10 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,9 +42,9 @@ WIDTH, TOKENS = 64, 64
 HUNG_S = 30.0
 LATEST_S = 0.15
 HANDLER_LIMIT_S = 2.0  # instead of a minute, or the runs would mostly wait
-STEPS_AFTER_SIGNAL, STEPS_TO_A_PLAN = 5, 5
-EXACT, TRAINED_ON, REFUSED, WRONG, UNSEEN, OTHER = 0, 3, 4, 5, 6, 7
-ENDS = {EXACT: "exact", REFUSED: "refused", WRONG: "wrong"}
+STEPS_TO_A_PLAN = 5
+EXACT, LOST, REFUSED, WRONG, UNSEEN, OTHER = 0, 3, 4, 5, 6, 7
+ENDS = {EXACT: "exact", LOST: "lost", REFUSED: "refused", WRONG: "wrong"}
 
 
 class Interrupted(Exception):
@@ -77,10 +73,8 @@ def is_in_package(frame: FrameType | None) -> bool:
     return False
 
 
-def make(directory: Path, watched: nn.Module | None = None, **block: Any) -> ActivationOffloader | None:
-    """Return an offloader with little staging, which makes plans of a model that is given; None for no placement."""
-    if block["placement"] == "none":
-        return None
+def make(directory: Path, watched: nn.Module | None = None, **block: Any) -> ActivationOffloader:
+    """Return an offloader with little staging, which makes plans of a model that is given."""
     io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20}
     host_bytes = 4 << 20 if block["placement"] == "host" else 0
     more = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, "host_budget_bytes": host_bytes}
@@ -152,44 +146,6 @@ def each_that_closes(directory: Path, runs: str) -> None:
         say(f"END {number} {code} {json.loads(report.read_text())['state'] if report.exists() else 'no report'}")
 
 
-def exits(directory: Path, placement: str, delay: float) -> int:
-    """Train until the handler ends it; TRAINED_ON where it has not, some steps after it came."""
-    model, x = new_model()
-    offloader = make(directory, model, placement=placement)
-    seen: list[int] = []
-
-    def on_signal(*_: object) -> None:
-        seen.append(1)
-        torch.save(model.state_dict(), directory / "checkpoint.pt")
-        sys.exit(0)
-
-    signal.signal(signal.SIGUSR1, on_signal)
-    times_s = []
-    for _ in range(4):
-        started_s = time.perf_counter()
-        step(model, x, offloader)
-        times_s.append(time.perf_counter() - started_s)
-    threading.Timer(delay * min(times_s), os.kill, (os.getpid(), signal.SIGUSR1)).start()
-    left = STEPS_AFTER_SIGNAL
-    while left:
-        step(model, x, offloader)
-        left -= bool(seen)
-    return TRAINED_ON
-
-
-def each_that_exits(directory: Path, runs: str, placement: str) -> None:
-    chance, trained_on, others = random.Random(0), 0, 0
-    for number in range(int(runs)):
-        own, delay = directory / f"{placement}{number}", chance.uniform(0.0, 2.0)
-        own.mkdir()
-        code = forked(lambda own=own, delay=delay: exits(own, placement, delay))
-        loads = (own / "checkpoint.pt").exists() and bool(torch.load(own / "checkpoint.pt"))
-        say(f"RUN {number} ended with {code}{'' if loads else ', without a checkpoint'}")
-        trained_on += code == TRAINED_ON
-        others += not loads or code not in (0, TRAINED_ON)
-    say(f"LOST {trained_on} OTHERS {others}")
-
-
 class Interrupter:
     """Raises as the function of ds_tba of that number is called."""
 
@@ -211,15 +167,19 @@ def interrupted(directory: Path, placement: str, at: int, expected: list[torch.T
     offloader = make(directory, model if is_planned else None, placement=placement, max_step_overhead=1000.0)
     for _ in range(STEPS_TO_A_PLAN if is_planned else 1):
         step(model, x, offloader)
-    interrupter = Interrupter(at)
-    with suppress(Interrupted):
-        try:
-            sys.setprofile(interrupter)
-            step(model, x, offloader)
-        finally:
-            sys.setprofile(None)
+    interrupter, is_lost = Interrupter(at), False
+    try:
+        sys.setprofile(interrupter)
+        step(model, x, offloader)
+        is_lost = True
+    except Interrupted:
+        pass
+    finally:
+        sys.setprofile(None)
     if interrupter.calls < at:
         return UNSEEN
+    if is_lost:
+        return LOST
     for _ in range(3):
         model.zero_grad(set_to_none=True)
         try:
@@ -250,4 +210,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gc.freeze()  # or each fork goes through all that was imported at its end: half of its time
     how, where, *more = sys.argv[1:]
-    {"closes": each_that_closes, "exits": each_that_exits, "anywhere": each_call}[how](Path(where), *more)
+    {"closes": each_that_closes, "anywhere": each_call}[how](Path(where), *more)

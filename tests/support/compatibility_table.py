@@ -3,7 +3,7 @@
 A test of a row carries ``@pytest.mark.compatible(section, row)`` or ``@pytest.mark.rematerialized(section, row)`` and
 tells how it went with the fixture ``row_says``: the cells after the first. ``pytest -m compatible
 --compatibility=docs/evidence/compatibility.md`` (``make compatibility``, ``make rematerialize``) writes its table;
-``test_compatibility_table.py`` checks that the tables in the repository name the very tests that exist.
+``test_tables.py`` checks that the tables in the repository name the very tests that exist.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A test of a fault carries ``@pytest.mark.fault(fault, by=..., outcome=...)`` and hands what a user would read in that
 case to the fixture ``user_sees``. ``pytest --reliability=docs/evidence/faults.md`` (``make reliability``) writes the
-table of that run; ``test_reliability.py`` checks that the table in the repository names the very tests that exist.
+table of that run; ``test_tables.py`` checks that the table in the repository names the very tests that exist.
 """
 
 from __future__ import annotations

@@ -133,17 +133,16 @@ def run(
     ranks: int = 1,
     script: Path = SCRIPTS / "train.py",
     timeout_s: float = 240,
-    told_local_rank: bool = True,
+    start: Callable[..., None] = of_ranks.launched,
     **variables: str | None,
 ) -> Result:
     """Run a script without the launcher: the ranks are forked, and do not end as interpreters do.
 
     Args:
-        told_local_rank: the script has the launcher's argument ``--local_rank``.
+        start: what runs the script in each rank, as the launcher does or otherwise.
     """
-    target = of_ranks.launched if told_local_rank else of_ranks.script
     codes, outputs = of_ranks.fork(
-        target, str(script), *_arguments(config, directory, arguments), directory=directory, ranks=ranks,
+        start, str(script), *_arguments(config, directory, arguments), directory=directory, ranks=ranks,
         timeout_s=timeout_s, **variables,
     )  # fmt: skip
     return Result(max(map(abs, codes)), "\n".join(outputs))

@@ -34,7 +34,7 @@ BLOCK = {"interleaved_optimizer_update": {"chunk_bytes": 1 << 16, "device_buffer
     [
         (programs_hf.trainer, OF_TRAINERS, 2, {"steps": 4}),
         pytest.param(
-            programs_hf.trainer, OF_TRAINERS, 1, {"steps": 4, "prepare": "LoRA", "gradient_accumulation_steps": 2},
+            programs_hf.trainer, OF_TRAINERS, 1, {"steps": 4, "lora": True, "gradient_accumulation_steps": 2},
             marks=pytest.mark.thorough,
         ),
         (programs_hf.resumed_trainer, OF_TRAINERS, 1, {"steps": 6}),

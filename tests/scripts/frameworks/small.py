@@ -38,12 +38,10 @@ def data() -> torch.utils.data.TensorDataset:
 
 
 def write_outcome(path: str, losses: list[float], model: nn.Module) -> None:
-    """Write losses in hexadecimal and a digest of each parameter, gathered where ZeRO-3 has partitioned it."""
+    """Write losses in hexadecimal and a digest of each parameter, gathered from ZeRO-3, or a rank's part of FSDP's."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([*model.parameters()]):
-        digests = {
-            name: hashlib.sha256(one.detach().cpu().numpy().tobytes()).hexdigest()
-            for name, one in model.named_parameters()
-        }
+        own = {name: getattr(one, "to_local", one.detach)() for name, one in model.named_parameters()}
+        digests = {name: hashlib.sha256(one.detach().cpu().numpy().tobytes()).hexdigest() for name, one in own.items()}
     Path(path).write_text(json.dumps({"losses": [loss.hex() for loss in losses], "parameters": digests}))

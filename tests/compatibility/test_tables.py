@@ -1,14 +1,16 @@
-"""The tables in ``evidence/compatibility.md`` and ``guides/rematerialize.md`` of ``docs/`` name what is tested."""
+"""The generated tables of ``docs/`` name what is tested, and no other, and no row of theirs failed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from conftest import COMPATIBILITY, REMATERIALIZED
+from conftest import COMPATIBILITY, REMATERIALIZED, TABLE
 from support.compatibility_table import CompatibilityTable, rows_in
+from support.fault_table import faults_in
 
 DOCS = Path(__file__).parents[2] / "docs"
+FAULTS = DOCS / "evidence/faults.md"
 DOCUMENTS = [("evidence/compatibility", COMPATIBILITY), ("guides/rematerialize", REMATERIALIZED)]
 
 
@@ -21,12 +23,6 @@ def test_every_combination_is_in_the_table(
     assert sorted(rows_in(DOCS / f"{name}.md")) == sorted(rows), f"make {Path(name).name} writes it anew"
 
 
-@pytest.mark.parametrize("name", [name for name, _ in DOCUMENTS])
-def test_no_row_failed(name: str) -> None:
-    rows = rows_in(DOCS / f"{name}.md")
-    assert rows and not any("**failed**" in said for said in rows.values())
-
-
 @pytest.mark.usefixtures("all_tests")
 def test_some_rows_of_every_section_decide_whether_a_change_lands(request: pytest.FixtureRequest) -> None:
     deciding = request.config.stash[COMPATIBILITY].deciding
@@ -34,3 +30,16 @@ def test_some_rows_of_every_section_decide_whether_a_change_lands(request: pytes
     assert {section for section, _ in deciding} == {
         section for section, _ in rows_in(DOCS / "evidence/compatibility.md")
     }
+
+
+@pytest.mark.usefixtures("all_tests")
+def test_every_fault_is_in_the_table(request: pytest.FixtureRequest) -> None:
+    assert faults_in(FAULTS) == list(request.config.stash[TABLE].rows), "make reliability writes the table anew"
+
+
+def test_no_row_failed() -> None:
+    results = [line.rstrip(" |").rpartition(" | ")[2] for line in FAULTS.read_text().splitlines()[8:]]
+    assert results and all("failed" not in result for result in results)
+    for name, _ in DOCUMENTS:
+        rows = rows_in(DOCS / f"{name}.md")
+        assert rows and not any("**failed**" in said for said in rows.values())

@@ -1,25 +1,17 @@
-"""Trains under FSDP2, DDP or tensor parallelism, on each rank; writes losses, gradients and parameters of all steps.
+"""FSDP2, DDP and tensor parallelism in a loop without DeepSpeed: losses, gradients and parameters of all steps.
 
-    fsdp.py WAY CHECKPOINTS PLACEMENT DIRECTORY
-
-``WAY``: ``ddp``; ``tp``, with the two Linears of a block divided; or ``fsdp`` with ``-bf16`` (a mixed precision policy)
-and ``-kept`` (parameters stay gathered after forward). ``CHECKPOINTS``: ``none``, ``function`` (torch.utils.checkpoint)
-or ``wrapper`` (CheckpointWrapper). ``PLACEMENT``: of :class:`ds_tba.Offloader`; ``plain`` without it. The training is
-saved after half of its steps, and goes on in new objects.
+``loop.py`` trains the model where importing DeepSpeed raises, so nothing here imports it.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import os
-import sys
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.models import Mlp, Stack
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -32,30 +24,20 @@ from torch.utils.checkpoint import checkpoint
 import ds_tba
 
 WIDTH, ROWS, STEPS, MICRO_STEPS = 64, 32, 8, 2
-BUDGET_BYTES = 96 << 10
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
+class Model(Stack):
     def __init__(self, checkpoints: str) -> None:
-        super().__init__()
-        blocks = [Block() for _ in range(4)]
-        self.layers = nn.ModuleList(map(checkpoint_wrapper, blocks) if checkpoints == "wrapper" else blocks)
+        super().__init__(lambda: Mlp(WIDTH), 4)
+        if checkpoints == "wrapper":
+            self.layers = nn.ModuleList(map(checkpoint_wrapper, self.layers))
         self._checkpoints = checkpoints
 
+    def call(self, layer: nn.Module, x: Tensor) -> Any:
+        return checkpoint(layer, x, use_reentrant=False) if self._checkpoints == "function" else layer(x)
+
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.layers:
-            is_function = self._checkpoints == "function"
-            x = checkpoint(block, x, use_reentrant=False) if is_function else block(x)  # type: ignore[assignment]
-        return x.float().square().mean()
+        return super().forward(x).float()
 
 
 def made(way: str, checkpoints: str) -> nn.Module:
@@ -113,7 +95,15 @@ def train(
     return found
 
 
-def main(way: str, checkpoints: str, placement: str, directory: str) -> None:
+def trained(_: None, way: str, checkpoints: str, block: dict[str, Any] | None) -> dict[str, Any]:
+    """Train on each rank; the training is saved after half of its steps, and goes on in new objects.
+
+    Args:
+        way: ``ddp``; ``tp``, with the two Linears of a block divided; or ``fsdp`` with ``-bf16`` (a mixed precision
+            policy) and ``-kept`` (parameters stay gathered after forward).
+        checkpoints: ``none``, ``function`` (torch.utils.checkpoint) or ``wrapper`` (CheckpointWrapper).
+        block: of :class:`ds_tba.Offloader`; None is without it.
+    """
     dist.init_process_group("gloo")
     found, saved, reports = [], io.BytesIO(), []
     half = STEPS // 2
@@ -125,22 +115,11 @@ def main(way: str, checkpoints: str, placement: str, directory: str) -> None:
             state = torch.load(saved, weights_only=False)
             set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
         with ExitStack() as stack:
-            offloader = None
-            if placement != "plain":
-                budget = {"activation_budget_bytes": BUDGET_BYTES} if placement == "adaptive" else {}
-                options: dict[str, Any] = {"nvme_path": directory, "min_tensor_bytes": 1024, **budget}
-                io_options = {"backend": "posix", "staging_bytes": 1 << 20}
-                offloader = ds_tba.Offloader(model, placement=placement, io=io_options, **options)
-                stack.enter_context(offloader)
+            offloader = None if block is None else stack.enter_context(ds_tba.Offloader(model, **block))
             found += train(model, optimizer, offloader, steps, rank=dist.get_rank())
             if offloader is not None:
                 reports.append(offloader.report().to_dict())
         torch.save(get_state_dict(model, optimizer), saved)
     found += [bits(one) for one in model.parameters()]
-    told = {"found": found, "reports": reports, "budget_bytes": BUDGET_BYTES}
-    Path(directory, f"{placement}{os.environ['RANK']}.json").write_text(json.dumps(told))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {"found": found, "reports": reports}
