@@ -103,20 +103,6 @@ def test_host_memory_as_the_tier() -> None:
     assert report.fallbacks == 0 and "host memory, up to 3145728 bytes" in offloader.start_line()
 
 
-def test_what_no_store_takes_is_said_once_with_the_repair(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ds_tba")
-    config = {"placement": "host", "host_budget_bytes": 1 << 20, "min_tensor_bytes": 4096, "rematerialize": False}
-    offloader = ActivationOffloader(OffloadConfig.model_validate(config), AioConfig(), CpuAccelerator())
-    x = torch.randn(1024, 256, requires_grad=True)  # 1 MiB
-    with offloader.saving():
-        loss = x.exp().sigmoid().tanh().sum()
-    loss.backward()
-    offloader.close()
-    found = [text for text in caplog.messages if "stays in device memory" in text]
-    assert len(found) == 1 and found[0].startswith("no room in host_budget_bytes: a saved storage of 1048576 bytes")
-    assert "A larger host_budget_bytes takes more" in found[0] and offloader.report().fallbacks == 2
-
-
 def test_host_memory_behind_a_full_drive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
     io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 1 << 20}
