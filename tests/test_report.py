@@ -131,15 +131,6 @@ def saves(offloader: ActivationOffloader, ops: str) -> OffloadReport:
     return report
 
 
-def test_what_no_store_takes_is_said_once_with_the_repair(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "ds_tba")
-    block = {"placement": "host", "host_budget_bytes": 1 << 20, "nvme_path": None, "rematerialize": False}
-    assert saves(make(tmp_path, **block), "exp sigmoid tanh").fallbacks == 2
-    (found,) = (text for text in caplog.messages if "stays in device memory" in text)
-    assert found.startswith("no room in host_budget_bytes: a saved storage of 1048576 bytes")
-    assert "A larger host_budget_bytes takes more" in found
-
-
 def test_host_memory_behind_a_full_drive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "ds_tba")
     report = saves(make(tmp_path, io=FULL, placement="nvme", host_budget_bytes=1 << 20), "exp sin tanh")
