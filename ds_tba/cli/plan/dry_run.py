@@ -113,8 +113,7 @@ def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, cl
     # Without them a gradient would count as temporary here, and again among what the device holds.
     for one in model.parameters():  # gradients exist, as in all micro-steps but the first
         one.grad = torch.zeros_like(one) if one.requires_grad else None
-    held = [*model.parameters(), *(one.grad for one in model.parameters() if one.grad is not None)]
-    clock.ignore(one.untyped_storage() for one in held)
+        clock.ignore(each.untyped_storage() for each in (one, one.grad) if each is not None)
     with clock:
         with (
             cache.saving(Always((), wait=False), recorder.around),
