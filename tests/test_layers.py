@@ -41,7 +41,7 @@ TESTED_ELSEWHERE = {
     "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",
 }
 CORE = {"core", "storage", "device", "stats", "report", "config", "errors"}
-LONGEST_CHAIN = 9  # 8 is the goal: the store stands on files of one noun each
+LONGEST_CHAIN = 8
 FILES, LINES = 91, 18_000  # comments included; the goal of the house is 80 and 17,000
 AIR = 1.05
 MODULES = {

@@ -33,8 +33,7 @@ from ds_tba.core.accounts import CountedMemory, Release
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
 from ds_tba.core.tensors import has_plain_storage, held_memory, is_parameter, out_of_modes, unmodified, whole_storage
-from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, is_out_of_memory
-from ds_tba.device.copies import PendingCopy
+from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, PendingCopy, is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.storage.base import AnyIssuer, AnyStore, Choice, Loaded, Refusal, Store, Ticket
 

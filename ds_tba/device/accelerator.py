@@ -228,21 +228,6 @@ def advise_huge_pages(memory: torch.Tensor, *, collapse: bool = False) -> None:
             _madvise(memory[start : start + nbytes], advice)
 
 
-def can_lock(nbytes: int) -> bool:
-    """Try whether this process may lock so much memory (``RLIMIT_MEMLOCK``, ``CAP_IPC_LOCK``); return the answer."""
-    libc = ctypes.CDLL(None)
-    libc.mlock.argtypes = libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    try:
-        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError):  # more than the machine has, or than an address can tell
-        return False
-    address = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
-    locked: bool = libc.mlock(address, nbytes) == 0
-    if locked:
-        libc.munlock(address, nbytes)
-    return locked
-
-
 def digest_of(data: torch.Tensor) -> int:
     """Return XXH3 of a contiguous host tensor (uint8), and leave it resizable, unlike what NumPy has seen."""
     size = data.numel()
@@ -265,13 +250,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 # ---- the device -----------------------------------------------------------------------------------------------------
-
-
-class Clock(Protocol):
-    """Time as the stream of kernels sees it: marks, and the seconds between two."""
-
-    def mark(self) -> Any: ...
-    def elapsed_s(self, earlier: Any, later: Any) -> float: ...
 
 
 class Accelerator:
@@ -494,3 +472,73 @@ def moment(accelerator: Accelerator, stream: Stream | None = None) -> Event:
     event = accelerator.new_event()
     event.record(accelerator.current_stream() if stream is None else stream)
     return event
+
+
+# ---- memory that is being copied ------------------------------------------------------------------------------------
+
+
+class PendingCopy:
+    """A copy out of device memory.
+
+    Attributes:
+        storage: the memory, held until the copy is done, or the allocator would give it away (``copies.py``).
+    """
+
+    __slots__ = ("event", "nbytes", "storage")
+
+    def __init__(self, event: Event, source: torch.Tensor) -> None:
+        self.event = event
+        self.nbytes = source.numel()
+        self.storage: torch.UntypedStorage | None = None if event is AT_ONCE else source.untyped_storage()
+
+    def free_if_done(self) -> bool:
+        """Free the memory if the copy is done; return whether it is. Never blocks."""
+        if self.storage is not None and self.event.query():  # else it would go while it is still copied
+            self.storage = None
+        return self.storage is None
+
+    def wait(self) -> None:
+        """Block the calling host thread until the copy is done."""
+        if self.storage is not None:
+            self.event.synchronize()
+            self.storage = None
+
+
+class Arrival:
+    """Device memory into which a copy is under way.
+
+    Args:
+        event: done with the copy.
+        owner: the stream that the memory was allocated on.
+
+    Attributes:
+        event: as given.
+        consumers: streams that use the memory beside its owner.
+        version: version counter of the memory once its bytes are there.
+    """
+
+    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event", "version")
+
+    def __init__(self, accelerator: Accelerator, data: torch.Tensor, event: Event, owner: Stream) -> None:
+        self._accelerator = accelerator
+        self._data = data
+        self._owner = owner
+        self.event = event
+        self.consumers: list[Stream] = []
+        # The host has queued the copy by now. Memory of the user's inference mode, for a measurement, has no version.
+        self.version = -1 if data.is_inference() else data._version
+
+    @property
+    def is_done(self) -> bool:
+        """True if the device has made the copy. Never blocks."""
+        return bool(self.event.query())
+
+    def join(self) -> torch.Tensor:
+        """Return the memory (uint8, 1-D) for the calling thread's current stream, which waits for the copy."""
+        consumer = self._accelerator.current_stream()
+        consumer.wait_event(self.event)  # or its kernels would read bytes that have not come yet
+        # Else the allocator would give the memory away while the consumer still reads it.
+        if consumer not in (self._owner, *self.consumers):
+            self._accelerator.share(self._data, consumer)
+            self.consumers.append(consumer)
+        return self._data

@@ -24,78 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, Stream, moment
-
-
-class PendingCopy:
-    """A copy out of device memory.
-
-    Attributes:
-        storage: the memory, held until the copy is done, or the allocator would give it away: see [Note: Ordering].
-    """
-
-    __slots__ = ("event", "nbytes", "storage")
-
-    def __init__(self, event: Event, source: torch.Tensor) -> None:
-        self.event = event
-        self.nbytes = source.numel()
-        self.storage: torch.UntypedStorage | None = None if event is AT_ONCE else source.untyped_storage()
-
-    def free_if_done(self) -> bool:
-        """Free the memory if the copy is done; return whether it is. Never blocks."""
-        if self.storage is not None and self.event.query():  # else it would go while it is still copied
-            self.storage = None
-        return self.storage is None
-
-    def wait(self) -> None:
-        """Block the calling host thread until the copy is done."""
-        if self.storage is not None:
-            self.event.synchronize()
-            self.storage = None
-
-
-class Arrival:
-    """Device memory into which a copy is under way.
-
-    Args:
-        event: done with the copy.
-        owner: the stream that the memory was allocated on.
-
-    Attributes:
-        event: as given.
-        consumers: streams that use the memory beside its owner.
-        version: version counter of the memory once its bytes are there.
-    """
-
-    __slots__ = ("_accelerator", "_data", "_owner", "consumers", "event", "version")
-
-    def __init__(self, accelerator: Accelerator, data: torch.Tensor, event: Event, owner: Stream) -> None:
-        self._accelerator = accelerator
-        self._data = data
-        self._owner = owner
-        self.event = event
-        self.consumers: list[Stream] = []
-        # The host has queued the copy by now. Memory of the user's inference mode, for a measurement, has no version.
-        self.version = -1 if data.is_inference() else data._version
-
-    @property
-    def is_done(self) -> bool:
-        """True if the device has made the copy. Never blocks."""
-        return bool(self.event.query())
-
-    def join(self) -> torch.Tensor:
-        """Return the memory (uint8, 1-D) for the calling thread's current stream, which waits for the copy."""
-        consumer = self._accelerator.current_stream()
-        consumer.wait_event(self.event)  # or its kernels would read bytes that have not come yet
-        # Else the allocator would give the memory away while the consumer still reads it.
-        if consumer not in (self._owner, *self.consumers):
-            self._accelerator.share(self._data, consumer)
-            self.consumers.append(consumer)
-        return self._data
-
-    def wait(self) -> None:
-        """Block the calling host thread until the copy is done."""
-        self.event.synchronize()
+from ds_tba.device.accelerator import AT_ONCE, Accelerator, Arrival, Event, PendingCopy, Stream, moment
 
 
 class Destination(NamedTuple):

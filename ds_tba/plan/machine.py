@@ -18,10 +18,10 @@ from typing import Protocol
 import torch
 
 from ds_tba.config import OffloadConfig, Placement
-from ds_tba.device.accelerator import Accelerator, Clock, MemoryMeter
+from ds_tba.device.accelerator import Accelerator, MemoryMeter
 from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
-from ds_tba.plan.trace import Resources
+from ds_tba.plan.trace import Clock, Resources
 from ds_tba.stats import write_limit_bytes_per_step
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore
@@ -55,7 +55,7 @@ def measure_copies(
         copies.out(data, staged)
         copies.hold_at_most(0)
         copied_out_s = clock()
-        copies.into(staged, copies.allocate(staged.numel(), device)).wait()
+        copies.into(staged, copies.allocate(staged.numel(), device)).event.synchronize()
         out_s, in_s = min(out_s, copied_out_s - began_s), min(in_s, clock() - copied_out_s)
     return staged.numel() / out_s, staged.numel() / in_s
 

@@ -45,8 +45,8 @@ from ds_tba.core.saved import (
     StorageKey,
 )
 from ds_tba.core.tensors import Eligibility
-from ds_tba.device.accelerator import Clock, MemoryMeter
-from ds_tba.plan.trace import OUTSIDE, BlockTrace, Resources, StorageTrace, Trace
+from ds_tba.device.accelerator import MemoryMeter
+from ds_tba.plan.trace import OUTSIDE, BlockTrace, Clock, Resources, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
 
 RECORDINGS = 2

@@ -19,10 +19,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 FORMAT = 3  # of the JSON
 OUTSIDE = -1
+
+
+class Clock(Protocol):
+    """Time as the stream of kernels sees it: marks, and the seconds between two."""
+
+    def mark(self) -> Any: ...
+    def elapsed_s(self, earlier: Any, later: Any) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,7 @@ import torch
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedCounted, SavedStorage, SavedView, TensorStore
-from ds_tba.device.accelerator import is_out_of_memory, moment
-from ds_tba.device.copies import Arrival, PendingCopy
+from ds_tba.device.accelerator import Arrival, PendingCopy, is_out_of_memory, moment
 from ds_tba.errors import StateError
 from ds_tba.remat.recipe import Comparison, Makeable, Recipe, note
 from ds_tba.remat.sites import Sites

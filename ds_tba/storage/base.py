@@ -1,11 +1,13 @@
-"""What may the tensor cache ask of a tier that holds bytes? The contract of the stores, and their tickets.
+"""What may the tensor cache ask of a tier that holds bytes? The contract of the stores, their tickets, and spans.
 
-Cannot see tensors, graphs or plans: a store gets whole storages as bytes, and gives them back.
+Cannot see tensors, graphs or plans: a store gets whole storages as bytes, and gives them back. Spans are slots of
+staging, extents of a swap file, and the room of the host tier; a holder of a span gives it back once.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,7 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 
-from ds_tba.device.copies import Arrival, PendingCopy
+from ds_tba.device.accelerator import PAGE_BYTES, Arrival, PendingCopy
 from ds_tba.errors import StateError
 
 ASKED_TOO_LATE = "bytes were asked for after they were given up; this is a bug in ds_tba"
@@ -198,3 +200,80 @@ class Always:
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         return self._choice
+
+
+# ---- spans ----------------------------------------------------------------------------------------------------------
+
+
+def padded(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A byte range ``[offset, offset + nbytes)``."""
+
+    offset: int
+    nbytes: int
+
+
+class SpanAllocator:
+    """First fit by address, neighbours merged on free.
+
+    Lowest address first means that the bytes just given back are the first to be used again: extents that were already
+    written are overwritten at twice the rate of fresh ones on thin-provisioned drives, and the used part stays short.
+    Every span is of whole pages, which is all that direct I/O moves.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = 0
+        self.used_bytes = 0
+        self.peak_used_bytes = 0
+        # Free ranges as (offset, length), by offset. Each change of it is one statement: the exception of a signal
+        # handler comes between two, and a range half changed would be handed out twice.
+        self._free: list[tuple[int, int]] = []
+        self.grow(capacity_bytes)
+
+    def grow(self, capacity_bytes: int) -> None:
+        """Extend the region to ``capacity_bytes``, rounded down to the alignment."""
+        capacity_bytes -= capacity_bytes % PAGE_BYTES
+        if capacity_bytes > self.capacity_bytes:
+            added = Span(self.capacity_bytes, capacity_bytes - self.capacity_bytes)
+            self.capacity_bytes = capacity_bytes
+            self._insert(added)
+
+    def allocate(self, nbytes: int) -> Span | None:
+        """Take a span of at least ``nbytes``; None where no free range is long enough."""
+        nbytes = padded(max(nbytes, 1))
+        for index, (offset, length) in enumerate(self._free):
+            if length >= nbytes:
+                self._free[index : index + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
+                self.used_bytes += nbytes
+                self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
+                return Span(offset, nbytes)
+        return None
+
+    def free(self, span: Span) -> None:
+        """Give a span back.
+
+        Raises:
+            StateError: the span, or a part of it, is free already.
+        """
+        self._insert(span)
+        self.used_bytes -= span.nbytes
+
+    def _insert(self, span: Span) -> None:
+        start, end = span.offset, span.offset + span.nbytes
+        first = last = bisect_left(self._free, (start, 0))
+        previous_end = sum(self._free[first - 1]) if first > 0 else -1
+        next_start = self._free[last][0] if last < len(self._free) else self.capacity_bytes + 1
+        if previous_end > start or next_start < end or end > self.capacity_bytes:
+            raise StateError(f"bytes {start}..{end} were given back twice or never handed out")
+        if previous_end == start:
+            first -= 1
+            start = self._free[first][0]
+        if next_start == end:
+            end += self._free[last][1]
+            last += 1
+        self._free[first:last] = [(start, end - start)]

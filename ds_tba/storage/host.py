@@ -13,12 +13,20 @@ from typing import NamedTuple
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, Event, available_bytes, huge_page_memory, is_out_of_memory
-from ds_tba.device.copies import Arrival, Copies, PendingCopy
+from ds_tba.device.accelerator import (
+    Accelerator,
+    Arrival,
+    Event,
+    PendingCopy,
+    available_bytes,
+    huge_page_memory,
+    is_out_of_memory,
+)
+from ds_tba.device.copies import Copies
 from ds_tba.errors import StateError
 from ds_tba.stats import StoreStats
-from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Store, Ticket
-from ds_tba.storage.staging import CLOSED, CopySafeAllocator, Span
+from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Span, Store, Ticket
+from ds_tba.storage.staging import CLOSED, CopySafeAllocator
 
 MIN_SEGMENT_BYTES = 1 << 20
 # A segment has room for so many storages as it was taken for, and a new one is at least that part of all.

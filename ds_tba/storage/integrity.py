@@ -39,7 +39,7 @@ from ds_tba.errors import (
     TransferError,
 )
 from ds_tba.storage.backends import IoHandle
-from ds_tba.storage.staging import Span, StagingRing
+from ds_tba.storage.base import padded
 
 logger = logging.getLogger(__name__)
 
@@ -222,18 +222,16 @@ class PieceIo:
 
     Args:
         integrity: takes and compares the checksums.
-        ring: staging, with a buffer for each lane where there is a codec.
     """
 
-    def __init__(self, integrity: Integrity, ring: StagingRing, codec: Codec | None = None) -> None:
+    def __init__(self, integrity: Integrity, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
-        self._ring = ring
-        self._buffers: dict[IoHandle, Span] = {}
+        self._buffers: dict[IoHandle, torch.Tensor] = {}
 
-    def give_buffers(self, handles: Sequence[IoHandle]) -> None:
-        """Give the lane of each handle a buffer of its own, if the ring has such."""
-        self._buffers = dict(zip(handles, self._ring.buffers, strict=False))
+    def give_buffers(self, buffers: dict[IoHandle, torch.Tensor]) -> None:
+        """Give the lane of each handle a buffer of its own in staging, where there is a codec."""
+        self._buffers = buffers
 
     def write(self, handle: IoHandle, staged: torch.Tensor, offset: int, item_bytes: int) -> tuple[Piece, ...]:
         """Write the bytes of a part from a file's ``offset`` on; return where they are.
@@ -244,7 +242,7 @@ class PieceIo:
         if self.codec is None:
             return (self._write_piece(handle, staged, Piece(0, staged.numel(), offset, staged.numel())),)
         pieces: list[Piece] = []
-        buffer = self._ring.view(self._buffers[handle])
+        buffer = self._buffers[handle]
         for start in range(0, staged.numel(), buffer.numel()):
             data = staged[start : start + buffer.numel()]
             stored, packed_bytes = self._pack(self.codec, data, buffer, item_bytes)
@@ -304,7 +302,7 @@ class PieceIo:
         if self.codec is None or not piece.packed_bytes:
             transfer(target, piece.offset)
             return self.integrity.difference(target, piece.checksums, piece.offset)
-        stored = self._ring.view(self._buffers[handle])[: piece.stored_bytes]
+        stored = self._buffers[handle][: piece.stored_bytes]
         transfer(stored, piece.offset)
         problem = self.integrity.difference(stored, piece.checksums, piece.offset)
         if not problem:
@@ -319,7 +317,7 @@ class PieceIo:
     ) -> tuple[torch.Tensor, int]:
         """Return what to store of a piece, and the length of what the codec made of it."""
         packed_bytes = codec.compress(data, buffer, item_bytes)
-        stored_bytes = self._ring.slots.padded(packed_bytes)
+        stored_bytes = padded(packed_bytes)
         if not packed_bytes or stored_bytes > (1 - LEAST_GAIN) * data.numel():
             return data, 0
         buffer[packed_bytes:stored_bytes].zero_()  # else bytes of the piece before would go to the drive

@@ -28,15 +28,15 @@ from functools import partial
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES
-from ds_tba.device.accelerator import THREAD_PREFIX
-from ds_tba.device.copies import Destination, PendingCopy
+from ds_tba.device.accelerator import THREAD_PREFIX, PendingCopy
+from ds_tba.device.copies import Destination
 from ds_tba.errors import ActivationLostError, DsTbaError, StateError
 from ds_tba.storage.backends import IoBackend
-from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Store
+from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Span, Store, padded
 from ds_tba.storage.integrity import Codec, Integrity, PieceIo
 from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapFile, SwapPath
 from ds_tba.storage.space import BEFORE_WRITTEN, GIVEN_UP, OVER, Ahead, Part, PartState, SwapSpace, SwapTicket
-from ds_tba.storage.staging import CLOSED, Span, StagingRing
+from ds_tba.storage.staging import CLOSED, StagingRing
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     ) -> None:
         checksums = Integrity(integrity, backend.block_bytes, on_device=backend.stages_on_device)
         paths = [SwapPath(file, lanes.write, lanes.read) for file in files]
-        super().__init__(paths, ring, PieceIo(checksums, ring, codec))
+        super().__init__(paths, ring, PieceIo(checksums, codec))
         part_bytes = int(ring.slots.capacity_bytes * PART_FRACTION_OF_STAGING)
         self.part_bytes = max(part_bytes - part_bytes % IO_ALIGNMENT_BYTES, IO_ALIGNMENT_BYTES)
         self._backend = backend
@@ -116,13 +116,13 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                     self.release(ticket)  # or the parts before would take room that nobody gives back
                     return part
                 # Without the lock, which a copy of the host would keep from the lanes; nobody else has the ticket yet.
-                part.copy = self.ring.copies.out(part_data, self.ring.view(part.slot))
+                part.copy = self.copies.out(part_data, self.ring.view(part.slot))
                 part.path.writes.put(partial(self._write, ticket, part))
             with self.lock:
                 ticket.is_taken = True
                 self.stats.offloaded_bytes += ticket.nbytes
         except BaseException:  # a signal handler may raise here, too
-            self.ring.copies.drain()  # one that nobody knows of may be under way into the slot
+            self.copies.drain()  # one that nobody knows of may be under way into the slot
             self.release(ticket)
             raise
         return ticket
@@ -146,7 +146,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         self.settle_copies()  # or slots whose copies are done would pass for taken
         slots = self.ring.slots
         is_first = not ticket.parts and ticket.nbytes > self.part_bytes
-        if not wait and is_first and slots.padded(ticket.nbytes) > slots.capacity_bytes - slots.used_bytes:
+        if not wait and is_first and padded(ticket.nbytes) > slots.capacity_bytes - slots.used_bytes:
             return Refusal.STAGING_FULL  # else its first parts would be copied for nothing
         slot = slots.allocate(nbytes) or self._wait_for_slot(nbytes, wait)
         if slot is None:
@@ -182,7 +182,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         the thread that would be waiting here, and are given up.
         """
         started = time.perf_counter()
-        slots, copies = self.ring.slots, self.ring.copies
+        slots, copies = self.ring.slots, self.copies
         slot = None
         while slot is None and self.is_open and self.working:
             # Nobody notifies of copies that are done: they are polled. All other slots come with a notification.
@@ -207,7 +207,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     # ---- back ---------------------------------------------------------------------------------------------------
 
     def prefetch(self, ticket: SwapTicket) -> bool:
-        copies = self.ring.copies
+        copies = self.copies
         with self.lock:
             if not (self.is_open and self.left(ticket.parts)):
                 return True  # in memory or on its way already, or nothing to do
@@ -239,7 +239,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     def _load(self, ticket: SwapTicket, device: torch.device) -> Loaded:
         """Bring all parts of a storage to the device. If it raises, parts that came stay, and it may be repeated."""
         if ticket.destination is None:
-            ticket.destination = self.ring.copies.allocate(ticket.nbytes, device)
+            ticket.destination = self.copies.allocate(ticket.nbytes, device)
         for index, part in enumerate(ticket.parts):
             if part.arrival is not None and part.state in (_S.STORED, _S.RELEASED):
                 continue  # handed over before something failed
@@ -252,7 +252,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 part.arrival = self.copy_in(part, place)
             self._hand_over(part)
         arrivals = [part.arrival for part in ticket.parts if part.arrival is not None]
-        arrival = self.ring.copies.whole(ticket.destination, arrivals)
+        arrival = self.copies.whole(ticket.destination, arrivals)
         for part in ticket.parts:
             part.arrival = None
         ticket.destination = None
@@ -263,7 +263,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         self.lock.release()  # or lanes would wait for a device that is behind; nobody else is at this part
         try:
             arrival = self.copy_in(part, place)
-            arrival.wait()  # the memory beside staging may go now
+            arrival.event.synchronize()  # the memory beside staging may go now
         finally:
             self.lock.acquire()
         part.arrival = arrival
@@ -381,7 +381,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
     def copies_out(self) -> Sequence[PendingCopy]:
         with self.lock:
             self.settle_copies()
-            return self.ring.copies.under_way
+            return self.copies.under_way
 
     # ---- beginning and ending -----------------------------------------------------------------------------------
 
@@ -402,7 +402,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                             raise
                         path.fail(_NOT_OPENED, error)
                 self.ring.open()
-                self.io.give_buffers([lane for path in self.paths for lane in path.writes.handles + path.reads.handles])
+                handles = [one for path in self.paths for one in path.writes.handles + path.reads.handles]
+                self.io.give_buffers(dict(zip(handles, map(self.ring.view, self.ring.buffers), strict=False)))
                 for index, path in enumerate(self.paths):
                     path.writes.start(f"{THREAD_PREFIX}write-{index}", self.ring.accelerator)
                     path.reads.start(f"{THREAD_PREFIX}read-{index}", self.ring.accelerator)
@@ -454,7 +455,8 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         try:
             with self.lock:
                 # Copies that are under way read and write the memory that closing the ring frees.
-                self.ring.copies.finish()
+                self.copies.finish()
+                self.io.give_buffers({})
                 self.ring.close()
         finally:  # without the lock: a drive may hang in giving the space back
             for path in self.paths:

@@ -40,7 +40,7 @@ from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.errors import PathError
 from ds_tba.stats import PathMeter, RecentRate, expanded, readable
 from ds_tba.storage.backends import IoBackend, IoHandle
-from ds_tba.storage.staging import SpanAllocator
+from ds_tba.storage.base import SpanAllocator, padded
 
 logger = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class SwapPath:
         """Have the file grow by so many bytes at least, or be full, and say so. Without the lock: a drive may hang."""
         file = self.file
         try:
-            if file.grow(self.extents.padded(nbytes)) or file.fd < 0:  # it was closed
+            if file.grow(padded(nbytes)) or file.fd < 0:  # it was closed
                 return
             why = f"the swap file has reached its limit of {readable(file.limit_bytes)}"
             repair = (

@@ -23,15 +23,15 @@ from typing import ClassVar
 import torch
 
 from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
-from ds_tba.device.accelerator import Event
-from ds_tba.device.copies import Arrival, Destination, PendingCopy
+from ds_tba.device.accelerator import Arrival, Event, PendingCopy
+from ds_tba.device.copies import Copies, Destination
 from ds_tba.errors import StorageError
 from ds_tba.stats import Kind, StoreStats
 from ds_tba.storage.backends import IoHandle
-from ds_tba.storage.base import StateMachine, Store, Ticket
+from ds_tba.storage.base import Span, StateMachine, Store, Ticket
 from ds_tba.storage.integrity import Piece, PieceIo
 from ds_tba.storage.path import AHEAD, SwapPath
-from ds_tba.storage.staging import Span, StagingRing
+from ds_tba.storage.staging import StagingRing
 
 
 class PartState(Enum):
@@ -224,6 +224,7 @@ class SwapSpace:
         self.changed = threading.Condition(self.lock)
         self.paths = paths
         self.ring = ring
+        self.copies = Copies(ring.accelerator)
         self.io = io
         self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
@@ -244,7 +245,7 @@ class SwapSpace:
         """True if no bytes are in its care, nor on their way."""
         self.settle_copies()
         is_used = self.ring.slots.used_bytes or any(path.extents.used_bytes for path in self.paths)
-        return not (is_used or self.writes or self.ring.copies.under_way)
+        return not (is_used or self.writes or self.copies.under_way)
 
     # ---- ahead of need ------------------------------------------------------------------------------------------
 
@@ -296,9 +297,9 @@ class SwapSpace:
     def copy_in(self, part: Part, place: Destination) -> Arrival:
         """Queue the copy of a part that is in host memory to its place on the device."""
         if part.host is not None:
-            return self.ring.copies.into(part.host, place)
+            return self.copies.into(part.host, place)
         # After the copy into the slot, or bytes that the device has not written yet would be handed over.
-        arrival = self.ring.copies.into(self.ring.view(part.slot), place, part.copy)
+        arrival = self.copies.into(self.ring.view(part.slot), place, part.copy)
         part.uses.append(arrival.event)  # so that the slot is written again only when the copy has read it
         return arrival
 
@@ -328,7 +329,7 @@ class SwapSpace:
 
     def settle_copies(self) -> None:
         """Give back the device memory and the slots that copies used, where these are done."""
-        self.ring.copies.settle()
+        self.copies.settle()
         self.ring.slots.settle()
 
     def give_up(self, part: Part) -> None:
@@ -344,7 +345,7 @@ class SwapSpace:
         """Give up the bytes of a part that are on the device, or on their way there."""
         arrival, part.arrival = part.arrival, None
         if arrival is not None:
-            self.ring.copies.drop(arrival)
+            self.copies.drop(arrival)
 
     # ---- tasks of lanes -----------------------------------------------------------------------------------------
 

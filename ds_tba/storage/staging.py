@@ -1,24 +1,21 @@
-"""What lies between device memory and files, and which bytes of it are free? The staging ring, and spans of any region.
+"""What lies between device memory and files, and which bytes of it are free? The staging ring.
 
 Staging is host memory, or device memory for a backend that reaches files from there (``IoBackend.stages_on_device``):
-then every copy stays on the device. Spans are slots of staging, extents of a swap file, and the room of the host tier.
-Does not know files, tickets or autograd; a holder of a span gives it back once.
+then every copy stays on the device. Does not know files, tickets or autograd.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from ds_tba.config import IO_ALIGNMENT_BYTES, MIN_STAGING_BYTES, OffloadConfig
 from ds_tba.device.accelerator import AT_ONCE, PAGE_BYTES, Accelerator, Event, aligned_memory, huge_page_memory
-from ds_tba.device.copies import Copies
 from ds_tba.errors import ConfigError, StateError
 from ds_tba.storage.backends import IoBackend
+from ds_tba.storage.base import Span, SpanAllocator
 
 # Bounds of the buffer of a lane that compresses: a codec gains nothing by a longer one, and all take a part of staging.
 BUFFER_BYTES = 4 << 20
@@ -29,79 +26,6 @@ MAX_STAGING_BYTES = 1 << 30
 STAGING_FRACTION = 1 / 16
 CPU_STAGING_BYTES = 128 << 20
 CLOSED = "the activation offloader was closed before backward: keep the engine, or the Offloader's with, until then"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A byte range ``[offset, offset + nbytes)``."""
-
-    offset: int
-    nbytes: int
-
-
-class SpanAllocator:
-    """First fit by address, neighbours merged on free.
-
-    Lowest address first means that the bytes just given back are the first to be used again: extents that were already
-    written are overwritten at twice the rate of fresh ones on thin-provisioned drives, and the used part stays short.
-    Every span is of whole pages, which is all that direct I/O moves.
-    """
-
-    def __init__(self, capacity_bytes: int) -> None:
-        self.capacity_bytes = 0
-        self.used_bytes = 0
-        self.peak_used_bytes = 0
-        # Free ranges as (offset, length), by offset. Each change of it is one statement: the exception of a signal
-        # handler comes between two, and a range half changed would be handed out twice.
-        self._free: list[tuple[int, int]] = []
-        self.grow(capacity_bytes)
-
-    def grow(self, capacity_bytes: int) -> None:
-        """Extend the region to ``capacity_bytes``, rounded down to the alignment."""
-        capacity_bytes -= capacity_bytes % PAGE_BYTES
-        if capacity_bytes > self.capacity_bytes:
-            added = Span(self.capacity_bytes, capacity_bytes - self.capacity_bytes)
-            self.capacity_bytes = capacity_bytes
-            self._insert(added)
-
-    def padded(self, nbytes: int) -> int:
-        """Return ``nbytes`` rounded up to the alignment."""
-        return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-
-    def allocate(self, nbytes: int) -> Span | None:
-        """Take a span of at least ``nbytes``; None where no free range is long enough."""
-        nbytes = self.padded(max(nbytes, 1))
-        for index, (offset, length) in enumerate(self._free):
-            if length >= nbytes:
-                self._free[index : index + 1] = [(offset + nbytes, length - nbytes)] if length > nbytes else []
-                self.used_bytes += nbytes
-                self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
-                return Span(offset, nbytes)
-        return None
-
-    def free(self, span: Span) -> None:
-        """Give a span back.
-
-        Raises:
-            StateError: the span, or a part of it, is free already.
-        """
-        self._insert(span)
-        self.used_bytes -= span.nbytes
-
-    def _insert(self, span: Span) -> None:
-        start, end = span.offset, span.offset + span.nbytes
-        first = last = bisect_left(self._free, (start, 0))
-        previous_end = sum(self._free[first - 1]) if first > 0 else -1
-        next_start = self._free[last][0] if last < len(self._free) else self.capacity_bytes + 1
-        if previous_end > start or next_start < end or end > self.capacity_bytes:
-            raise StateError(f"bytes {start}..{end} were given back twice or never handed out")
-        if previous_end == start:
-            first -= 1
-            start = self._free[first][0]
-        if next_start == end:
-            end += self._free[last][1]
-            last += 1
-        self._free[first:last] = [(start, end - start)]
 
 
 class CopySafeAllocator(SpanAllocator):
@@ -201,7 +125,6 @@ class StagingRing:
         self._backend = backend
         self._on_device = backend.stages_on_device
         self._is_pinned = not (accelerator.is_synchronous or self._on_device)
-        self.copies = Copies(accelerator)
         buffer_bytes = lane_buffer_bytes(staging_bytes, lanes)
         self.slots = CopySafeAllocator(staging_bytes - lanes * buffer_bytes)
         first = self.slots.capacity_bytes

@@ -5,8 +5,10 @@ Knows stores, backends and drives; cannot see the cache nor what is decided, nor
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
+import mmap
 import os
 import resource
 from collections import Counter
@@ -16,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_tba.config import BLOCK, IO_ALIGNMENT_BYTES, AioConfig, OffloadConfig, Placement
-from ds_tba.device.accelerator import Accelerator, available_bytes, can_lock
+from ds_tba.device.accelerator import Accelerator, available_bytes
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.stats import ASSUMED_TBW, PathWear, StoreStats, drive_of, rated, readable
 from ds_tba.storage.backends import IoBackend, PosixBackend, aio
@@ -357,3 +361,18 @@ def _lock_obstacle(config: OffloadConfig, pinned: bool) -> str | None:
         f"aio locks {nbytes} bytes in memory, {'' if pinned else 'most of them staging, '}above this process's limit: "
         f"raise it (ulimit -l unlimited){'' if pinned else ' or set io.staging_bytes to less'}"
     )
+
+
+def can_lock(nbytes: int) -> bool:
+    """Try whether this process may lock so much memory (``RLIMIT_MEMLOCK``, ``CAP_IPC_LOCK``); return the answer."""
+    libc = ctypes.CDLL(None)
+    libc.mlock.argtypes = libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    try:
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):  # more than the machine has, or than an address can tell
+        return False
+    address = torch.frombuffer(region, dtype=torch.uint8).data_ptr()
+    locked: bool = libc.mlock(address, nbytes) == 0
+    if locked:
+        libc.munlock(address, nbytes)
+    return locked

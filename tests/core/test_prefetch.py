@@ -13,7 +13,7 @@ from support.prefetching import KIB, Spy, cache_over, chain
 from support.stores import CPU, MIB, bytes_read, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.copies import PendingCopy
+from ds_tba.device.accelerator import PendingCopy
 from ds_tba.errors import ActivationLostError
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket

@@ -27,7 +27,6 @@ from ds_tba.device.accelerator import (
     Accelerator,
     MemoryLevels,
     available_bytes,
-    can_lock,
 )
 from ds_tba.device.copies import Copies
 from ds_tba.errors import ConfigError
@@ -35,6 +34,7 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.host import HostStore
 from ds_tba.storage.staging import StagingRing
+from ds_tba.storage.tiers import can_lock
 
 MIB = 1 << 20
 

@@ -55,7 +55,7 @@ every_store = pytest.mark.parametrize("store", ["nvme", "nvme in parts", "nvme f
 
 
 def copies_of(store: Store[Any]) -> Copies:
-    copies: Copies = store._copies if isinstance(store, HostStore) else store.ring.copies  # type: ignore[attr-defined]
+    copies: Copies = store._copies if isinstance(store, HostStore) else store.copies  # type: ignore[attr-defined]
     return copies
 
 

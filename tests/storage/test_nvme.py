@@ -445,7 +445,7 @@ def copying(request: pytest.FixtureRequest, make_store: StoreFactory) -> Iterato
     device = EventAccelerator()
     if request.param == "nvme":
         nvme = make_store(accelerator=device, staging_bytes=2 * MIB)
-        yield nvme, nvme.ring.copies
+        yield nvme, nvme.copies
         nvme.close()
     else:
         host = HostStore(device, 2 * MIB)

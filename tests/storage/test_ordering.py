@@ -30,7 +30,7 @@ from support.stores import CPU, slots_in_use, store_is_empty
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.copies import Arrival
+from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import IncompatibleError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.base import Refusal, Ticket
@@ -106,7 +106,7 @@ def test_late_kernels_see_the_right_bytes(
     store.close()
     del ticket, ahead, saved, loaded
     assert device.allocated_bytes == 0
-    assert nvme is None or not nvme.ring.copies.under_way
+    assert nvme is None or not nvme.copies.under_way
 
 
 @stores
@@ -217,7 +217,7 @@ def test_device_memory_goes_as_soon_as_its_copy_is_done(make_device: DeviceFacto
     tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(8)]
     assert device.allocated_bytes > 0
     # A lane lets go of the memory just before its copy leaves the list.
-    copies = store.ring.copies
+    copies = store.copies
     until(lambda: device.allocated_bytes == sum(copy.nbytes for copy in copies.under_way), "memory of copies alone")
     device.synchronize()
     tickets.append(store.put(device.allocate(MIB, CPU), wait=False))
@@ -340,7 +340,7 @@ def test_a_get_of_parts_that_failed_half_way_may_be_repeated_on_another_stream(
     del data
     wait_for_writes(store)
     device.synchronize()
-    into, left = store.ring.copies.into, [None, None]  # two of its four parts come
+    into, left = store.copies.into, [None, None]  # two of its four parts come
 
     def no_more(*arguments: Any, **more: Any) -> Any:
         if not left:
@@ -350,7 +350,7 @@ def test_a_get_of_parts_that_failed_half_way_may_be_repeated_on_another_stream(
 
     first.longest_pause_s = 0.5
     with monkeypatch.context() as patch, device.on(first), pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(store.ring.copies, "into", no_more)
+        patch.setattr(store.copies, "into", no_more)
         store.get(ticket, CPU)  # type: ignore[arg-type]
     exact: list[bool] = []
     with device.on(second):
@@ -365,7 +365,7 @@ def test_a_slot_stays_taken_until_a_copy_into_it_that_failed_late_is_done(
     """The copy was queued, and then there was no event for it."""
     device = make_device(late_compute=True)
     store = make_store(accelerator=device, staging_bytes=4 * MIB)
-    out, data = store.ring.copies._out_stream, device.allocate(MIB, CPU)
+    out, data = store.copies._out_stream, device.allocate(MIB, CPU)
     device.synchronize()
     out.longest_pause_s = 0.5
     new_event, made = device.new_event, list[None]()

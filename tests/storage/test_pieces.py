@@ -61,7 +61,7 @@ def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_a
     data = noise(8 * MIB)
     ticket = put(store, data.clone(), wait=True)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(store.ring.copies, "into", _fails_after(3, store.ring.copies.into))
+        patch.setattr(store.copies, "into", _fails_after(3, store.copies.into))
         store.get(ticket, CPU)
     assert not store.cancel_prefetch(ticket)
     assert torch.equal(store.get(ticket, CPU).data, data)

@@ -20,9 +20,10 @@ from support.stores import CPU, MIB, noise, put, stored
 
 import ds_tba.storage.staging as spans_module
 from ds_tba.errors import StateError
+from ds_tba.storage.base import Span, SpanAllocator
 from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import PartState
-from ds_tba.storage.staging import CopySafeAllocator, Span, SpanAllocator
+from ds_tba.storage.staging import CopySafeAllocator
 
 
 def test_sizes_are_exact_up_to_the_alignment() -> None:
@@ -164,7 +165,7 @@ def test_its_zeroing_is_waited_for_and_a_slot_is_free_once_its_bytes_are_copied(
 def test_each_lane_computes_in_a_stream_of_its_own(make_store: StoreFactory) -> None:
     accelerator = EventAccelerator()
     store = make_store(DeviceBackend(), accelerator=accelerator, lanes=Lanes(1, 1))
-    copies = (store.ring.copies._out_stream, store.ring.copies._in_stream)
+    copies = (store.copies._out_stream, store.copies._in_stream)
     for _ in range(2):
         store.get(stored(store, noise(MIB)), CPU)
     write, read = [stream for stream in accelerator.entered if stream not in copies]
