@@ -185,15 +185,15 @@ class _InPlace:
     def __init__(self, blocks: Blocks, path: str, block: nn.Module) -> None:
         self.path = path
         self.block = block
-        self._blocks = weakref.ref(blocks)
+        self.blocks = weakref.ref(blocks)
         self.own: Any = block.forward
-        while isinstance(self.own, _InPlace) and self.own._blocks() is None:  # of an engine that is gone
+        while isinstance(self.own, _InPlace) and self.own.blocks() is None:  # of an engine that is gone
             self.own = self.own.own
         functools.update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_compiled = torch.compiler.is_compiling() or is_being_compiled()
-        blocks = None if is_compiled else self._blocks()
+        blocks = None if is_compiled else self.blocks()
         # Without a graph nothing is saved, and a checkpoint of the model's own runs the block again.
         if blocks is None or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()) or is_in_checkpoint():
             return self.own(*args, **kwargs)
