@@ -31,7 +31,7 @@ class Mutant:
 
 
 STREAMS, SPACE, NVME = "ds_tba/device/copies.py", "ds_tba/storage/space.py", "ds_tba/storage/nvme.py"
-STAGING = "ds_tba/storage/staging.py"
+STAGING, DEVICE = "ds_tba/storage/staging.py", "ds_tba/device/accelerator.py"
 POOLS = "tests/device/test_copies.py"
 REMAT = "ds_tba/remat/store.py"
 HOST = "ds_tba/storage/host.py"
@@ -54,9 +54,9 @@ PINNING, OF_PINNING = "ds_tba/update/pinning.py", "tests/update/test_pinning.py"
 MUTANTS = [
     Mutant("a copy out does not wait for the kernels that make the tensor", STREAMS,
            "            self._out_stream.wait_event(produced)\n", ""),
-    Mutant("the tensor is not held until its copy is done", STREAMS,
-           "None if event is AT_ONCE else source.untyped_storage()", "None if event is AT_ONCE else source[:0].clone().untyped_storage()"),
-    Mutant("the tensor is let go before its copy is done", STREAMS,
+    Mutant("the tensor is not held until its copy is done", DEVICE,
+           "AT_ONCE else source.untyped_storage()", "AT_ONCE else source[:0].clone().untyped_storage()"),
+    Mutant("the tensor is let go before its copy is done", DEVICE,
            "        if self.storage is not None and self.event.query():", "        if self.storage is not None:"),
     Mutant("a lane writes before the copy into staging is done", SPACE,
            "            copy.wait()  # else", "            pass  # else"),
@@ -77,9 +77,9 @@ MUTANTS = [
     Mutant("a store is closed while copies into memory that nobody wants run", STREAMS,
            "        self._in_stream.synchronize()\n        self._dropped.clear()\n", "        self._dropped.clear()\n",
            POOLS),
-    Mutant("kernels do not wait for the copy in", STREAMS,
+    Mutant("kernels do not wait for the copy in", DEVICE,
            "        consumer.wait_event(self.event)  #", "        pass  #"),
-    Mutant("the allocator is not told who uses what came back", STREAMS,
+    Mutant("the allocator is not told who uses what came back", DEVICE,
            "            self._accelerator.share(self._data, consumer)\n", ""),
     Mutant("a slot is given back while copies use it", SPACE,
            "self.ring.slots.free_after(events, slot)", "self.ring.slots.free(slot)"),
