@@ -271,19 +271,17 @@ class ActivationOffloader:
         return Controller(self.cache, machine, planning, self._running, blocks, self._trace_file)
 
     def _open_machine(self, everyone: Agreement) -> Machine:
-        from ds_tba.device.copies import Copies
         from ds_tba.plan.machine import COPY_BYTES, Machine, measure_copies
         from ds_tba.storage.host import host_memory
 
         config, tiers, accelerator, cache = self.config, self._tiers, self._accelerator, self.cache
         staged = host_memory(min(COPY_BYTES, slots_bytes_of(config)), accelerator)
-        copies = measure_copies(accelerator, Copies(accelerator), staged)
+        copies = measure_copies(accelerator, staged)
         memory = MemoryMeter(accelerator, lambda: cache.stats.resident.now)  # without what is gone by now
         # The memory of a CPU is shared by all ranks of the machine.
         sharers = self._ranks_on_node if accelerator.is_synchronous else 1
         is_shared = any(everyone.all_gather(tiers.shares_drive_with_zero))  # one share of the bytes for all ranks
-        is_host = accelerator.is_synchronous
-        return Machine(config, tiers, copies, memory, accelerator, is_host, sharers, is_shared)
+        return Machine(config, tiers, copies, memory, accelerator, sharers, is_shared)
 
     # ---- called in training -------------------------------------------------------------------------------------
 

@@ -179,19 +179,11 @@ class Planning:
                 "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
                 f"micro-batches, {advice}or a faster drive would help",
             )
-        elif not is_asked:
-            self._warn_once(
-                "room",
-                f"within max_step_overhead activations would not fit the device ({budget_bytes} bytes are free): "
-                "planned for the least time that fits",
-            )
-        if found.wears_in_days is not None:
+        if found.exceeds_wear:
             self._warn_once(
                 "wear",
-                f"ssd.min_life_days {found.limits.min_life_days:g} gives way: with the writes that {bound} "
-                f"{budget_bytes} takes, the drives last {found.wears_in_days:.3g} days. For a longer life set "
-                f"activation_budget_bytes to more, or to null, {advice}or a host_budget_bytes; a lower "
-                "ssd.min_life_days accepts this one",
+                f"ssd.min_life_days gives way: {bound} {budget_bytes} takes more writes. For a longer life set "
+                f"activation_budget_bytes to more, or to null, {advice}or a host_budget_bytes",
             )
 
     def _warn_once(self, kind: str, text: str) -> None:

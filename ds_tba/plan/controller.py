@@ -133,9 +133,9 @@ class Controller:
         self._policy = self._safe = Always(list(self._stores.values()), wait=True, rematerialize=True)
         self._budget_bytes = machine.config.activation_budget_bytes if planning.makes_plans else None
         self._agreement = planning.agreement
-        self._clock = machine.clock
-        is_synchronous = machine.is_synchronous
-        self._scene = Scene(cache.eligibility_of, machine.clock, running, machine.memory, is_synchronous)
+        self._clock = accelerator = machine.accelerator
+        is_synchronous = accelerator.is_synchronous
+        self._scene = Scene(cache.eligibility_of, accelerator, running, machine.memory, is_synchronous)
         self._blocks = blocks
         self._chooses_blocks = machine.config.recompute is True
         self._recording = Recording(self._scene, 0)
@@ -202,7 +202,6 @@ class Controller:
     def end_step(self) -> None:
         """Note that the optimizer has stepped. A collective in some steps, the same ones on all ranks."""
         self._end_policy()
-        self._policy = self._safe
         step, self._step = self._step, None
         if step is not None:
             step.end(self._clock.mark())
@@ -229,7 +228,6 @@ class Controller:
                 self._machine.memory.sample()
             self._step = OptimizerStep(self._clock.mark())
         self._step.micro_steps += 1
-        self._policy = self._safe
         self._recording.begin()
         plan = self.in_force
         # Blocks are not recomputed in a recording. All that they save would be kept, and may not fit: it is offloaded.
@@ -240,6 +238,7 @@ class Controller:
         """Collect what the last micro-step has shown."""
         if isinstance(self._policy, ByPlan):
             self._policy.end()
+        self._policy = self._safe
 
     # ---- decisions ----------------------------------------------------------------------------------------------
 

@@ -19,9 +19,8 @@ import torch
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.device.accelerator import Accelerator, MemoryMeter
-from ds_tba.device.copies import Copies
 from ds_tba.plan.plan import Limits
-from ds_tba.plan.trace import Clock, Resources
+from ds_tba.plan.trace import Resources
 from ds_tba.stats import write_limit_bytes_per_step
 from ds_tba.storage.base import AnyStore
 from ds_tba.storage.host import HostStore
@@ -35,29 +34,29 @@ TIMES = 5
 
 
 def measure_copies(
-    accelerator: Accelerator, copies: Copies, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
+    accelerator: Accelerator, staged: torch.Tensor, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
     """Return the rates of one copy at a time out of the device and into it, in bytes per second.
 
-    The best of a few each way, done as the stores do them; takes some tens of milliseconds.
+    The best of a few each way; takes some tens of milliseconds.
 
     Args:
-        copies: theirs, which no store uses.
         staged: staging memory of the size to be copied; overwritten.
     """
-    device = accelerator.device()
-    data = accelerator.allocate(staged.numel(), device)
+    nbytes, device, stream = staged.numel(), accelerator.device(), accelerator.current_stream()
+    data = accelerator.allocate(nbytes, device)
     accelerator.copy(staged, data)  # or the first copy out would find pages that nobody has touched
-    accelerator.current_stream().synchronize()
     out_s, in_s = math.inf, math.inf
     for _ in range(TIMES):
+        stream.synchronize()
         began_s = clock()
-        copies.out(data, staged)
-        copies.hold_at_most(0)
+        accelerator.copy(data, staged)
+        stream.synchronize()
         copied_out_s = clock()
-        copies.into(staged, copies.allocate(staged.numel(), device)).event.synchronize()
+        accelerator.copy(staged, accelerator.allocate(nbytes, device))  # new memory, as for what comes back
+        stream.synchronize()
         out_s, in_s = min(out_s, copied_out_s - began_s), min(in_s, clock() - copied_out_s)
-    return staged.numel() / out_s, staged.numel() / in_s
+    return nbytes / out_s, nbytes / in_s
 
 
 class Places(Protocol):
@@ -80,8 +79,7 @@ class Machine:
     Attributes:
         copies: the rates of copies out of the device and into it, in bytes per second.
         memory: of everything but saved tensors.
-        clock: of the training device.
-        is_synchronous: the device is the host.
+        accelerator: of the training device, and its clock.
         sharers: ranks that share the device's memory.
         is_drive_shared: ZeRO uses a drive of any rank, too.
     """
@@ -90,22 +88,16 @@ class Machine:
     tiers: Places
     copies: tuple[float, float]
     memory: MemoryMeter
-    clock: Clock
-    is_synchronous: bool = False
+    accelerator: Accelerator
     sharers: int = 1
     is_drive_shared: bool = False
 
     def resources(self) -> Resources:
         """Return the rates of now; a path that failed is left out."""
-        return Resources(
-            *self.tiers.rates(),
-            *self.copies,
-            slots_bytes_of(self.config),
-            is_synchronous=self.is_synchronous,
-            compute_s_per_byte=(
-                self.tiers.lane_s_per_byte() if self.is_synchronous else LINK_FRACTION / self.copies[0]
-            ),
-        )
+        is_synchronous = self.accelerator.is_synchronous
+        compute_s_per_byte = self.tiers.lane_s_per_byte() if is_synchronous else LINK_FRACTION / self.copies[0]
+        staging_bytes = slots_bytes_of(self.config)
+        return Resources(*self.tiers.rates(), *self.copies, staging_bytes, is_synchronous, compute_s_per_byte)
 
     def limits(self, step_s: float) -> Limits:
         """Return the limits of the cost of a plan for a step that takes so many seconds."""

@@ -30,7 +30,6 @@ class Limits:
         rematerialize: whether storages may be made again from others.
         movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
             budget that fits with more only is kept all the same.
-        min_life_days: in which drives wear out where each step writes as much as the limit.
         room_bytes: of the device for activations; the budget where a plan without one would not fit.
     """
 
@@ -41,7 +40,6 @@ class Limits:
     recompute: bool = True
     rematerialize: bool = True
     movable_share: float = 1.0
-    min_life_days: float | None = None
     room_bytes: float = math.inf
 
     @classmethod
@@ -57,7 +55,6 @@ class Limits:
             write_limit_bytes_per_step,
             config.recompute is True,
             config.rematerialize is not False,
-            min_life_days=config.ssd.min_life_days,
         )
 
 
@@ -159,12 +156,9 @@ class Plan:
         return self.prediction.recomputed_s + self.prediction.rematerialized_s
 
     @property
-    def wears_in_days(self) -> float | None:
-        """Return the days that the drives last at the plan's rate, where it writes more than the limit of wear."""
-        limit_bytes, cost = self.limits.write_limit_bytes_per_step, self.prediction
-        if cost.written_bytes <= WEAR_TOLERANCE * limit_bytes or self.limits.min_life_days is None:
-            return None
-        return self.limits.min_life_days * limit_bytes / cost.written_bytes * cost.step_s / self.trace.step_s
+    def exceeds_wear(self) -> bool:
+        """True if a step writes more than the limit of wear."""
+        return self.prediction.written_bytes > WEAR_TOLERANCE * self.limits.write_limit_bytes_per_step
 
     def describe(self, reason: str) -> str:
         """Describe the plan in one line.

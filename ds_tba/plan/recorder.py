@@ -6,9 +6,6 @@ It cannot see what saves outside of the hooks, nor which of two micro-steps is t
 pauses counts: the trace shows the micro-step as if nothing had been moved, however long moving took. So a micro-step
 may be recorded while everything goes to NVMe, which is the safe thing to do before the model's size is known.
 
-[Note: Small tensors] Tensors below ``min_tensor_bytes`` have no record in the cache. They are one storage per
-pass here, which may not be moved: their bytes count, and go with a block that is recomputed.
-
 [Note: Excluded by name] The bytes of a storage that a module keeps stay in memory, also where another module that has
 saved it would let them leave: moving them, or making them again, frees nothing.
 
@@ -27,14 +24,14 @@ was recorded in it is dropped, and a later step is recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 
-from ds_tba.core.accounts import CountedMemory, Ends, Notice
+from ds_tba.core.accounts import Ends, Notice
 from ds_tba.core.saved import (
     Hooks,
     Origin,
@@ -165,9 +162,7 @@ class Recorder:
         self._scene = scene
         self._hooks: Hooks  # of the cache; set by around()
         self._clock = scene.clock
-        self._by_key: dict[StorageKey, _Storage] = {}  # those that have a record in the cache, or are inputs
-        self._small: dict[CountedMemory, _Storage] = {}
-        self._all_small: _Storage | None = None  # the small tensors of this pass, or since the last one
+        self._by_key: dict[Hashable, _Storage] = {}
         self._pass_number = OUTSIDE
 
     def around(self, hooks: Hooks) -> Hooks:
@@ -176,7 +171,6 @@ class Recorder:
         if not self.forwards:
             with self._pause():
                 pass
-        self._all_small = None  # small tensors of two forwards of one micro-step do not live equally long
         self.forwards.append((len(self.pauses), len(self.storages)))
         return self.pack, self.unpack
 
@@ -191,15 +185,16 @@ class Recorder:
             for tensor in inputs:
                 why = self._scene.eligibility_of(tensor)
                 if why in (Eligibility.ELIGIBLE, Eligibility.SPARSE_VIEW):
-                    found.append(self._storage_of(StorageKey.of(tensor), why is Eligibility.ELIGIBLE).index)
-            self._pass_number, self._all_small = len(self._passes), None
+                    key = StorageKey.of(tensor)
+                    found.append(self._storage_of(key, key.nbytes, why is Eligibility.ELIGIBLE).index)
+            self._pass_number = len(self._passes)
             self._passes.append(_Pass(path, len(self.pauses), found))
         try:
             yield
         finally:
             with self._pause():
                 self._passes[-1].left = len(self.pauses)
-                self._pass_number, self._all_small = OUTSIDE, None
+                self._pass_number = OUTSIDE
 
     def pack(self, tensor: torch.Tensor) -> Recorded:
         with self._pause():
@@ -240,7 +235,6 @@ class Recorder:
     def end(self) -> None:
         """End the recording: backward is over. Idempotent."""
         self._ends.act()
-        self._small.clear()  # a recorder waits for others, and its keys would count that long
         if self.ended is None:
             self.ended = self._clock.mark()
 
@@ -260,12 +254,16 @@ class Recorder:
     def _saved(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> _Storage:
         """Return the storage behind a saved tensor."""
         if isinstance(held, SavedExcluded):
-            storage = self._storage_of(StorageKey.of(tensor), False)
+            key = StorageKey.of(tensor)
+            storage = self._storage_of(key, key.nbytes, False)
             storage.is_movable, storage.is_asked = False, storage.is_asked and bool(storage.passes)
         elif isinstance(held, SavedCounted):
-            storage = self._small_storage_of(held)
+            # One for each forward: if only the first had it, the forwards of a pipeline would not be alike.
+            storage = self._storage_of((held.memory, len(self.forwards)), max(1, held.nbytes), False)
+            storage.is_asked = False
         else:
-            storage = self._storage_of(held.record.key, True)  # else there were no view of it
+            key = held.record.key
+            storage = self._storage_of(key, key.nbytes, True)  # else there were no view of it
             storage.is_asked, origin = True, held.record.origin
             if origin is not None and storage.origin is None:
                 found = {self._by_key[key].index for key in origin.sources if key in self._by_key}
@@ -278,24 +276,13 @@ class Recorder:
             storage.passes.append(self._pass_number)
         return storage
 
-    def _storage_of(self, key: StorageKey, is_movable: bool) -> _Storage:
+    def _storage_of(self, key: Hashable, nbytes: int, is_movable: bool) -> _Storage:
         if key not in self._by_key:
-            self._by_key[key] = self._add(key.nbytes, is_movable)
+            now, index = len(self.pauses), len(self.storages)
+            found = _Storage(index, nbytes, self._scene.running.path(), now, now, is_movable)
+            self._by_key[key] = found
+            self.storages.append(found)
         return self._by_key[key]
-
-    def _small_storage_of(self, held: SavedCounted) -> _Storage:  # see [Note: Small tensors]
-        if held.memory not in self._small:  # a storage that is saved many times takes its memory once
-            if self._all_small is None:
-                self._all_small = self._add(0, False)
-                self._all_small.is_asked = False
-            self._all_small.nbytes += max(1, held.nbytes)
-            self._small[held.memory] = self._all_small
-        return self._small[held.memory]
-
-    def _add(self, nbytes: int, is_movable: bool) -> _Storage:
-        now, index = len(self.pauses), len(self.storages)
-        self.storages.append(_Storage(index, nbytes, self._scene.running.path(), now, now, is_movable))
-        return self.storages[-1]
 
     def _watch(self, watched: object, storage: _Storage, *, in_forward: bool) -> None:
         """Note the end of an object as an end of a storage."""

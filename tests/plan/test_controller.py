@@ -161,9 +161,7 @@ def test_a_look_that_changes_nothing_is_not_announced(make: Make, caplog: pytest
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
-    make: Make, caplog: pytest.LogCaptureFixture, ranks: int
-) -> None:
+def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(make: Make, ranks: int) -> None:
     room_bytes = 30 * NARROW_BYTES
     ours = model()
     offloader = make(
@@ -172,7 +170,6 @@ def test_what_would_not_fit_the_device_is_moved_whatever_it_costs(
     steps(ours, offloader, [ROWS] * (FIRST_PLAN + 3))
     report = offloader.report()
     assert 0 < report.step_peak_saved_bytes <= room_bytes < report.peak_saved_bytes_without
-    assert any("would not fit the device" in record.message for record in caplog.records)
 
 
 def test_recomputed_blocks_save_their_inputs_only_and_are_counted(make: Make) -> None:

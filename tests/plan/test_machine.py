@@ -15,7 +15,6 @@ from support.doubles import Clock, CpuAccelerator, EventAccelerator, wait_for_wr
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryMeter
-from ds_tba.device.copies import Copies
 from ds_tba.plan.machine import LINK_FRACTION, TIMES, Machine, measure_copies
 from ds_tba.plan.trace import Resources, slowest
 from ds_tba.stats import Kind, PathMeter
@@ -39,9 +38,10 @@ def make_machine(tmp_path: Path, closing: Closing) -> MakeMachine:
             Path(directory).mkdir(exist_ok=True)
         config = OffloadConfig.model_validate({"nvme_path": directories or None, "io": IO, **block})
         device = CpuAccelerator()
+        device.is_synchronous = is_synchronous
         tiers = tiers_of(config, AioConfig(), device, zero_paths=(), ranks_on_node=1)
         memory = MemoryMeter(device, lambda: 0)
-        return Machine(config, tiers, COPIES, memory, device, is_synchronous), tiers.nvme
+        return Machine(config, tiers, COPIES, memory, device), tiers.nvme
 
     return make
 
@@ -61,7 +61,7 @@ class Paced(CpuAccelerator):
 def test_the_best_copy_each_way_counts() -> None:
     clock = Clock()
     device = Paced(clock, 99.0, 4.0, 9.0, 3.0, 0.5, 2.0, 9.0, 5.0, 9.0, 6.0, 9.0)
-    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
+    found = measure_copies(device, torch.zeros(MIB, dtype=torch.uint8), clock)
     assert found == (MIB / 2.0, MIB / 0.5)
     assert TIMES == 5 and not device.took_s
 
@@ -75,7 +75,7 @@ def test_an_asynchronous_copy_has_ended_before_its_time_is_taken() -> None:
         def __init__(self) -> None:
             super().__init__(threading.Event())
             self.under_way = 0
-            self.new_event.synchronize = lambda _: self.end()  # type: ignore[method-assign]
+            self.current_stream().synchronize = self.end
 
         def end(self) -> None:
             clock.now_s += 0.25 * self.under_way
@@ -86,7 +86,7 @@ def test_an_asynchronous_copy_has_ended_before_its_time_is_taken() -> None:
             self.under_way += 1
 
     device = Accelerator()
-    found = measure_copies(device, Copies(device), torch.zeros(MIB, dtype=torch.uint8), clock)
+    found = measure_copies(device, torch.zeros(MIB, dtype=torch.uint8), clock)
     assert found == (4 * MIB, 4 * MIB)
 
 
