@@ -101,7 +101,8 @@ class Job:
 
     def rates(self, *, slow: bool) -> tuple[float, float]:
         """Return the rates of a rank's drives, as its feedback compares them."""
-        return self.resources(slow=slow).rates
+        machine = self.resources(slow=slow)
+        return machine.write_bytes_per_s, machine.read_bytes_per_s
 
 
 def run(job: Job, limits: Limits) -> dict[str, Any]:

@@ -68,10 +68,9 @@ class ByPlan:
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
         """Return the plan's choice for the storage that comes next; one that is saved again has the same."""
-        choice = self._chosen.get(key)
-        if choice is None:  # counted again, it would shift all that comes after it by one place
-            choice = self._chosen[key] = self._next(len(self._chosen), nbytes)
-        return choice
+        if key not in self._chosen:  # counted again, it would shift all that comes after it by one place
+            self._chosen[key] = self._next(len(self._chosen), nbytes)
+        return self._chosen[key]
 
     def _next(self, position: int, nbytes: int) -> Choice:
         plan = self._plan
@@ -263,8 +262,8 @@ class Controller:
         # One that compiled would be held against a plan that had no part in its time.
         if step.has_compiled or len(self._ended) < (self._ended.maxlen or 0):
             return Action.GO_ON
-        time_s, rates = self._clock.elapsed_s(step.began, step.ended), self._machine.resources().rates
-        return self.feedback.decide(self._steps, time_s, rates, step)
+        time_s = self._clock.elapsed_s(step.began, step.ended)
+        return self.feedback.decide(self._steps, time_s, self._machine.tiers.rates(), step)
 
     def _do(self, action: Action) -> None:
         if action is Action.GO_ON:
@@ -325,7 +324,7 @@ class Controller:
         held_bytes = found.limits.activation_budget_bytes
         # A room that the user has not set was told with the plan.
         self._cache.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
-        self.feedback.planned(found, self._machine.resources().rates)
+        self.feedback.planned(found, self._machine.tiers.rates())
         if not is_new:
             return
         self.plans, self._reason = self.plans + 1, self.feedback.reason

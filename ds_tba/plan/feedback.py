@@ -128,8 +128,10 @@ class Feedback:
             larger = f"storages are larger than those of the plan by {seen.growth:.0%}"
             return self._ask(Action.PLAN, larger) if is_larger or is_due else Action.GO_ON
         planned_bytes = max(1, plan.trace.saved_bytes * seen.micro_steps)
-        unlike = _unlike(plan, seen, seen.missed_bytes / planned_bytes)
-        if unlike:
+        missed = seen.missed_bytes / planned_bytes
+        if seen.micro_steps != plan.trace.micro_steps or seen.unknown_saves or missed > MAX_DRIFT:
+            counts = f"{seen.micro_steps} micro-steps, {seen.unknown_saves} unknown saves, {missed:.0%} missing"
+            unlike = f"a step differs from the recorded ones: {counts}"
             return self._ask(Action.RECORD, unlike) if is_due else Action.GO_ON
         if seen.drift_bytes / planned_bytes > MAX_DRIFT:  # its time says nothing of the plan
             return Action.GO_ON
@@ -138,7 +140,9 @@ class Feedback:
             return Action.GO_ON
         # The share first: rates that change all the time would keep it from rising.
         found = self._judged(plan, is_due=is_due)
-        if found is Action.GO_ON and is_due and self._have_changed(rates):
+        pairs = zip(rates, self._rates, strict=True)
+        is_changed = any(not planned / RATE_CHANGE <= now <= planned * RATE_CHANGE for now, planned in pairs)
+        if found is Action.GO_ON and is_due and is_changed:
             return self._ask(Action.PLAN, "the drives' rates have changed")
         return found
 
@@ -161,22 +165,17 @@ class Feedback:
         self.reason = reason
         return action
 
-    def _have_changed(self, rates: tuple[float, float]) -> bool:
-        return any(
-            not planned / RATE_CHANGE <= now <= planned * RATE_CHANGE
-            for now, planned in zip(rates, self._rates, strict=True)
-        )
-
     def _judged(self, plan: Plan, *, is_due: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
         # Three of four steps decide, of as many as were waited for, or alternating steps would be reviewed for ever.
         needed = min(self._wait_steps, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
+        computed_s = plan.prediction.recomputed_s + plan.prediction.rematerialized_s
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
         if not plan.moved_share:
-            self.kept_s = self._shown_s = max(median_s - plan.computed_s, median_s / 2)
-        overhead, besides_s = 1 + plan.limits.max_step_overhead, self.kept_s + plan.computed_s
+            self.kept_s = self._shown_s = max(median_s - computed_s, median_s / 2)
+        overhead, besides_s = 1 + plan.limits.max_step_overhead, self.kept_s + computed_s
         promised_s = plan.prediction.step_s if plan.limits.activation_budget_bytes is not None else 0.0
         allowed_s = max(besides_s, overhead * max(self.kept_s, promised_s))
         # Such short steps end a slow time, and hide what moving takes of them: the kept step is to be shown again.
@@ -190,16 +189,6 @@ class Feedback:
         if self.share < 1 and is_due and besides_s + more * (median_s - besides_s) <= allowed_s:
             return self._ask(Action.RISE, "steps leave room to move more")
         return Action.GO_ON
-
-
-def _unlike(plan: Plan, seen: OptimizerStep, missed: float) -> str:
-    """Return how the step differed from the recorded ones; empty if it did not."""
-    if seen.micro_steps != plan.trace.micro_steps:
-        had, planned = seen.micro_steps, plan.trace.micro_steps
-        return f"a step had {had} micro-step{'s' if had != 1 else ''} instead of {planned}"
-    if seen.unknown_saves:
-        return f"{seen.unknown_saves} saves that the plan did not know"
-    return f"{missed:.0%} of what the plan expects was not saved" if missed > MAX_DRIFT else ""
 
 
 # ---- one optimizer step ---------------------------------------------------------------------------------------------

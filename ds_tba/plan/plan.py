@@ -151,11 +151,6 @@ class Plan:
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
 
     @property
-    def computed_s(self) -> float:
-        """Return the seconds of a step in which blocks are recomputed and storages rematerialized, as predicted."""
-        return self.prediction.recomputed_s + self.prediction.rematerialized_s
-
-    @property
     def exceeds_wear(self) -> bool:
         """True if a step writes more than the limit of wear."""
         return self.prediction.written_bytes > WEAR_TOLERANCE * self.limits.write_limit_bytes_per_step

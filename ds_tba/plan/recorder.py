@@ -161,7 +161,6 @@ class Recorder:
         self._ends = Ends(self._note)
         self._scene = scene
         self._hooks: Hooks  # of the cache; set by around()
-        self._clock = scene.clock
         self._by_key: dict[Hashable, _Storage] = {}
         self._pass_number = OUTSIDE
 
@@ -236,7 +235,7 @@ class Recorder:
         """End the recording: backward is over. Idempotent."""
         self._ends.act()
         if self.ended is None:
-            self.ended = self._clock.mark()
+            self.ended = self._scene.clock.mark()
 
     def _sample_memory(self) -> None:
         if self._scene.memory is not None:
@@ -246,10 +245,10 @@ class Recorder:
     def _pause(self) -> Iterator[None]:
         """Stop the trace's clock for work of ours; see [Note: Pauses]."""
         self._ends.act()
-        before = self._clock.mark()
+        before = self._scene.clock.mark()
         yield
         self._ends.act()
-        self.pauses.append((before, self._clock.mark()))
+        self.pauses.append((before, self._scene.clock.mark()))
 
     def _saved(self, held: SavedCounted | SavedView, tensor: torch.Tensor) -> _Storage:
         """Return the storage behind a saved tensor."""
@@ -319,7 +318,7 @@ class Recorder:
         # The first pause is at the begin of forward: there the clock starts.
         last, at_s, times = self.pauses[0][0], 0.0, []
         for before, after in (*self.pauses, (self.ended, None)):
-            at_s += max(0.0, self._clock.elapsed_s(last, before))
+            at_s += max(0.0, self._scene.clock.elapsed_s(last, before))
             times.append(at_s)
             last = after
         return times
@@ -372,7 +371,6 @@ class Recording:
 
     def __init__(self, scene: Scene, wanted: int = RECORDINGS) -> None:
         self._scene = scene
-        self._clock = scene.clock
         self.wanted = wanted
         self._done: list[Recorder] = []
         self._before_step = 0  # how many were done before this step
@@ -394,7 +392,7 @@ class Recording:
     def end_micro_step(self) -> None:
         """Note that backward is over."""
         self._keep()
-        self._backward_ended = self._clock.mark() if self.wanted else None
+        self._backward_ended = self._scene.clock.mark() if self.wanted else None
 
     def _keep(self) -> None:
         """Keep the recorder of the last micro-step, whose end a loop need not tell, if it had a whole backward."""
@@ -426,7 +424,7 @@ class Recording:
             resources: the machine.
             micro_steps: of one step.
         """
-        took_s = [max(0.0, self._clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
+        took_s = [max(0.0, self._scene.clock.elapsed_s(*marks)) for marks in self._optimizer_steps]
         optimizer_s = median(took_s or [0.0])
         traces = [one.trace(resources, optimizer_s, micro_steps) for one in self._done]
         # By size first: a plan for the recording that saved most holds for smaller micro-steps, too. Then the shorter:

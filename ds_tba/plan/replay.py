@@ -96,7 +96,7 @@ class Timeline:
         self.used: Bools = np.array([row.is_used for row in rows], bool)
         self.owner: Ints = np.array([row.blocks[0] if len(row.blocks) == 1 else OUTSIDE for row in rows], np.int64)
         self.rematerialize_s: Floats = np.array([row.rematerialize_s for row in rows], float)
-        self.recompute_s: Floats = np.array([block.forward_s for block in blocks], float)
+        self.recompute_s: Floats = np.array([one.forward_end_s - one.forward_start_s for one in blocks], float)
         self.backward_start_s: Floats = np.array([block.backward_start_s for block in blocks], float)
         self.recomputable: Bools = np.array([block.is_recomputable for block in blocks], bool)
         inputs = [(index, number) for number, block in enumerate(blocks) for index in block.inputs]

@@ -85,11 +85,6 @@ class BlockTrace:
     inputs: tuple[int, ...] = ()
     is_recomputable: bool = True
 
-    @property
-    def forward_s(self) -> float:
-        """Return the seconds of its forward."""
-        return self.forward_end_s - self.forward_start_s
-
 
 @dataclass(frozen=True, slots=True)
 class Resources:
@@ -110,11 +105,6 @@ class Resources:
     staging_bytes: int
     is_synchronous: bool = False
     compute_s_per_byte: float = 0.0
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Return the rates of the drives, in bytes per second: of writes, then of reads."""
-        return self.write_bytes_per_s, self.read_bytes_per_s
 
 
 Row = TypeVar("Row", StorageTrace, BlockTrace)

@@ -78,7 +78,7 @@ def digest(trace: Trace) -> str:
         trace.end_s,
         machine.compute_s_per_byte,
         machine.staging_bytes,
-        *(rate for rate in machine.rates if rate),
+        *(rate for rate in (machine.write_bytes_per_s, machine.read_bytes_per_s) if rate),
     ]
     numbers += [one.nbytes for one in trace.storages] + [one.rematerialize_s or 0.0 for one in trace.storages]
     return hashlib.sha256(" ".join(f"{one:.9g}" for one in numbers).encode()).hexdigest()[:12]

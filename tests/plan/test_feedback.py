@@ -101,8 +101,8 @@ class World:
         self.feedback.planned(self.in_force, RATES)
 
     def time_s(self) -> float:
-        moving_s = self.hidden_s * self.in_force.moved_share
-        return max(0.01, self.kept_s + self.in_force.computed_s + moving_s + self.chance.gauss(0.0, self.noise_s))
+        more_s = self.hidden_s * self.in_force.moved_share + self.in_force.prediction.rematerialized_s
+        return max(0.01, self.kept_s + more_s + self.chance.gauss(0.0, self.noise_s))
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -347,10 +347,10 @@ def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates
 @pytest.mark.parametrize(
     ("seen", "reason"),
     [
-        (replace(GOOD, unknown_saves=2), "2 saves that the plan did not know"),
-        (replace(GOOD, missed=0.5, drift=0.5), "50% of what the plan expects was not saved"),
-        (replace(GOOD, more_micro_steps=3, time_s=4.0), "a step had 4 micro-steps instead of 1"),
-        (replace(GOOD, more_micro_steps=-1), "a step had 0 micro-steps instead of 1"),
+        (replace(GOOD, unknown_saves=2), "1 micro-steps, 2 unknown saves, 0% missing"),
+        (replace(GOOD, missed=0.5, drift=0.5), "1 micro-steps, 0 unknown saves, 50% missing"),
+        (replace(GOOD, more_micro_steps=3, time_s=4.0), ": 4 micro-steps, "),
+        (replace(GOOD, more_micro_steps=-1), ": 0 micro-steps, "),
     ],
 )
 def test_other_storages_or_micro_steps_than_planned_ask_for_a_recording(

@@ -106,7 +106,7 @@ def move(meter: PathMeter, clock: Clock, kind: Kind, rate: float) -> None:
 
 
 def rates_of(machine: Machine) -> tuple[float, float]:
-    write, read = machine.resources().rates
+    write, read = machine.tiers.rates()
     return write / MIB, read / MIB
 
 
@@ -127,7 +127,7 @@ def test_a_kind_that_has_moved_nothing_counts_as_the_other_and_before_both_is_a_
 ) -> None:
     """As where backward got everything before it was written, or the host tier took it."""
     machine, store = make_machine()
-    assert machine.resources().rates == pytest.approx((1e9, 1e9))
+    assert machine.tiers.rates() == pytest.approx((1e9, 1e9))
     measured(store, 0, 10)
     assert rates_of(machine) == pytest.approx((10, 10))
 
@@ -150,7 +150,8 @@ def test_lanes_take_of_the_kernels_on_a_cpu_and_copies_next_to_nothing_on_a_devi
 def test_without_nvme_there_are_no_paths(make_machine: MakeMachine) -> None:
     machine, _ = make_machine(0, placement="host", host_budget_bytes=MIB)
     found = machine.resources()
-    assert found.rates == (0.0, 0.0) and found.staging_bytes == machine.config.io.ring_bytes
+    assert found.write_bytes_per_s == found.read_bytes_per_s == 0.0
+    assert found.staging_bytes == machine.config.io.ring_bytes
     assert (found.copy_out_bytes_per_s, found.copy_in_bytes_per_s) == (3e9, 4e9)
     assert found.is_synchronous and found.compute_s_per_byte == 0.0
 
@@ -166,7 +167,7 @@ def test_the_slowest_of_each_counts_and_where_one_has_no_drive_none_has() -> Non
     calm, busy = machine(9, 2, out=3.0), replace(machine(6, 4, into=2.0), staging_bytes=16, compute_s_per_byte=0.5)
     waits = replace(machine(20, 20), is_synchronous=True)
     assert slowest([calm, busy, waits]) == Resources(6, 2, 3.0, 2.0, 16, True, 0.5)
-    assert slowest([calm, machine()]).rates == (0.0, 0.0)
+    assert slowest([calm, machine()]) == Resources(0.0, 0.0, 3.0, 20.0, 64)
     assert slowest([busy]) == busy
 
 

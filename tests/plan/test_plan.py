@@ -109,7 +109,6 @@ def costly(*places: Placement, **seconds: float) -> Plan:
 def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
     found = costly(REMATERIALIZE, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5)
     assert dict(found.bytes_by_placement) == {KEEP: 3 * SIZE, NVME: SIZE, REMATERIALIZE: SIZE}
-    assert found.computed_s == 0.5
     assert "rematerialize 4 MiB" in found.describe("")
     summary = found.summary()
     assert (summary["bytes"]["rematerialize"], summary["rematerialized_s"]) == (SIZE, 0.5)

@@ -248,7 +248,7 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert found.rematerialized_s == pytest.approx(sum(one.rematerialize_s or 0.0 for one in made) * trace.micro_steps)
     assert found.stall_s == pytest.approx(sum(seconds for _, seconds in outcome.stalls) * trace.micro_steps)
     again = [
-        block.forward_s
+        block.forward_end_s - block.forward_start_s
         for block, flag in zip(trace.blocks, assignment.recomputed, strict=True)
         if flag and block.is_recomputable
     ]

@@ -121,7 +121,9 @@ def test_the_first_plan_counts_the_rates_that_steps_leave_of_a_drive_and_a_secon
     backend.throttle(left, left)
     steps(ours, offloader, [256] * (FIRST_PLAN + 3))
     followed = controller_of(offloader).in_force
-    assert followed is not None and 0 < max(followed.trace.resources.rates) < 2.5 * left  # a lane alone could be half
+    assert followed is not None
+    machine = followed.trace.resources
+    assert 0 < max(machine.write_bytes_per_s, machine.read_bytes_per_s) < 2.5 * left  # a lane alone could be half
     assert followed.limits.movable_share == (0.25 if is_shared else 1.0)
     advice = "begin with a quarter of the bytes, and offload more in the same time with either of them on a second"
     assert (advice in offloader.start_line()) is is_shared
