@@ -223,8 +223,6 @@ class Controller:
     def _begin(self) -> None:
         self._end_policy()
         if self._step is None:
-            if self.in_force is None:
-                self._machine.memory.sample()
             self._step = OptimizerStep(self._clock.mark())
         self._step.micro_steps += 1
         self._recording.begin()
@@ -322,7 +320,7 @@ class Controller:
             self._blocks.chosen = found.recomputed
         self._trace, self.in_force = found.trace, found
         held_bytes = found.limits.activation_budget_bytes
-        # A room that the user has not set was told with the plan.
+        # Of a room that the user has not set, and that no plan fits, the plan's own warning tells.
         self._cache.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
         self.feedback.planned(found, self._machine.tiers.rates())
         if not is_new:

@@ -69,7 +69,7 @@ def test_times_are_in_order_and_every_index_is_there(trace: Trace) -> None:
         assert all(0 <= index < len(trace.storages) for index in block.inputs)
 
 
-def test_small_tensors_are_one_storage_of_their_scope_that_stays(trace: Trace) -> None:
+def test_small_tensors_are_storages_of_their_block_that_stay(trace: Trace) -> None:
     small = [storage for storage in trace.storages if not storage.is_movable]
     assert [storage.blocks for storage in small[:3]] == [(0,), (1,), (2,)]
     assert all(0 < storage.nbytes < MIN_BYTES for storage in small)
