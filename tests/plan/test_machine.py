@@ -38,8 +38,8 @@ def make_machine(tmp_path: Path, closing: Closing) -> MakeMachine:
             Path(directory).mkdir(exist_ok=True)
         config = OffloadConfig.model_validate({"nvme_path": directories or None, "io": IO, **block})
         device = CpuAccelerator()
-        device.is_synchronous = is_synchronous
         tiers = tiers_of(config, AioConfig(), device, zero_paths=(), ranks_on_node=1)
+        device.is_synchronous = is_synchronous  # to plans alone
         memory = MemoryMeter(device, lambda: 0)
         return Machine(config, tiers, COPIES, memory, device), tiers.nvme
 
