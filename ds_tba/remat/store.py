@@ -163,7 +163,7 @@ class RematStore(TensorStore[RecipeTicket]):
                 self.copies_out()
 
     def copies_out(self) -> list[PendingCopy]:
-        """Read the answers that have come; list the comparisons that have none, oldest first. Under the lock.
+        """Read the answers that have come; list the comparisons for whose answers a storage stays. Under the lock.
 
         Raises:
             RematerializationError: what was rematerialized in earlier steps is no longer what forward makes.
@@ -180,7 +180,7 @@ class RematStore(TensorStore[RecipeTicket]):
             self.release(ticket)
             if record.is_kept:  # else nobody wants it any more
                 self._cache.place(record)
-        return [*self._pending]
+        return [one for one in (*self._pending,) if one.record is not None and one.record.is_kept]
 
     def wait_for_answers(self) -> None:
         for pending in (*self._pending,):

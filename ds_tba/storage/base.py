@@ -137,7 +137,7 @@ class Store(Issuer[OwnTicket]):
 
 
 class State(Enum):
-    """A state of such machines: Python's own hash of an Enum's member is a function that each move would call."""
+    """A state of a :class:`StateMachine`. Enum's own hash is a Python function, which each move would call."""
 
     __hash__ = object.__hash__
 
