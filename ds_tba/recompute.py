@@ -42,7 +42,7 @@ from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoi
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
-from ds_tba.errors import ActivationModifiedError, ConfigError, RecomputationError
+from ds_tba.errors import ConfigError, RecomputationError
 
 # Containers that nobody calls, and those that hold layers.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
@@ -125,8 +125,8 @@ def _repeated(container: nn.Module) -> Iterator[nn.Module]:
 
 # ---- running them ---------------------------------------------------------------------------------------------------
 
-_Digests: TypeAlias = list[tuple[tuple[object, ...], torch.Tensor]]
-"""Of all tensors that a block returns: dtype and shape, and a digest on the tensor's device."""
+_Digests: TypeAlias = dict[tuple[object, ...], torch.Tensor]
+"""Of all tensors that a block returns: a digest on the tensor's device, by number, dtype and shape."""
 Listener: TypeAlias = Callable[[str, list[torch.Tensor]], AbstractContextManager[None]]
 """Returns the context of a pass through a block, from the block's path and inputs; see ``Recorder.passing``."""
 
@@ -142,7 +142,7 @@ class Blocks:
         self.chosen = frozenset(chosen)
         self.cache = cache
         self.open = threading.local()  # with a ``listener``, perhaps None, while a forward of the thread is open
-        self._answers: list[tuple[str, torch.Tensor]] = []  # of the device: whether the output of a block differs
+        self.passes: list[tuple[str, _Digests, _Digests]] = []  # of blocks: what it has returned, and what it did again
         for path, block in blocks.items():
             # Past __setattr__, which torch.compile's module hands on.
             block.__dict__["forward"] = _InPlace(self, path, block)
@@ -157,23 +157,16 @@ class Blocks:
         finally:
             vars(self.open).pop("listener", None)  # one inside of it has ended both
 
-    def compare(self, path: str, first: _Digests, again: _Digests) -> None:
-        """Compare what a pass has returned with what it returns again, on its device."""
-        differs = [torch.tensor([form for form, _ in first] != [form for form, _ in again])]
-        if not differs[0]:
-            differs += [(one != other).any() for (_, one), (_, other) in zip(first, again, strict=True)]
-        self._answers += [(path, one) for one in differs]
-
     def end_backward(self) -> None:
-        """End the recomputations of a backward, and read the answers of the device.
+        """End the recomputations of a backward, and compare what they have returned.
 
         Raises:
             RecomputationError: a block returned other bytes when it ran again, and the gradients are wrong.
         """
         self.cache.end_recomputations()
-        answers, self._answers = self._answers, []
-        for path, differs in answers:
-            if differs.item():
+        passes, self.passes = self.passes, []
+        for path, first, again in passes:
+            if first.keys() != again.keys() or not all(torch.equal(first[form], again[form]) for form in first):
                 raise RecomputationError(
                     f"the output of the block {path!r} differs when its forward runs again: {_REPAIR}"
                 )
@@ -222,7 +215,7 @@ class _InPlace:
             with _gathered_stay(self.block), self._saving(blocks.cache):
                 output = self.own(*args, **kwargs)
             if first:
-                blocks.compare(self.path, first[0], _digests(self.path, output))
+                blocks.passes.append((self.path, first[0], _digests(self.path, output)))
             return output
 
         with set_checkpoint_early_stop(False):
@@ -244,10 +237,8 @@ class _InPlace:
             try:
                 return held.restore() if isinstance(held, PassedThrough) else checkpoint_unpack(held)
             except CheckpointError as error:
-                told = f"PyTorch cannot recompute the block {self.path!r} in backward: {error} {_REPAIR}"
-                raise RecomputationError(" ".join(told.split())) from error
-            except ActivationModifiedError as error:
-                raise ActivationModifiedError(f"what the block {self.path!r} reads was modified: {error}") from error
+                why = f"{' '.join(str(error).split())} {_REPAIR}"
+                raise RecomputationError(f"PyTorch cannot recompute the block {self.path!r}: {why}") from error
 
         inside: Any = uncompiled_hooks(pack, unpack)
         # To a selective checkpoint inside they are none of a user's hooks, and what it saves stays with it.
@@ -265,7 +256,7 @@ def _gathered_stay(module: nn.Module) -> Iterator[None]:
 
     ZeRO-3 keeps at a parameter the numbers of the modules that use it. We are one more, and leave the set as it was.
     """
-    of_each = [getattr(one, "ds_active_sub_modules", None) for one in module.parameters()]
+    of_each = (getattr(one, "ds_active_sub_modules", None) for one in module.parameters())
     before = [(users, {*users}) for users in of_each if users]
     for users, _ in before:
         users.add(_OUR_NUMBER)
@@ -286,10 +277,8 @@ def _digests(path: str, output: object) -> _Digests:
     Raises:
         RecomputationError: one is no plain tensor, so that its bytes cannot be compared.
     """
-    digests: _Digests = []
-    for tensor in tree_flatten(output)[0]:
-        if not isinstance(tensor, torch.Tensor):
-            continue
+    digests: _Digests = {}
+    for tensor in filter(torch.is_tensor, tree_flatten(output)[0]):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             plain = tensor.detach()  # a parameter, say, is one
             if not has_plain_storage(plain) or plain.is_quantized:
@@ -297,7 +286,7 @@ def _digests(path: str, output: object) -> _Digests:
                     f"the block {path!r} returns a tensor of type {type(tensor).__name__} and layout {tensor.layout}, "
                     f"whose bytes cannot be compared when it runs again. {_LEAVE_OUT}."
                 )
-            digests.append(((plain.dtype, plain.shape), digest_of(plain)))
+            digests[len(digests), plain.dtype, plain.shape] = digest_of(plain)
     return digests
 
 

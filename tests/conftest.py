@@ -19,7 +19,7 @@ import torch
 from operator_page import OperatorPage
 from support.compatibility_table import CompatibilityTable, covering
 from support.disks import EXT4, MIB, Disk, mounted, run, until
-from support.doubles import CpuAccelerator
+from support.doubles import Accelerator
 from support.fault_table import FaultTable
 from support.runs import SHARED
 from support.victims import NoVictims, Victims, serving
@@ -170,7 +170,7 @@ def make_store(tmp_path: Path, closing: Closing) -> StoreFactory:
         lanes: Lanes = Lanes(2, 2),  # noqa: B008 - frozen
         integrity: str = "sampled",
         paths: int = 1,
-        accelerator: CpuAccelerator | None = None,
+        accelerator: Accelerator | None = None,
         codec: Codec | None = None,
     ) -> NvmeStore:
         backend = backend or PosixBackend()
@@ -180,7 +180,7 @@ def make_store(tmp_path: Path, closing: Closing) -> StoreFactory:
             directory.mkdir()
             files.append(SwapFile(directory, swap_file_bytes))
         buffers = 0 if codec is None else paths * (lanes.write + lanes.read)
-        ring = StagingRing(accelerator or CpuAccelerator(), backend, staging_bytes, buffers)
+        ring = StagingRing(accelerator or Accelerator(), backend, staging_bytes, buffers)
         try:
             return NvmeStore(files, backend, ring, lanes, integrity, codec)
         except BaseException:

@@ -17,7 +17,7 @@ from support import runs
 from support.stepping import forward, note_backward, offloader_of
 from torch import nn
 
-from ds_tba.device.accelerator import CpuAccelerator, new_thread
+from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.offloader import ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -173,7 +173,7 @@ def test_whoever_asks_for_the_end_starts_no_thread_and_a_thread_of_ours_does_not
 ) -> None:
     """Starting a thread waits for it, and a user's finalizer, which the garbage collector runs in a lane, may close."""
     offloader = make().offloader
-    lane = new_thread(CpuAccelerator(), offloader.close, "ds_tba-write-0")
+    lane = new_thread(Accelerator(), offloader.close, "ds_tba-write-0")
     offloader.on_close(lane.join)
     lane.start()
     with monkeypatch.context() as patch:

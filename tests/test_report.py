@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import Cli, Closing
 from support import interface, runs
-from support.doubles import CpuAccelerator
+from support.doubles import Accelerator
 from support.modelled_drive import ModelledDrive
 from support.offloaders import finished, make, step
 
@@ -453,7 +453,7 @@ def test_where_something_is_moved_or_nothing_is_to_be_nothing_is_said(
 ) -> None:
     assert nothing(make(tmp_path, placement="nvme"), caplog) == []
     keep = OffloadConfig.model_validate({"placement": "keep", "rematerialize": False})
-    assert nothing(ActivationOffloader(keep, AioConfig(), CpuAccelerator()), caplog) == []
+    assert nothing(ActivationOffloader(keep, AioConfig(), Accelerator()), caplog) == []
 
 
 def test_a_first_step_without_a_forward_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from ds_tba.device.accelerator import Accelerator, CpuAccelerator, CudaAccelerator
+from ds_tba.device.accelerator import Accelerator, CudaAccelerator
 
 # Counts of CUDA's allocator by their names in the results: peaks since the last reset, and totals.
 COUNTS = {
@@ -33,7 +33,7 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.torch = torch.device(kind)
         self.is_cuda = kind == "cuda"
-        self.accelerator: Accelerator = CudaAccelerator() if self.is_cuda else CpuAccelerator()
+        self.accelerator: Accelerator = CudaAccelerator() if self.is_cuda else Accelerator()
 
     @property
     def name(self) -> str:

@@ -314,8 +314,6 @@ class TensorCache(Residency):
         kind, is_of_function = SavedExcluded if why is Eligibility.EXCLUDED else SavedCounted, function > 0
         step = self.forward.micro_step
         counted = kind(self, tensor, storage, nbytes, reason, step, is_of_function=is_of_function)
-        if is_of_function:
-            counted.memory.is_of_function = True
         if self.rematerialization is not None and why is not Eligibility.OF_GRAPH:  # a replay overwrites it
             self.rematerialization.note(tensor, counted)
         return counted
@@ -449,7 +447,7 @@ class TensorCache(Residency):
                     self.ends.act()  # what is gone makes room for what comes
             # First of all: backward waits for this read, and for no read ahead.
             tensor = held.restore()
-            if not isinstance(held, PassedThrough) and held.is_of_function and held.memory.lent:
+            if not isinstance(held, PassedThrough) and held.memory.is_of_function and held.memory.lent:
                 tensor = own(tensor)  # or what the Function writes would be the bytes of a recipe's operand
             if micro_step.phase is Phase.WAITING:
                 with self.lock:

@@ -32,7 +32,7 @@ import torch
 from ds_tba.core.accounts import CountedMemory, Release
 from ds_tba.core.poison import Poisoned
 from ds_tba.core.saved import Keeper, Loading, RecordState, SavedStorage, SavedView
-from ds_tba.core.tensors import has_plain_storage, held_memory, is_parameter, out_of_modes, unmodified, whole_storage
+from ds_tba.core.tensors import as_uint8, has_plain_storage, held_memory, is_parameter, out_of_modes, unmodified
 from ds_tba.device.accelerator import AT_ONCE, Accelerator, Event, PendingCopy, is_out_of_memory
 from ds_tba.errors import StateError
 from ds_tba.storage.base import AnyIssuer, AnyStore, Choice, Loaded, Refusal, Store, Ticket
@@ -321,7 +321,7 @@ class Residency(Keeper, Poisoned):
         with self.lock:
             data = arrival.join()  # every consumer waits for the copy, each in its own stream
             unmodified(data, arrival.version)  # an earlier consumer may have written into it
-            if view.is_lent:  # or each recipe that wants it would read it again
+            if view.state.is_lent:  # or each recipe that wants it would read it again
                 self.add_early(record)
             self._note_unpacked(view)
         return view.rebuild(data)
@@ -360,7 +360,7 @@ class Residency(Keeper, Poisoned):
         record.pending -= view.state.is_pending
         view.state.is_unpacked = True  # under the lock: two threads may unpack one view, and it was pending once
         self.evict_if_unpacked(record)  # the record lets go of the memory, and the consumer holds it
-        if not view.is_lent:  # else a comparison in forward may want it
+        if not view.state.is_lent:  # else a comparison in forward may want it
             record.micro_step.read_ahead(self.prefetch, after=record.index)
 
     def begin_load(self, record: SavedStorage) -> Loading:
@@ -438,9 +438,10 @@ class Residency(Keeper, Poisoned):
         """
         refusal: Refusal | None = None
         with out_of_modes():  # a mode that copies what operations return would leave staging as it was
+            data = as_uint8(tensor.untyped_storage())
             for store in choice.stores:
                 started_s = time.perf_counter()
-                taken = store.put(whole_storage(tensor), wait=choice.wait, item_bytes=tensor.element_size())
+                taken = store.put(data, wait=choice.wait, item_bytes=tensor.element_size())
                 self.meter.moving_s += time.perf_counter() - started_s
                 if isinstance(taken, Ticket):
                     self.give(record, taken)

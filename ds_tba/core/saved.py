@@ -24,7 +24,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
@@ -44,7 +43,7 @@ from ds_tba.core.tensors import (
     with_counter_of,
 )
 from ds_tba.device.accelerator import Stream
-from ds_tba.storage.base import STAYS, Choice, Issuer, Loaded, OwnTicket, StateMachine, Ticket
+from ds_tba.storage.base import STAYS, Choice, Issuer, Loaded, OwnTicket, State, StateMachine, Ticket
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Autograd's pack and unpack."""
@@ -68,7 +67,7 @@ class Keeper(Accounts):
 # ---- the records ----------------------------------------------------------------------------------------------------
 
 
-class RecordState(Enum):
+class RecordState(State):
     """The place of the bytes of a saved storage."""
 
     KEPT = "kept in device memory"
@@ -76,8 +75,6 @@ class RecordState(Enum):
     LOADING = "on their way into device memory"
     LOADED = "in device memory again"
     DROPPED = "given up"
-
-    __hash__ = object.__hash__  # Enum's is a Python function, which each move would call
 
 
 _R = RecordState
@@ -293,11 +290,10 @@ class SavedCounted(_Kept):
         held: the tensor, or an alias of it.
         nbytes: as many of its bytes as are counted.
         memory: the account that they are counted in.
-        is_of_function: a custom Function has saved it, which may write into what it reads.
         eps: of the norm of which it is a statistic, in a tuple; else None.
     """
 
-    __slots__ = ("__weakref__", "cache", "eps", "is_of_function", "memory", "nbytes")
+    __slots__ = ("__weakref__", "cache", "eps", "memory", "nbytes")
 
     def __init__(
         self,
@@ -311,11 +307,11 @@ class SavedCounted(_Kept):
         is_of_function: bool = False,
     ) -> None:
         super().__init__(tensor, is_of_function=is_of_function)
-        self.is_of_function = is_of_function
         self.cache = cache
         self.eps: tuple[float | None] | None = None
         self.nbytes = nbytes
         self.memory = cache.count_kept(self, storage, nbytes, reason, micro_step)
+        self.memory.is_of_function |= is_of_function
 
     def signature(self) -> ViewSpec:
         """Return the layout of the tensor, the same as if it were to leave: a plan may have it stay from now on."""
@@ -361,16 +357,6 @@ class SavedView:
             self.held = kept(tensor)
             record.kept_views.append(self.state)  # or it would hold the bytes when they leave
 
-    @property
-    def is_lent(self) -> bool:
-        """True if it belongs to a recipe."""
-        return self.state.is_lent
-
-    @property
-    def is_of_function(self) -> bool:
-        """True if a custom Function has saved it, which may write into what it reads."""
-        return self.record.key.function > 0
-
     def is_held_by(self, views: int) -> bool:
         """Return whether nothing but so many views refers to the tensor that this one holds."""
         held_by_others = self.held is None or self.held._use_count() > 1  # type: ignore[attr-defined]
@@ -383,7 +369,7 @@ class SavedView:
 
     def rebuild(self, data: torch.Tensor) -> torch.Tensor:
         """Return the tensor over other bytes of its storage (uint8, 1-D)."""
-        if self.is_of_function:  # whose changes in place are to count for all who have saved the tensor
+        if self.record.key.function:  # whose changes in place are to count for all who have saved the tensor
             return with_counter_of(self._counter, self._spec, data.untyped_storage())
         return self._spec.rebuild(data)
 
@@ -393,11 +379,6 @@ class SavedView:
             return False
         storage = self.held.untyped_storage()
         return stamp_of(storage) == key.storage and storage.nbytes() == key.nbytes  # else exchanged, or resized
-
-    @property
-    def is_offloaded(self) -> bool:
-        """True if its bytes are elsewhere: in a store, or to be made again."""
-        return self.held is None
 
     def restore(self) -> torch.Tensor:
         """Return the saved tensor, if it was not modified since."""

@@ -86,11 +86,6 @@ def is_of_a_users_function(context: type) -> bool:
     return not module.startswith(_TRUSTED) or module.startswith(_OF_USERS)
 
 
-def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as uint8, 1-D, sharing its memory."""
-    return as_uint8(tensor.untyped_storage())
-
-
 def as_uint8(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of a storage as uint8, 1-D, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -145,11 +140,6 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_ragged(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is nested and of strided layout: it has no shape."""
-    return tensor.is_nested and tensor.layout is torch.strided
-
-
 def held_memory(tensor: torch.Tensor, device: torch.device) -> tuple[torch.UntypedStorage | None, int]:
     """Return the storage that a kept tensor holds, the first of several or None, and its bytes of device memory.
 
@@ -189,9 +179,10 @@ def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def form_of(one: torch.Tensor | ViewSpec) -> str:
-    """Return shape and dtype for people; nested tensors may have no shape, and subclasses are not asked."""
+    """Return shape and dtype for people; nested tensors of strided layout have no shape; subclasses are not asked."""
     with torch._C.DisableTorchFunctionSubclass():
-        shape = "nested" if isinstance(one, torch.Tensor) and is_ragged(one) else str(list(one.shape))
+        has_none = isinstance(one, torch.Tensor) and one.is_nested and one.layout is torch.strided
+        shape = "nested" if has_none else str(list(one.shape))
         return f"{shape} {str(one.dtype).removeprefix('torch.')}"
 
 
@@ -281,7 +272,7 @@ def own(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor, in memory of its own and in the same layout."""
     if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
         return tensor.clone()  # its mark is not in its bytes
-    return ViewSpec.of(tensor).rebuild(whole_storage(tensor).clone())
+    return ViewSpec.of(tensor).rebuild(as_uint8(tensor.untyped_storage()).clone())
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

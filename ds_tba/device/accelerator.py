@@ -253,7 +253,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Accelerator:
-    """The operations of a device that offloading needs, here of a synchronous one.
+    """The operations of a device that offloading needs, here of a CPU's, which is synchronous.
 
     Its streams and events are all ``AT_ONCE``, so that whoever records, waits or shares writes it once for every
     device. Those of an asynchronous device are torch's. Memory is uint8, 1-D.
@@ -332,22 +332,7 @@ class Accelerator:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue a copy of bytes on the current stream."""
-        target.copy_(source, non_blocking=True)
-
-    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
-        """Queue ops on tensors on the current stream."""
-        kernel(*tensors)
-
-    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
-
-
-class CpuAccelerator(Accelerator):
-    """The CPU, whose copies leave the cores to the lanes."""
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy bytes, on one thread.
+        """Queue a copy of bytes on the current stream; on a CPU copy them, on one thread.
 
         Those of ``Tensor.copy_`` would take the cores from the lanes, and cost a small copy more than they save it.
 
@@ -359,6 +344,13 @@ class CpuAccelerator(Accelerator):
             raise TypeError(f"{nbytes} bytes on {source.device} do not fit {target.numel()} bytes on {target.device}")
         # Not through NumPy: a tensor that it has seen can never be resized again, and the source is the user's.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+
+    def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
+        """Queue ops on tensors on the current stream."""
+        kernel(*tensors)
+
+    def share(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Tell the allocator that ``stream`` uses a tensor which another stream allocated."""
 
 
 class CudaAccelerator(Accelerator):
@@ -442,13 +434,16 @@ class CudaAccelerator(Accelerator):
         """Return an event whose waiters sleep, and leave the core to others."""
         return self._module.Event(blocking=True)
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
     def share(self, tensor: torch.Tensor, stream: Stream) -> None:
         tensor.record_stream(stream)  # type: ignore[arg-type]  # it is one of torch's here
 
 
 def accelerator_of(kind: str) -> Accelerator:
     """Return the accelerator of the current device of a kind, by torch's name for it; one of ``KINDS``."""
-    return CpuAccelerator() if kind == "cpu" else CudaAccelerator()
+    return Accelerator() if kind == "cpu" else CudaAccelerator()
 
 
 def new_thread(accelerator: Accelerator, run: Callable[[], None], name: str) -> threading.Thread:

@@ -223,7 +223,7 @@ class Recorder:
             if storage is not None and storage.unpacked is None:
                 storage.unpacked = now
                 held = recorded.held
-                if isinstance(held, SavedView) and not held.is_offloaded:
+                if isinstance(held, SavedView) and held.held is not None:
                     # A plan cannot move what has no graph and is in use elsewhere.
                     storage.is_movable &= held.record.has_graph or not held.record.refusal
             return tensor
@@ -268,7 +268,7 @@ class Recorder:
                 found = {self._by_key[key].index for key in origin.sources if key in self._by_key}
                 storage.origin, storage.sources = origin, tuple(sorted(found))
         storage.left = len(self.pauses)
-        if self._scene.is_synchronous and isinstance(held, SavedView) and (held.is_offloaded or held.record.is_leaving):
+        if self._scene.is_synchronous and isinstance(held, SavedView) and (held.held is None or held.record.is_leaving):
             storage.left = None
             self._watch(tensor.untyped_storage(), storage, in_forward=True)
         if self._pass_number not in storage.passes:  # twice, none would own it, and recomputing would not free it

@@ -30,7 +30,7 @@ import torch
 
 from ds_tba.config import BLOCK
 from ds_tba.core.saved import Keeper
-from ds_tba.core.tensors import ViewSpec, base_of, integers_of, nbytes_of, next_sequence_number, whole_storage
+from ds_tba.core.tensors import ViewSpec, as_uint8, base_of, integers_of, nbytes_of, next_sequence_number
 from ds_tba.device.accelerator import Accelerator, is_out_of_memory, moment
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
 from ds_tba.remat.recipe import Comparison, Recipe, Search, Site, as_in_forward, is_of_a_module, kernels, past_hooks
@@ -247,7 +247,7 @@ class Sites:
             )
         try:
             with as_in_forward():
-                made = whole_storage(recipe.make(self._restore(recipe)))
+                made = as_uint8(recipe.make(self._restore(recipe)).untyped_storage())
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(
                 f"{error} Output of {site.op} was to be made again from it, not saved: "

@@ -136,6 +136,12 @@ class Store(Issuer[OwnTicket]):
         """Give everything back. Idempotent."""
 
 
+class State(Enum):
+    """A state of a :class:`StateMachine`. Enum's own hash is a Python function, which each move would call."""
+
+    __hash__ = object.__hash__
+
+
 class StateMachine:
     """Something whose ``state`` changes along ``moves`` only.
 
@@ -149,7 +155,7 @@ class StateMachine:
     moves: ClassVar[Mapping[Any, tuple[Any, ...]]]
     state: Any
 
-    def move(self, state: Enum) -> None:
+    def move(self, state: State) -> None:
         """Go to ``state``.
 
         Raises:

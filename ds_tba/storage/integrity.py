@@ -222,16 +222,15 @@ class PieceIo:
 
     Args:
         integrity: takes and compares the checksums.
+
+    Attributes:
+        buffers: for the lane of each handle one of its own in staging, where there is a codec.
     """
 
     def __init__(self, integrity: Integrity, codec: Codec | None = None) -> None:
         self.integrity = integrity
         self.codec = codec
-        self._buffers: dict[IoHandle, torch.Tensor] = {}
-
-    def give_buffers(self, buffers: dict[IoHandle, torch.Tensor]) -> None:
-        """Give the lane of each handle a buffer of its own in staging, where there is a codec."""
-        self._buffers = buffers
+        self.buffers: dict[IoHandle, torch.Tensor] = {}
 
     def write(self, handle: IoHandle, staged: torch.Tensor, offset: int, item_bytes: int) -> tuple[Piece, ...]:
         """Write the bytes of a part from a file's ``offset`` on; return where they are.
@@ -242,10 +241,15 @@ class PieceIo:
         if self.codec is None:
             return (self._write_piece(handle, staged, Piece(0, staged.numel(), offset, staged.numel())),)
         pieces: list[Piece] = []
-        buffer = self._buffers[handle]
+        buffer = self.buffers[handle]
         for start in range(0, staged.numel(), buffer.numel()):
             data = staged[start : start + buffer.numel()]
-            stored, packed_bytes = self._pack(self.codec, data, buffer, item_bytes)
+            packed_bytes = self.codec.compress(data, buffer, item_bytes)
+            stored = buffer[: padded(packed_bytes)]
+            if packed_bytes and stored.numel() <= (1 - LEAST_GAIN) * data.numel():
+                stored[packed_bytes:].zero_()  # else bytes of the piece before would go to the drive
+            else:
+                stored, packed_bytes = data, 0
             piece = Piece(start, data.numel(), offset, stored.numel(), packed_bytes)
             pieces.append(self._write_piece(handle, stored, piece))
             offset += stored.numel()
@@ -263,11 +267,11 @@ class PieceIo:
             is_staging: its memory is in the ring.
         """
         for piece in pieces:
-            problem, failure = self._try_to_read(handle, piece, part, plainly=not is_staging)
+            problem, failure = self._read(handle, piece, part, plainly=not is_staging)
             if problem:
                 what = problem if failure is not None else "bytes read back are not the bytes written"
                 logger.warning("%s: %s; trying once more", where, what)
-                problem, failure = self._try_to_read(handle, piece, part, plainly=True)
+                problem, failure = self._read(handle, piece, part, plainly=True)
             if failure is not None:
                 lost = ActivationLostError(
                     f"{where}: the activation cannot be read back ({problem}). Stop, check the drive (dmesg, "
@@ -282,46 +286,23 @@ class PieceIo:
                 )
         return None
 
-    def _try_to_read(
+    def _read(
         self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, plainly: bool
     ) -> tuple[str, Exception | None]:
         """Read a piece; return what is wrong with the bytes, or nothing, and why they did not come."""
+        target, is_packed = piece.within(part), piece.packed_bytes > 0
+        stored = self.buffers[handle][: piece.stored_bytes] if is_packed else target
         try:
-            return self._read(handle, piece, part, plainly=plainly), None
+            (handle.read_plainly if plainly else handle.read)(stored, piece.offset)
+            problem = self.integrity.difference(stored, piece.checksums, piece.offset)
+            if is_packed and self.codec is not None and not problem:
+                try:
+                    self.codec.decompress(stored[: piece.packed_bytes], target)
+                except TransferError as error:  # of bytes in which a checksum that samples has missed something
+                    problem = str(error)
         except Exception as error:  # noqa: BLE001 - of the drive, of a library, or of memory: backward raises it
             return str(error) or type(error).__name__, error
-
-    def _read(self, handle: IoHandle, piece: Piece, part: torch.Tensor, *, plainly: bool) -> str:
-        """Read a piece of a part whose memory is ``part``; return what is wrong with the bytes, or nothing.
-
-        Raises:
-            TransferError: the drive failed.
-        """
-        transfer = handle.read_plainly if plainly else handle.read
-        target = piece.within(part)
-        if self.codec is None or not piece.packed_bytes:
-            transfer(target, piece.offset)
-            return self.integrity.difference(target, piece.checksums, piece.offset)
-        stored = self._buffers[handle][: piece.stored_bytes]
-        transfer(stored, piece.offset)
-        problem = self.integrity.difference(stored, piece.checksums, piece.offset)
-        if not problem:
-            try:
-                self.codec.decompress(stored[: piece.packed_bytes], target)
-            except TransferError as error:  # of bytes in which a checksum that samples has missed something
-                problem = str(error)
-        return problem
-
-    def _pack(
-        self, codec: Codec, data: torch.Tensor, buffer: torch.Tensor, item_bytes: int
-    ) -> tuple[torch.Tensor, int]:
-        """Return what to store of a piece, and the length of what the codec made of it."""
-        packed_bytes = codec.compress(data, buffer, item_bytes)
-        stored_bytes = padded(packed_bytes)
-        if not packed_bytes or stored_bytes > (1 - LEAST_GAIN) * data.numel():
-            return data, 0
-        buffer[packed_bytes:stored_bytes].zero_()  # else bytes of the piece before would go to the drive
-        return buffer[:stored_bytes], packed_bytes
+        return problem, None
 
     def _write_piece(self, handle: IoHandle, stored: torch.Tensor, piece: Piece) -> Piece:
         checksums = self.integrity.digest(stored)

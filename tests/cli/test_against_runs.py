@@ -26,7 +26,7 @@ from ds_tba.cli.plan.training import Device, DryRun, Training
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_owned
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.report import OffloadReport
 
@@ -107,7 +107,7 @@ def ran(directory: Path, model: str, way: Way) -> tuple[OffloadReport, int]:
         subject = Subject(adapted(subject.model, way.lora_rank), subject.inputs)
     block = {"placement": "nvme" if way.offloaded else "keep", "min_tensor_bytes": MIN_BYTES, "rematerialize": False}
     config = OffloadConfig.model_validate({**block, "nvme_path": str(directory), "io": {"backend": "posix"}})
-    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    offloader = ActivationOffloader(config, AioConfig(), Accelerator())
     try:
         peak_bytes = peak_of(subject, offloader)
         return offloader.report(), peak_bytes

@@ -25,7 +25,7 @@ from ds_tba.cli.plan.model import Subject, recipe_of
 from ds_tba.cli.plan.rows import FRAGMENTATION, NEAR, TIGHT, UNIT, Setup, longest_of
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, brief
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.trace import BlockTrace, StorageTrace, Trace
 
@@ -102,7 +102,7 @@ def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(
 @contextmanager
 def offloader_in(directory: Path) -> Iterator[ActivationOffloader]:
     config = OffloadConfig.model_validate({**BLOCK, "placement": "nvme", "nvme_path": str(directory)})
-    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    offloader = ActivationOffloader(config, AioConfig(), Accelerator())
     try:
         yield offloader
     finally:

@@ -17,7 +17,7 @@ from support.stores import bytes_read
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import StateError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -176,10 +176,10 @@ def interrupted_step(cache: TensorCache, at: int) -> bool:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_step_is_remembered_or_leaves_nothing() -> None:
     """An interrupt between two sections loses no count that one of them adds and the other takes back."""
-    host, at, left = HostStore(CpuAccelerator(), MIB), 1, list[int]()
+    host, at, left = HostStore(Accelerator(), MIB), 1, list[int]()
     while True:
         cache = TensorCache([host], "cpu", 1024)
-        cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
+        cache.rematerialize(RematStore(cache, Sites(cache, Accelerator())))
         cache.limit(64 << 10)
         interrupted_step(cache, 0)
         if not interrupted_step(cache, at):

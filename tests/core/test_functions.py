@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import next_sequence_number
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.host import HostStore
 
@@ -116,7 +116,7 @@ class Sine(torch.autograd.Function):
 
 def test_a_graph_that_stays_holds_nothing_that_functions_have_read() -> None:
     """With a budget there may be no room for it."""
-    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)], "cpu", 1024)
+    cache = TensorCache([HostStore(Accelerator(), 1 << 20)], "cpu", 1024)
     x = torch.randn(64, 64, requires_grad=True)
     nbytes, y = x.untyped_storage().nbytes(), x
     cache.limit(4 * nbytes)
@@ -233,7 +233,7 @@ def test_a_returned_saved_tensor_gives_grad_memory_that_nobody_else_has(case: st
                 one.grad.mul_(2)
         return [*found, *(one.grad for one in (x, w) if one.grad is not None), x.detach(), w.detach(), *live]
 
-    stores = [] if budget is None else [HostStore(CpuAccelerator(), 1 << 22)]
+    stores = [] if budget is None else [HostStore(Accelerator(), 1 << 22)]
     plain, ours = run(nullcontext()), run(TensorCache(stores, "cpu", 1024).saving())
     assert len(plain) == len(ours) and all(map(torch.equal, plain, ours))
 
@@ -304,7 +304,7 @@ def test_forward_mode_and_reads_that_clear_are_those_of_pytorch() -> None:
 
 def test_what_a_forward_that_fails_has_saved_comes_back() -> None:
     """Its thread may be gone, and whatever it was about to move with it."""
-    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)], "cpu", 1024)
+    cache = TensorCache([HostStore(Accelerator(), 1 << 20)], "cpu", 1024)
     x = torch.randn(64, 64, requires_grad=True)
 
     def fails() -> None:
@@ -339,7 +339,7 @@ class Marks(torch.autograd.Function):
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_a_function_finds_no_attributes_on_its_own_output(is_moved: bool) -> None:
     """Autograd saves an output as a new tensor."""
-    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)] if is_moved else [], "cpu", 1024)
+    cache = TensorCache([HostStore(Accelerator(), 1 << 20)] if is_moved else [], "cpu", 1024)
     gradients = []
     for saving in (nullcontext, cache.saving):
         x = torch.ones(64, 64, requires_grad=True)
@@ -384,7 +384,7 @@ def test_a_function_finds_the_attributes_of_what_another_thread_has_made() -> No
 @pytest.mark.parametrize("is_moved", [True, False])
 def test_a_checkpoint_runs_again_with_the_attributes_of_what_was_made_last(is_moved: bool, made_by: str) -> None:
     """It saves its arguments outside of all nodes, so that they are nobody's own output."""
-    cache = TensorCache([HostStore(CpuAccelerator(), 1 << 20)] if is_moved else [], "cpu", 1024)
+    cache = TensorCache([HostStore(Accelerator(), 1 << 20)] if is_moved else [], "cpu", 1024)
     gradients = []
     for saving in (nullcontext, cache.saving):
         weight = torch.full((64, 64), 0.1, requires_grad=True)

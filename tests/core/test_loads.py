@@ -11,7 +11,7 @@ import torch
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import RecordState, SavedView
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationLostError
 from ds_tba.storage.base import Loaded
 from ds_tba.storage.host import HostStore, HostTicket
@@ -27,7 +27,7 @@ class Gated(HostStore):
     """
 
     def __init__(self) -> None:
-        super().__init__(CpuAccelerator(), 16 << 20)
+        super().__init__(Accelerator(), 16 << 20)
         self.entered, self.gate = threading.Event(), threading.Event()
         self.gets = self.fails = 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.doubles import CpuAccelerator
+from support.doubles import Accelerator
 from torch import nn
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -103,7 +103,7 @@ PROGRAMS: list[Callable[[ActivationOffloader], None]] = [
 def after(program: Callable[[ActivationOffloader], None], **block: Any) -> ActivationOffloader:
     torch.manual_seed(0)
     config = OffloadConfig.model_validate({"min_tensor_bytes": 4096, "rematerialize": False, **block})
-    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    offloader = ActivationOffloader(config, AioConfig(), Accelerator())
     for _ in range(3):
         program(offloader)
         offloader.note_micro_step()

@@ -14,7 +14,7 @@ from support import runs
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.accounts import CountedGone
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 from ds_tba.offloader import ActivationOffloader
 
@@ -114,7 +114,7 @@ def test_an_exception_in_our_bookkeeping_poisons_unless_it_is_a_refusal(
 
 def test_after_an_interrupt_in_our_bookkeeping_no_forward_and_no_step_goes_on(tmp_path: Path) -> None:
     config = OffloadConfig(nvme_path=str(tmp_path), io={"backend": "posix", "staging_bytes": 1 << 20})
-    offloader = ActivationOffloader(config, AioConfig(), CpuAccelerator())
+    offloader = ActivationOffloader(config, AioConfig(), Accelerator())
     offloader.cache.note_exception(KeyboardInterrupt())
     for call in (offloader.saving, offloader.interleaving, offloader.note_micro_step):
         with pytest.raises(StateError, match="KeyboardInterrupt came in the middle"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, fails, part_of, wait_for_writes
+from support.doubles import Accelerator, EventAccelerator, Gate, ScriptedBackend, fails, part_of, wait_for_writes
 from support.prefetching import KIB, Spy, cache_over, chain
 from support.stores import CPU, MIB, bytes_read, noise, nothing_is_held, put, slots_in_use, stored
 
@@ -32,13 +32,13 @@ def drive(gate: Gate) -> ScriptedBackend:
     return ScriptedBackend(gate)
 
 
-@pytest.fixture(params=[CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+@pytest.fixture(params=[Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
 def store(request: pytest.FixtureRequest, make_store: StoreFactory, drive: ScriptedBackend) -> NvmeStore:
     """One lane each way, on either kind of device."""
     return make_store(drive, lanes=ONE_LANE, staging_bytes=8 * MIB, accelerator=request.param())
 
 
-on_the_cpu = pytest.mark.parametrize("store", [CpuAccelerator], indirect=True)
+on_the_cpu = pytest.mark.parametrize("store", [Accelerator], indirect=True)
 on_a_device = pytest.mark.parametrize("store", [EventAccelerator], indirect=True)
 
 
@@ -297,7 +297,7 @@ def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_storage_that_is_read_ahead_is_counted_once(make_store: StoreFactory, asynchronous: bool) -> None:
     device = EventAccelerator() if asynchronous else None
-    store = make_store(accelerator=device or CpuAccelerator())
+    store = make_store(accelerator=device or Accelerator())
     cache, seen = TensorCache([store], "cpu", 64 * KIB, accelerator=device), list[list[bool]]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():

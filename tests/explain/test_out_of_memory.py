@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.explain import out_of_memory
 from ds_tba.explain.out_of_memory import Failure, memory_of, one_change
 from ds_tba.holders import ModelMemory
@@ -307,7 +307,7 @@ def test_one_change_helps(block: dict[str, Any], held: dict[str, int], failure: 
 
 def test_who_asks_without_a_model_is_told_of_the_steps_from_then_on(closing: Closing) -> None:
     config = OffloadConfig(placement="keep", min_tensor_bytes=1)
-    one: ActivationOffloader = closing(ActivationOffloader)(config, AioConfig(), CpuAccelerator())
+    one: ActivationOffloader = closing(ActivationOffloader)(config, AioConfig(), Accelerator())
     x = torch.ones(64, requires_grad=True)
     assert "rank 0, step 1." in one.explain() and "hold 0 B" in one.explain() and one.report().holders == []
     with one.saving():
@@ -318,7 +318,7 @@ def test_who_asks_without_a_model_is_told_of_the_steps_from_then_on(closing: Clo
 
 def test_the_model_counts_where_somebody_counts_it(closing: Closing) -> None:
     config = OffloadConfig(placement="keep", min_tensor_bytes=1)
-    one: ActivationOffloader = closing(ActivationOffloader)(config, AioConfig(), CpuAccelerator())
+    one: ActivationOffloader = closing(ActivationOffloader)(config, AioConfig(), Accelerator())
     memory = ModelMemory({"parameters": 3 << 20, "optimizer states": 5 << 20})
     one.watch(nn.Linear(1, 1), meter=lambda: memory)
     assert "parameters 3.00 MiB, optimizer states 5.00 MiB" in one.explain()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from conftest import StoreFactory
 from support import hazards, runs
-from support.doubles import CpuAccelerator, ScriptedBackend, fails, slow
+from support.doubles import Accelerator, ScriptedBackend, fails, slow
 from support.each_hazard import Scenario, cache_over, mutations, scenarios
 from torch import Tensor
 
@@ -48,11 +48,11 @@ def kept(_: StoreFactory) -> TensorCache:
 
 
 def host_memory(_: StoreFactory) -> TensorCache:
-    return TensorCache([HostStore(CpuAccelerator(), 32 * MIB)], "cpu", hazards.MIN_BYTES)
+    return TensorCache([HostStore(Accelerator(), 32 * MIB)], "cpu", hazards.MIN_BYTES)
 
 
 def host_memory_behind_failing_writes(make_store: StoreFactory) -> TensorCache:
-    tiers = [*failing_writes(make_store).stores, HostStore(CpuAccelerator(), 4 * MIB)]
+    tiers = [*failing_writes(make_store).stores, HostStore(Accelerator(), 4 * MIB)]
     return TensorCache(tiers, "cpu", hazards.MIN_BYTES)
 
 
@@ -70,7 +70,7 @@ def test_gradients_are_exact(make_store: StoreFactory, placed: Placed, scenario:
 @scenarios
 def test_gradients_are_exact_when_rematerialized(make_store: StoreFactory, scenario: Scenario, placed: str) -> None:
     cache = cache_over(None if placed == "keep" else make_store(staging_bytes=8 * MIB), wait=True)
-    cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
+    cache.rematerialize(RematStore(cache, Sites(cache, Accelerator())))
     if placed == "budget":
         cache.limit(8 * SIDE_BYTES)
     for _ in range(2):  # what is proven in the first pass is left out in the second

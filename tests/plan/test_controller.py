@@ -14,7 +14,7 @@ import torch
 from conftest import Closing
 from planners import PLANNERS
 from support import traces
-from support.doubles import CpuAccelerator, EventAccelerator
+from support.doubles import Accelerator, EventAccelerator
 from support.offloaders import watching
 from support.planned_training import (
     DEPTH,
@@ -190,8 +190,8 @@ class Counted:
         return adaptive(trace, limits)
 
 
-@pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator])
-def test_lengths_that_alternate_are_planned_for_once(make: Make, accelerator: type[CpuAccelerator]) -> None:
+@pytest.mark.parametrize("accelerator", [Accelerator, EventAccelerator])
+def test_lengths_that_alternate_are_planned_for_once(make: Make, accelerator: type[Accelerator]) -> None:
     ours, planner = model(), Counted()
     offloader = make(ours, planner=planner, accelerator=accelerator(), recompute=False)
     steps(ours, offloader, [ROWS] * FIRST_PLAN + [2 * ROWS, ROWS] * 4)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Closing
-from support.doubles import Clock, CpuAccelerator, EventAccelerator, wait_for_writes
+from support.doubles import Accelerator, Clock, EventAccelerator, wait_for_writes
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryMeter
@@ -37,7 +37,7 @@ def make_machine(tmp_path: Path, closing: Closing) -> MakeMachine:
         for directory in directories:
             Path(directory).mkdir(exist_ok=True)
         config = OffloadConfig.model_validate({"nvme_path": directories or None, "io": IO, **block})
-        device = CpuAccelerator()
+        device = Accelerator()
         tiers = tiers_of(config, AioConfig(), device, zero_paths=(), ranks_on_node=1)
         device.is_synchronous = is_synchronous  # to plans alone
         memory = MemoryMeter(device, lambda: 0)
@@ -46,7 +46,7 @@ def make_machine(tmp_path: Path, closing: Closing) -> MakeMachine:
     return make
 
 
-class Paced(CpuAccelerator):
+class Paced(Accelerator):
     """Copies take so many seconds of a clock, one after the other."""
 
     def __init__(self, clock: Clock, *took_s: float) -> None:

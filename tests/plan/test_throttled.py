@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Closing
-from support.doubles import CpuAccelerator
+from support.doubles import Accelerator
 from support.modelled_drive import ModelledDrive
 from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 from support.stepping import assert_same_steps
@@ -40,7 +40,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing) -> M
         # Neither may take the drive's place.
         block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
         config = OffloadConfig.model_validate(block)
-        offloader = closing(ActivationOffloader)(config, AioConfig(), CpuAccelerator(), zero_paths=zero_paths)
+        offloader = closing(ActivationOffloader)(config, AioConfig(), Accelerator(), zero_paths=zero_paths)
         ours = model()
         offloader.watch(ours, Alone())
         return ours, offloader

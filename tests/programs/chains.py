@@ -42,7 +42,7 @@ from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.remat.recipe import Recipe
 from ds_tba.remat.rules import RULES
 from ds_tba.remat.sites import Sites
@@ -468,7 +468,7 @@ class CountingSites(Sites):
     """Counts what is rematerialized."""
 
     def __init__(self, cache: TensorCache, tally: Counter[str]) -> None:
-        super().__init__(cache, CpuAccelerator())
+        super().__init__(cache, Accelerator())
         self._tally = tally
 
     def make(self, recipe: Recipe) -> Tensor:
@@ -481,7 +481,7 @@ class CountingSites(Sites):
 
 def _nvme(directory: str) -> NvmeStore:
     backend = PosixBackend()
-    ring = StagingRing(CpuAccelerator(), backend, 16 << 20)
+    ring = StagingRing(Accelerator(), backend, 16 << 20)
     return NvmeStore([SwapFile(Path(directory), 64 << 20)], backend, ring, Lanes(1, 1), "full")
 
 
@@ -519,7 +519,7 @@ def _compare(program: Chain, stores: list[Store[Any]]) -> Outcome:
     return Outcome(failures + ([Failure("left", left)] if left else []), tally)
 
 
-MAKE: dict[str, Callable[[str], Any]] = {"nvme": _nvme, "host": lambda _: HostStore(CpuAccelerator(), 16 << 20)}
+MAKE: dict[str, Callable[[str], Any]] = {"nvme": _nvme, "host": lambda _: HostStore(Accelerator(), 16 << 20)}
 KINDS = {kind: Kind(partial(draw, kind), check) for kind in CHOICES}
 
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import xxhash
-from support.doubles import CpuAccelerator, Warnings
+from support.doubles import Accelerator, Warnings
 from support.late_device import LateDevice
 from support.leftovers import after_a_while, held
 from torch import Tensor, nn
 
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.core.tensors import whole_storage
+from ds_tba.core.tensors import as_uint8
 from ds_tba.errors import ActivationModifiedError, DsTbaError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
@@ -112,7 +112,8 @@ def kind_of(error: BaseException) -> str:
 def _fingerprint(value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value)
-    bits = whole_storage(value.detach().clone(memory_format=torch.contiguous_format)).numpy()
+    copy = value.detach().clone(memory_format=torch.contiguous_format)
+    bits = as_uint8(copy.untyped_storage()).numpy()
     return f"{value.dtype} {tuple(value.shape)} {xxhash.xxh3_64_hexdigest(bits)}"
 
 
@@ -193,7 +194,7 @@ class Ours(Plain):
         logging.getLogger("ds_tba").addHandler(self.warnings)
         self.device = LateDevice(longest_pause_s=LATE_S) if program.device == "late" else None
         config = OffloadConfig.model_validate(program.block(directory, budget_bytes))
-        self.offloader = ActivationOffloader(config, AioConfig(), self.device or CpuAccelerator())
+        self.offloader = ActivationOffloader(config, AioConfig(), self.device or Accelerator())
 
     def watch(self, net: nn.Module) -> None:
         from planners import PLANNERS

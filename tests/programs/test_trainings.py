@@ -10,7 +10,7 @@ from support import runs
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import SavedView
-from ds_tba.core.tensors import whole_storage
+from ds_tba.core.tensors import as_uint8
 from programs.running import check
 from programs.trainings import Program, Step
 
@@ -39,10 +39,10 @@ def test_a_wrong_gradient_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def wrong(self: TensorCache, view: SavedView) -> torch.Tensor:
         data = load(self, view)
-        if not view.is_lent:  # what is wrong in a comparison only is saved
+        if not view.state.is_lent:  # what is wrong in a comparison only is saved
             loaded.append(data.numel())
-        if len(loaded) == 20 and not view.is_lent:
-            whole_storage(data)[3] ^= 1
+        if len(loaded) == 20 and not view.state.is_lent:
+            as_uint8(data.untyped_storage())[3] ^= 1
         return data
 
     monkeypatch.setattr(TensorCache, "load", wrong)

@@ -17,7 +17,7 @@ import torch
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.remat.rules import NoRecipeError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -174,11 +174,11 @@ class Rematerialized:
 
     def __init__(self) -> None:
         self.cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
-        self.sites = Sites(self.cache, CpuAccelerator())
+        self.sites = Sites(self.cache, Accelerator())
         self.cache.rematerialize(RematStore(self.cache, self.sites))
         self.saved_bytes: list[int] = []
         self.left: Counter[str] = Counter()
-        self._finder = Sites(self.cache, CpuAccelerator())
+        self._finder = Sites(self.cache, Accelerator())
         self._offload = self.cache.offload
         self.cache.offload = self._look_and_offload
 
@@ -302,7 +302,7 @@ def test_the_first_step_has_the_peak_of_later_ones(dtype: str) -> None:
     model, peaks = MODELS["Llama-3-8B"], []
     module, batch = built(model, DTYPES[dtype], WITHOUT), batch_of(model, DTYPES[dtype])
     cache = TensorCache([], "cpu", MIN_TENSOR_BYTES)
-    cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
+    cache.rematerialize(RematStore(cache, Sites(cache, Accelerator())))
 
     def forward(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         peaks.append(cache.stats.resident.lap())

@@ -16,7 +16,7 @@ from torch.nn import Parameter, functional
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import StateError
 from ds_tba.remat.recipe import Recipe, as_in_forward
 from ds_tba.remat.rules import RULES, NoRecipeError
@@ -87,7 +87,7 @@ class Run:
 
     def __init__(self, exclude: frozenset[str] = frozenset()) -> None:
         self.cache = TensorCache([], "cpu", 1)
-        self.sites = Sites(self.cache, CpuAccelerator(), exclude)
+        self.sites = Sites(self.cache, Accelerator(), exclude)
         self.cache.rematerialize(RematStore(self.cache, self.sites))
 
     def find(self, make: Make, a: Tensor, b: Tensor) -> tuple[Tensor, Recipe | None]:

@@ -17,7 +17,7 @@ from support.stores import bytes_read
 from torch.nn import functional
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationModifiedError, RematerializationError
 from ds_tba.remat import recipe as recipes
 from ds_tba.remat import store as store_module
@@ -38,7 +38,7 @@ class Run:
     """A cache that keeps what is not made again, and its sites."""
 
     def __init__(self, accelerator: Any = None, stores: tuple[Any, ...] = ()) -> None:
-        used = accelerator or CpuAccelerator()
+        used = accelerator or Accelerator()
         self.cache = TensorCache(stores, "cpu", 1024, accelerator=accelerator)
         self.sites = Sites(self.cache, used)
         self.store = RematStore(self.cache, self.sites)

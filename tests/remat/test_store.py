@@ -18,7 +18,7 @@ from torch.nn import Parameter, functional
 
 import ds_tba
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.remat import sites as sites_module
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -31,7 +31,7 @@ STEPS = 4
 def cache_of(*stores: Any, with_sites: bool = True) -> TensorCache:
     cache = TensorCache(stores, "cpu", 1024, wait_for_staging=True)
     if with_sites:
-        cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
+        cache.rematerialize(RematStore(cache, Sites(cache, Accelerator())))
     return cache
 
 

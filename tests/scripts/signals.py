@@ -33,7 +33,7 @@ from torch import nn
 
 from ds_tba import offloader as offloading
 from ds_tba.config import AioConfig, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
@@ -78,7 +78,7 @@ def make(directory: Path, watched: nn.Module | None = None, **block: Any) -> Act
     io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20}
     host_bytes = 4 << 20 if block["placement"] == "host" else 0
     more = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, "host_budget_bytes": host_bytes}
-    offloader = ActivationOffloader(OffloadConfig.model_validate(more | block), AioConfig(), CpuAccelerator())
+    offloader = ActivationOffloader(OffloadConfig.model_validate(more | block), AioConfig(), Accelerator())
     if watched is not None:
         offloader.watch(watched, Alone())
     return offloader

@@ -9,7 +9,7 @@ import pytest
 from conftest import Closing, StoreFactory
 from contracts.store import MIB, StoreContract
 from support import runs
-from support.doubles import CpuAccelerator
+from support.doubles import Accelerator
 
 from ds_tba.config import Compression
 from ds_tba.storage.backends import IoBackend
@@ -23,7 +23,7 @@ PAGE = runs.ROOT / "docs" / "develop" / "stores.md"
 class TestHostStore(StoreContract):
     @pytest.fixture
     def store(self, closing: Closing) -> Store[Any]:
-        return closing(HostStore)(CpuAccelerator(), 16 * MIB)
+        return closing(HostStore)(Accelerator(), 16 * MIB)
 
 
 class TestNvmeStore(StoreContract):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import CpuAccelerator, DeviceBackend, ScriptedBackend, wait_for_writes
+from support.doubles import Accelerator, DeviceBackend, ScriptedBackend, wait_for_writes
 from support.late_device import LateDevice
 
 from ds_tba.config import Compression
@@ -294,7 +294,7 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
 
 
 def test_a_lane_whose_device_is_broken_works_and_ends(make_store: StoreFactory) -> None:
-    class Broken(CpuAccelerator):
+    class Broken(Accelerator):
         def enter_thread(self) -> None:
             raise RuntimeError("CUDA error: device-side assert triggered")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import CpuAccelerator, EventAccelerator
+from support.doubles import Accelerator, EventAccelerator
 
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Refusal
@@ -24,7 +24,7 @@ def put(store: HostStore, data: torch.Tensor) -> HostTicket:
 
 
 def test_the_budget_is_kept_and_room_comes_back() -> None:
-    store = HostStore(CpuAccelerator(), 3 * MIB)
+    store = HostStore(Accelerator(), 3 * MIB)
     tickets = [put(store, torch.zeros(MIB, dtype=torch.uint8)) for _ in range(3)]
     assert store.put(torch.zeros(1, dtype=torch.uint8), wait=True) is Refusal.HOST_FULL
     store.release(tickets[1])
@@ -65,7 +65,7 @@ def test_the_budget_is_host_memory_whatever_the_default_device(make_store: Store
 
     class Pins(EventAccelerator):
         def pinned(self, nbytes: int) -> torch.Tensor:
-            asked.append(CpuAccelerator.pinned(self, nbytes).device)
+            asked.append(Accelerator.pinned(self, nbytes).device)
             return super().pinned(nbytes)
 
     with torch.device("meta"):
@@ -117,13 +117,13 @@ class Machine:
         return self.free_bytes - sum(store.taken_bytes for store in self._stores)
 
     def store(self, limit_bytes: int, reserve_bytes: int) -> HostStore:
-        self._stores.append(HostStore(CpuAccelerator(), limit_bytes, reserve_bytes=reserve_bytes))
+        self._stores.append(HostStore(Accelerator(), limit_bytes, reserve_bytes=reserve_bytes))
         return self._stores[-1]
 
 
 @pytest.mark.parametrize("nbytes", [1, MIB, 3 * MIB])
 def test_memory_is_taken_as_it_is_wanted(nbytes: int) -> None:
-    store = HostStore(CpuAccelerator(), 45 * MIB)
+    store = HostStore(Accelerator(), 45 * MIB)
     assert store.taken_bytes == 0
     tickets = fill(store, nbytes, most=1)
     assert nbytes <= store.taken_bytes <= 32 * MIB
@@ -183,7 +183,7 @@ def raising(error: Exception) -> Callable[..., torch.Tensor]:
 
 
 def test_an_interrupt_behind_the_copy_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, data = HostStore(CpuAccelerator(), MIB), torch.zeros(MIB, dtype=torch.uint8)
+    store, data = HostStore(Accelerator(), MIB), torch.zeros(MIB, dtype=torch.uint8)
 
     class Interrupted:
         def __iadd__(self, _: int) -> int:

@@ -17,7 +17,7 @@ from support.doubles import DeviceBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
 from ds_tba.config import AioConfig, Compression, OffloadConfig
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationCorruptionError, BackendUnavailableError, TransferError
 from ds_tba.storage import tiers as tiers_module
 from ds_tba.storage.backends import IoBackend
@@ -270,7 +270,7 @@ def block(tmp_path: Path, **io: object) -> dict[str, object]:
 
 
 def opened(config: OffloadConfig) -> Tiers:
-    return Tiers(config, AioConfig(), CpuAccelerator(), zero_paths=(), ranks_on_node=1)
+    return Tiers(config, AioConfig(), Accelerator(), zero_paths=(), ranks_on_node=1)
 
 
 def test_without_the_package_it_is_refused_with_the_line_that_installs_it(

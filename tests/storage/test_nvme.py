@@ -16,7 +16,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import (
-    CpuAccelerator,
+    Accelerator,
     DeviceBackend,
     EventAccelerator,
     Gate,
@@ -194,7 +194,7 @@ def test_bytes_that_cannot_be_read_back_raise_with_the_place(make_store: StoreFa
 def test_a_lost_or_short_transfer_is_seen(
     make_store: StoreFactory, loss: str, integrity: str, verb: str, backend: type[ScriptedBackend]
 ) -> None:
-    device = EventAccelerator() if backend is DeviceBackend else CpuAccelerator()
+    device = EventAccelerator() if backend is DeviceBackend else Accelerator()
     drive = backend(lambda what, number: loss if what == verb else None)
     store = make_store(drive, integrity=integrity, accelerator=device)
     ticket = stored(store, noise(8 * MIB))

@@ -137,7 +137,7 @@ def test_every_stream_that_unpacks_waits_for_the_copy(
         while held:
             one, expected = held.pop(), wanted.pop()
             # What is kept is autograd's own to order: here it stays on the stream that has made it.
-            with device.on(streams[len(held) % 3] if one.is_offloaded else device.current_stream()):
+            with device.on(streams[len(held) % 3] if one.held is None else device.current_stream()):
                 tensor = one.restore()
                 device.launch(lambda found, wanted=expected: exact.append(torch.equal(found, wanted)), tensor)
             del tensor, one

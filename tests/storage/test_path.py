@@ -19,7 +19,7 @@ from conftest import Alarm, AlarmError
 from support.disks import MIB, mounted, until
 from support.machines import run_python
 
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import PathError
 from ds_tba.storage import path as swap_file
 from ds_tba.storage.backends import PosixBackend
@@ -45,7 +45,7 @@ def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None
 
     with (tmp_path / "file").open("wb") as file:
         lanes.handles.append(PosixBackend().open_handle(file.fileno()))
-        lanes.start("lane", CpuAccelerator())
+        lanes.start("lane", Accelerator())
         try:
             for number in range(1000):
                 with suppress(AlarmError):
@@ -66,7 +66,7 @@ def test_a_lane_that_fails_ends_and_says_why(caplog: pytest.LogCaptureFixture, t
 
     with (tmp_path / "file").open("wb") as file:
         lanes.handles.append(PosixBackend().open_handle(file.fileno()))
-        lanes.start("lane", CpuAccelerator())
+        lanes.start("lane", Accelerator())
         lanes.put(fails)
         assert lanes.end(time.monotonic() + 10.0)
     assert isinstance(lanes.error, MemoryError) and path.failure == "MemoryError"

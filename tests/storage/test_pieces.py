@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import CpuAccelerator, EventAccelerator, Gate, ScriptedBackend, wait_for_writes
+from support.doubles import Accelerator, EventAccelerator, Gate, ScriptedBackend, wait_for_writes
 from support.stores import CPU, MIB, noise, put, store_is_empty
 
 from ds_tba.stats import PathMeter
@@ -51,9 +51,9 @@ def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory
     assert torch.equal(nvme.get(ticket, CPU).data, data) and nvme.stats.offloaded_bytes == 5 * MIB
 
 
-@pytest.mark.parametrize("accelerator", [CpuAccelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize("accelerator", [Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
 def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_ahead(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, accelerator: Callable[[], CpuAccelerator]
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, accelerator: Callable[[], Accelerator]
 ) -> None:
     """The budget wants the room of what is ahead, but the first parts are nowhere else."""
     gate = Gate()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import CpuAccelerator, aligned_memory, huge_page_memory
+from ds_tba.device.accelerator import Accelerator, aligned_memory, huge_page_memory
 from ds_tba.errors import TransferError
 from ds_tba.storage.backends import IoHandle, PosixBackend
 from ds_tba.storage.nvme import NvmeStore
@@ -33,7 +33,7 @@ def part_of(ticket: SwapTicket) -> Part:
     return part
 
 
-class EventAccelerator(CpuAccelerator):
+class EventAccelerator(Accelerator):
     """Asynchronous as far as the host can tell: copies are done at once, but their events not before ``done`` is set.
 
     ``late_device.py`` has a device whose copies really are late.

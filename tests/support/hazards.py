@@ -32,7 +32,6 @@ from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.path import SwapFile
 from ds_tba.storage.staging import StagingRing
 from support.awkward import Read, function
-from support.doubles import CpuAccelerator
 from support.leftovers import after_a_while, held
 
 Saving = Callable[[], AbstractContextManager[Any]]
@@ -1220,7 +1219,7 @@ def nvme_cache(
     directory: Path, accelerator: Accelerator | None = None, *, wait: bool = True, staging_bytes: int = 4 << 20
 ) -> Iterator[TensorCache]:
     """A cache over a store in ``directory``."""
-    accelerator = accelerator or CpuAccelerator()
+    accelerator = accelerator or Accelerator()
     backend = PosixBackend()
     ring = StagingRing(accelerator, backend, staging_bytes)
     store = NvmeStore([SwapFile(directory, 256 << 20)], backend, ring, Lanes(2, 2), "sampled")
@@ -1246,4 +1245,4 @@ def main(accelerator: Accelerator, device: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(CpuAccelerator()))
+    raise SystemExit(main(Accelerator()))

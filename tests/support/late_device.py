@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.device.accelerator import CpuAccelerator, huge_page_memory
+from ds_tba.device.accelerator import Accelerator, huge_page_memory
 
 POISON = 0xDB
 LONGEST_PAUSE_S = 0.003
@@ -122,7 +122,7 @@ class LaggingStream(HostStream):
         self._late.synchronize()
 
 
-class LateDevice(CpuAccelerator):
+class LateDevice(Accelerator):
     """The accelerator.
 
     Args:

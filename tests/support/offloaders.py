@@ -13,7 +13,7 @@ from ds_tba.device.accelerator import Accelerator
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Agreement, Alone
 from ds_tba.plan.plan import Planner
-from support.doubles import CpuAccelerator, wait_for_writes
+from support.doubles import wait_for_writes
 
 
 def make(
@@ -21,7 +21,7 @@ def make(
 ) -> ActivationOffloader:
     io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
     config = OffloadConfig.model_validate({"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block})
-    accelerator = accelerator or CpuAccelerator()
+    accelerator = accelerator or Accelerator()
     return ActivationOffloader(config, AioConfig(), accelerator, rank=rank, ranks_on_node=ranks_on_node)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from ds_tba.device.accelerator import MemoryLevels
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.controller import Controller
-from support.doubles import CpuAccelerator
+from support.doubles import Accelerator
 from support.models import Mlp, Stack
 from support.stepping import end_step, forward, note_backward
 
@@ -53,7 +53,7 @@ def model() -> Model:
     return Model()
 
 
-class SmallDevice(CpuAccelerator):
+class SmallDevice(Accelerator):
     """With room for so many bytes of activations."""
 
     def __init__(self, room_bytes: int) -> None:

@@ -291,7 +291,7 @@ def _live(connection: Connection) -> None:
 
 def _outcome(job: Job, connection: Connection) -> Outcome:
     from ds_tba.config import BLOCK, AioConfig, parse_block
-    from ds_tba.device.accelerator import CpuAccelerator
+    from ds_tba.device.accelerator import Accelerator
     from ds_tba.errors import DsTbaError
     from ds_tba.offloader import ActivationOffloader
     from ds_tba.storage import path as swap_file
@@ -311,7 +311,7 @@ def _outcome(job: Job, connection: Connection) -> Outcome:
     _set(job.at_start)
     _leave_descriptors(job.free_descriptors_at_start)
     try:
-        offloader = ActivationOffloader(parsed[0], AioConfig(), CpuAccelerator())
+        offloader = ActivationOffloader(parsed[0], AioConfig(), Accelerator())
     except DsTbaError as error:
         return Outcome(type(error).__name__, str(error), log.texts, "", {}, 0)
     finally:

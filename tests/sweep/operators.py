@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from support.doubles import CpuAccelerator, wait_for_writes
+from support.doubles import Accelerator, wait_for_writes
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.common_methods_invocations import op_db
@@ -379,7 +379,7 @@ class Sweep:
         cache = TensorCache([store] if placement == "nvme" else [], "cpu", 1, wait_for_staging=True)
         # Alone, everything eligible goes to the drive; else what can be made again stays away from it.
         if not is_alone or placement == "keep":
-            cache.rematerialize(RematStore(cache, Sites(cache, CpuAccelerator())))
+            cache.rematerialize(RematStore(cache, Sites(cache, Accelerator())))
         before = store.stats.offloaded_bytes
         # In half of the draws backward reads from the drive, in the others it may come before the write has ended.
         reads = placement == "nvme" and (is_alone or program.number % 2 == 0)

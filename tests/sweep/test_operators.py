@@ -20,7 +20,7 @@ from support.disks import until
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import whole_storage
+from ds_tba.core.tensors import as_uint8
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 PARTS_IN_CI, PARTS = 2, 30
@@ -60,7 +60,7 @@ def test_a_wrong_gradient_is_seen(sweep: operators.Sweep, monkeypatch: pytest.Mo
 
     def wrong(cache: TensorCache, view: Any) -> Tensor:
         data = right(cache, view).clone()
-        whole_storage(data)[0] ^= 1
+        as_uint8(data.untyped_storage())[0] ^= 1
         return data
 
     monkeypatch.setattr(TensorCache, "load", wrong)

@@ -15,7 +15,7 @@ import torch
 from conftest import Closing
 from support.late_device import LateDevice
 
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.update.device import ARRAYS_PER_CHUNK, DevicePipeline
 from ds_tba.update.formula import Hyper
 from ds_tba.update.host import SubGroup
@@ -75,20 +75,20 @@ def same(found: Tensors, expected: Tensors) -> bool:
     )
 
 
-def fill(device: CpuAccelerator, memory: torch.Tensor, values: torch.Tensor) -> None:
+def fill(device: Accelerator, memory: torch.Tensor, values: torch.Tensor) -> None:
     """The current stream writes the values."""
     values = values.clone()
     device.launch(lambda to: to.copy_(values), memory)
 
 
-def on_device(device: CpuAccelerator, values: torch.Tensor) -> torch.Tensor:
+def on_device(device: Accelerator, values: torch.Tensor) -> torch.Tensor:
     """Memory of the device into which the current stream writes the values."""
     memory = device.allocate(values.nbytes, CPU).view(values.dtype)
     fill(device, memory, values)
     return memory
 
 
-def bits_of(device: CpuAccelerator, memory: torch.Tensor) -> torch.Tensor:
+def bits_of(device: Accelerator, memory: torch.Tensor) -> torch.Tensor:
     """What the current stream finds there; to be looked at when the device was synchronized."""
     seen = torch.empty(memory.shape, dtype=memory.dtype)
     device.launch(lambda found: seen.copy_(found), memory)
@@ -120,7 +120,7 @@ def until(holds: Callable[[], bool]) -> None:
 class Training:
     """A few steps of which host and device take chunks at random, beside a plain computation of the same."""
 
-    def __init__(self, chance: random.Random, device: CpuAccelerator, slots: int) -> None:
+    def __init__(self, chance: random.Random, device: Accelerator, slots: int) -> None:
         self.chance, self.device = chance, device
         self.pipeline = DevicePipeline(device, CPU, CHUNK, slots * SLOT_BYTES + chance.randrange(SLOT_BYTES))
         sizes = [8 * chance.randrange(1, CHUNK // 8 + 1) for _ in range(chance.randrange(4, 14))]
@@ -206,7 +206,7 @@ def test_random_steps_on_a_late_device(make_device: Callable[..., LateDevice], s
 @pytest.mark.parametrize("seed", range(20))
 def test_random_steps_on_the_cpu(seed: int) -> None:
     torch.manual_seed(seed)
-    training = Training(random.Random(seed), CpuAccelerator(), 1 + seed % 3)
+    training = Training(random.Random(seed), Accelerator(), 1 + seed % 3)
     for _ in range(3):
         training.step()
 
@@ -366,7 +366,7 @@ class Raising(LateDevice):
 def test_an_update_that_raises_leaves_its_chunk_as_it_was(
     make_device: Callable[..., LateDevice], is_late: bool
 ) -> None:
-    device: CpuAccelerator = make_device(Raising) if is_late else CpuAccelerator()
+    device: Accelerator = make_device(Raising) if is_late else Accelerator()
     pipeline = DevicePipeline(device, CPU, CHUNK, 2 * SLOT_BYTES)
     chunks = [state(CHUNK) for _ in range(3)]
     targets = [on_device(device, torch.zeros(CHUNK, dtype=torch.bfloat16)) for _ in chunks]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.update import UpdateConfig
 from ds_tba.update.device import DevicePipeline, uploads_before
 from ds_tba.update.formula import Hyper, Powers
@@ -49,7 +49,7 @@ class TimedStream:
         self.busy_until_s = max(self.busy_until_s, event.done_s)
 
 
-class TimedDevice(CpuAccelerator):
+class TimedDevice(Accelerator):
     """A device that computes nothing and takes its time for that.
 
     Attributes:

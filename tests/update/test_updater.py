@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_tba.device.accelerator import CpuAccelerator
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.update import UpdateConfig
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.formula import Hyper, Powers
@@ -36,7 +36,7 @@ def test_cpu_adam_hears_of_each_sub_group_once_in_order_before_its_parts(share: 
         for size, hyper in zip(sizes, hypers, strict=True)
     ]
     config = UpdateConfig(chunk_bytes=1 << 16, device_share=share)
-    calls, accelerator = Calls(), CpuAccelerator()
+    calls, accelerator = Calls(), Accelerator()
     updater = Updater(
         config,
         accelerator,
