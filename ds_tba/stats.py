@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 RECENT_BYTES = 64 << 20  # of a rate: the last so many bytes count as much as all before them
 TERABYTE = 10**12  # as drives are rated
@@ -204,10 +203,6 @@ class KindMeter:
             rate.add(transfer.nbytes * part, busy_s * part / self._lanes, charged_s * part)
 
 
-# Takes each transfer as it ends: kind, name, when it began and ended in seconds, and its bytes.
-TransferListener: TypeAlias = Callable[[str, str, float, float, int], None]
-
-
 class PathMeter:
     """Measures the transfers of a path. All calls are made under one lock.
 
@@ -216,7 +211,8 @@ class PathMeter:
         clock: seconds.
 
     Attributes:
-        listener: is told of transfers; set without the lock.
+        listener: takes each transfer as it ends: kind, name, when it began and ended in seconds, and its bytes; set
+            without the lock.
     """
 
     def __init__(self, write_lanes: int, read_lanes: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -224,7 +220,7 @@ class PathMeter:
         self.reads = KindMeter("read", read_lanes)
         self._clock = clock
         self._now_s = 0.0
-        self.listener: TransferListener | None = None
+        self.listener: Callable[[str, str, float, float, int], None] | None = None
 
     def start(self, one: KindMeter, nbytes: int) -> Transfer:
         """Record that a transfer of a kind begins, in the thread that does it."""
