@@ -1,8 +1,8 @@
 """When DeepSpeed's engine does what: finds the block, builds the offloader, hooks the class; nobody else knows it.
 
 DeepSpeed has no plugin mechanism, so methods of the class are wrapped: ``__init__`` always (to look up one key of the
-config); ``forward``, ``backward``, ``step`` and ``destroy`` once there is an engine whose config has a block of ours,
-and what saves a model once one has that of the optimizer update. Reading a config is wrapped too, to find the block
+config); ``forward``, ``backward``, ``step``, ``destroy`` and what saves a model once there is an engine whose config
+has a block of ours. Reading a config is wrapped too, to find the block
 where it does not belong. References are to ``deepspeed/runtime/engine.py`` of 0.19.8.
 
 [Note: Pipelines] ``PipelineEngine`` (``deepspeed/runtime/pipe/engine.py``) calls the base class's ``forward`` for each
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import json
 import logging
 import os
@@ -269,7 +268,7 @@ def _update_config(param_dict: Mapping[str, object], ds_config: object, *, train
 
 def _join(engine: Engine, offloader: ActivationOffloader) -> None:
     """Tie an offloader to a built engine."""
-    _hook_methods(type(engine), _AROUND)
+    _hook_methods(type(engine))
     stage = _agreement_of_stage(engine) if offloader.config.is_planned else None
     offloader.watch(engine.module, stage=stage, meter=functools.partial(_memory, weakref.ref(engine)))
     engine.activation_offloader = offloader
@@ -304,7 +303,7 @@ def _join_update(engine: Engine, config: UpdateConfig) -> None:
 
     update = on_all_ranks(make)
     engine.interleaved_optimizer_update = update
-    _hook_methods(type(engine), _AROUND, _SAVING)
+    _hook_methods(type(engine))
     update.highest_of_ranks = agreement().all_reduce_max
     if own_rank() == 0:
         logger.info(update.start_line())
@@ -315,10 +314,10 @@ def _mark_owned(module: torch.nn.Module, _inputs: object) -> None:
         uncompiled(mark_owned, module)
 
 
-def _hook_methods(engine_class: type, *tables: _Table) -> None:
+def _hook_methods(engine_class: type) -> None:
     """Wrap the methods of DeepSpeed's engines once, on the classes that define them."""
-    for defining, table in itertools.product(engine_class.__mro__, tables):
-        for name, around in table.get(defining.__name__, {}).items():
+    for defining in engine_class.__mro__:
+        for name, around in _AROUND.get(defining.__name__, {}).items():
             _wrap(defining, name, functools.partial(_hooked, around))
 
 
@@ -417,21 +416,19 @@ def _collected(offloader: ActivationOffloader, original: Original, engine: Engin
 
 # A function that calls a method of DeepSpeed's, with our work before and after it, and returns the method's result.
 Around = Callable[[Any, Original, Any], object]
-# By the class that defines the methods.
-_Table = Mapping[str, Mapping[str, Around | None]]
-_AROUND: _Table = {
+# By the class that defines the methods; those with None only refuse while the model is half updated.
+_AROUND: Mapping[str, Mapping[str, Around | None]] = {
     "DeepSpeedEngine": {
         "forward": _forward,
         "backward": _backward,
         "step": _step,
         "save_checkpoint": _save_checkpoint,
+        "save_16bit_model": None,
+        "_zero3_consolidated_16bit_state_dict": None,
         "destroy": _destroy,
         "__del__": _collected,
     },
     "PipelineEngine": {"train_batch": _train_batch},  # see [Note: Pipelines]
-}
-_SAVING: _Table = {
-    "DeepSpeedEngine": dict.fromkeys(("save_checkpoint", "save_16bit_model", "_zero3_consolidated_16bit_state_dict"))
 }
 
 

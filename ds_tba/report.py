@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,8 +27,6 @@ REPORT_AGE_S = 2.0
 NOTHING_OFFLOADED = "nothing was offloaded"
 SCHEMA = 1  # goes up when a field changes its meaning; one more field is no change
 MAX_HOLDERS = 10  # rows of their table
-# Whole names between dots: "conv2d" and "layer1" are no numbers of layers.
-_LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 # ---- who holds saved bytes ------------------------------------------------------------------------------------------
@@ -42,8 +39,7 @@ class Holder:
     Attributes:
         module: path in the model, with ``*`` for the number of a layer; outside of all modules below the model the line
             of the program, as ``(train.py:57)``.
-        op: that made the tensor, as autograd names it, or the user's own Function that saves it; empty of inputs, and
-            of what an op alone saves of its own output.
+        op: that made the tensor, as autograd names it; empty of inputs, and of an output that its op alone saves.
         tensors: storages, each counted once.
         largest: shape and dtype of the largest tensor.
         largest_bytes: of its storage.
@@ -68,11 +64,6 @@ class Holder:
         self.tensors += 1
         self.saved_bytes += nbytes
         setattr(self, f"{where}_bytes", getattr(self, f"{where}_bytes") + nbytes)
-
-
-def merged(module: str) -> str:
-    """Return the path of a module with ``*`` for each number in it."""
-    return _LAYER_NUMBER.sub("*", module)
 
 
 def cells(holders: Sequence[Holder]) -> list[tuple[str, ...]]:
@@ -212,16 +203,13 @@ class OffloadReport:
             ReportError: there is no such file, or it is something else.
         """
         try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ReportError(f"{path} is no JSON to be read ({why}): name the file of report.path.") from error
-        missing = NEEDED - set(found) if isinstance(found, dict) else NEEDED
-        if missing:
-            raise ReportError(
-                f"{path} is no report of ds_tba ({', '.join(sorted(missing)[:3])} missing): name that of report.path."
-            )
-        return cls(**_known(cls, found))
+            report = cls(**_known(cls, json.loads(path.read_text())))
+            # What commands show is made of these, and would end in the middle of a text.
+            report.summary(), report.rows(), report.holder_lines()
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or str(error)[:100]
+            raise ReportError(f"{path} is no report of ds_tba ({why}): name the file of report.path.") from error
+        return report
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field, ready for JSON."""
@@ -348,24 +336,17 @@ class ReportFile:
         self.rank = rank
         self.path = None if path is None else checked_path(key, path, rank)
         self._written_at = -math.inf
-        self._own_s = time.time()  # what was written to the file later is another engine's
 
-    def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False, yields: bool = False) -> None:
-        """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms.
-
-        Args:
-            yields: leave a file that another engine has written.
-        """
+    def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
+        """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
         if self.path is not None and (now or time.monotonic() - self._written_at >= REPORT_AGE_S):
-            self.write_text(json.dumps(make(), indent=2) + "\n", yields=yields)
+            self.write_text(json.dumps(make(), indent=2) + "\n")
 
-    def write_text(self, text: str, *, yields: bool = False) -> None:
+    def write_text(self, text: str) -> None:
         if self.path is None:
             return
         try:
-            if yields and self.path.is_file() and self.path.stat().st_mtime > self._own_s:
-                return
             write_file(self.path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
-        self._written_at, self._own_s = time.monotonic(), time.time()
+        self._written_at = time.monotonic()

@@ -110,8 +110,7 @@ class Reporter:
 
     def refresh(self, *, now: bool = False) -> None:
         """Write the JSON at ``report.path`` again where it is old, or ``now``."""
-        # An engine without a step, such as a reference, leaves the path to one that trains beside it.
-        self._file.refresh(lambda: self.report().to_dict(), now=now, yields=not self.steps)
+        self._file.refresh(lambda: self.report().to_dict(), now=now)
 
     def report(self) -> OffloadReport:
         """Return the counters of all parts as they are now."""

@@ -23,13 +23,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import TypeAlias
 
-# Bytes that count as much as all before them: in the rates alone and concurrent, and in the recent rate.
-QUICK_BYTES = 16 << 20
-STEADY_BYTES = 64 << 20
+RECENT_BYTES = 64 << 20  # of a rate: the last so many bytes count as much as all before them
 TERABYTE = 10**12  # as drives are rated
 DAY_S = 86400.0
 ASSUMED_TBW = 600.0  # of a drive of 1 TB, where the config has no rating
@@ -128,15 +124,9 @@ def expanded(path: str) -> Path:
 class RecentRate:
     """A bandwidth as the mean of the recent transfers: it fades with bytes and not with time, so that it stays while
     nothing is measured.
-
-    Args:
-        half_bytes: the last so many bytes count as much as all before them.
     """
 
-    UNKNOWN_S_PER_BYTE = 1e-9
-
-    def __init__(self, half_bytes: int) -> None:
-        self._half_bytes = half_bytes
+    def __init__(self) -> None:
         # Bytes and seconds, changed together: a report is made in any thread, without the lock.
         self._moved = (0.0, 0.0)
 
@@ -144,16 +134,10 @@ class RecentRate:
         """Add a transfer that takes the path from ``min_s`` to ``max_s``; see [Note: Whose time]."""
         if nbytes <= 0 or max_s <= 0:
             return
-        took_s = min(max(nbytes * self.s_per_byte, min_s), max_s) if self._moved[0] else max_s
-        kept = 0.5 ** (nbytes / self._half_bytes)
         moved_bytes, seconds = self._moved
+        took_s = min(max(nbytes * seconds / moved_bytes, min_s), max_s) if moved_bytes else max_s
+        kept = 0.5 ** (nbytes / RECENT_BYTES)
         self._moved = (moved_bytes * kept + nbytes, seconds * kept + took_s)
-
-    @property
-    def s_per_byte(self) -> float:
-        """Seconds for a byte; a guess before the first measurement."""
-        moved_bytes, seconds = self._moved
-        return seconds / moved_bytes if moved_bytes else self.UNKNOWN_S_PER_BYTE
 
     @property
     def bytes_per_s(self) -> float:
@@ -162,16 +146,11 @@ class RecentRate:
         return moved_bytes / seconds if moved_bytes else 0.0
 
 
-class Kind(Enum):
-    WRITE = "write"
-    READ = "read"
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """A transfer under way, with the times of its kind when it began (see :class:`KindMeter`)."""
 
-    kind: Kind
+    meter: KindMeter
     nbytes: int
     busy_s: float
     charged_s: float
@@ -184,7 +163,8 @@ class KindMeter:
     """The transfers of one kind on a path.
 
     Attributes:
-        recent: the rate, whatever else was under way; steadier, because bytes are divided among paths by it.
+        name: of the kind.
+        recent: the rate, whatever else was under way.
         alone, concurrent: the rate without and with transfers of the other kind; one that ran partly with them counts
             for both, in the proportion of the times.
         moved_bytes: of transfers that succeeded.
@@ -194,9 +174,9 @@ class KindMeter:
         lane_s: processor time that the lanes' threads took for ``moved_bytes``.
     """
 
-    def __init__(self, lanes: int) -> None:
-        self.recent = RecentRate(STEADY_BYTES)
-        self.alone, self.concurrent = RecentRate(QUICK_BYTES), RecentRate(QUICK_BYTES)
+    def __init__(self, name: str, lanes: int) -> None:
+        self.name = name
+        self.recent, self.alone, self.concurrent = RecentRate(), RecentRate(), RecentRate()
         self.moved_bytes = self.drive_bytes = self.active = 0
         self.busy_s = self.charged_s = self.concurrent_s = self.lane_s = 0.0
         self._lanes = lanes
@@ -223,10 +203,6 @@ class KindMeter:
             rate.add(transfer.nbytes * part, busy_s * part / self._lanes, charged_s * part)
 
 
-# Takes each transfer as it ends: kind, name, when it began and ended in seconds, and its bytes.
-TransferListener: TypeAlias = Callable[[str, str, float, float, int], None]
-
-
 class PathMeter:
     """Measures the transfers of a path. All calls are made under one lock.
 
@@ -235,25 +211,22 @@ class PathMeter:
         clock: seconds.
 
     Attributes:
-        listener: is told of transfers; set without the lock.
+        listener: takes each transfer as it ends: kind, name, when it began and ended in seconds, and its bytes; set
+            without the lock.
     """
 
     def __init__(self, write_lanes: int, read_lanes: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.writes = KindMeter(write_lanes)
-        self.reads = KindMeter(read_lanes)
+        self.writes = KindMeter("write", write_lanes)
+        self.reads = KindMeter("read", read_lanes)
         self._clock = clock
         self._now_s = 0.0
-        self.listener: TransferListener | None = None
+        self.listener: Callable[[str, str, float, float, int], None] | None = None
 
-    def of(self, kind: Kind) -> KindMeter:
-        return self.writes if kind is Kind.WRITE else self.reads
-
-    def start(self, kind: Kind, nbytes: int) -> Transfer:
-        """Record that a transfer begins, in the thread that does it."""
+    def start(self, one: KindMeter, nbytes: int) -> Transfer:
+        """Record that a transfer of a kind begins, in the thread that does it."""
         self._charge()
-        one = self.of(kind)
         one.active += 1
-        return Transfer(kind, nbytes, one.busy_s, one.charged_s, one.concurrent_s, self._now_s, time.thread_time())
+        return Transfer(one, nbytes, one.busy_s, one.charged_s, one.concurrent_s, self._now_s, time.thread_time())
 
     def stop(self, transfer: Transfer, *, moved: bool = True, drive_bytes: int | None = None) -> None:
         """Record that a transfer ends, in the same thread.
@@ -263,15 +236,17 @@ class PathMeter:
             drive_bytes: those that the drive moved for it; None for all.
         """
         self._charge()
-        one = self.of(transfer.kind)
+        one = transfer.meter
         one.active -= 1
         if moved:
             one.lane_s += time.thread_time() - transfer.lane_s
             one.moved_bytes += transfer.nbytes
             one.drive_bytes += transfer.nbytes if drive_bytes is None else drive_bytes
-        listener, kind = self.listener, transfer.kind.value  # read once: a step may end meanwhile, and take it away
+        listener = self.listener  # read once: a step may end meanwhile, and take it away
         if listener is not None:
-            listener(kind, kind if moved else f"{kind}, failed", transfer.started_s, self._now_s, transfer.nbytes)
+            listener(
+                one.name, one.name if moved else f"{one.name}, failed", transfer.started_s, self._now_s, transfer.nbytes
+            )
         if moved:
             one.learn(transfer)
 

@@ -40,7 +40,8 @@ UPDATE, OF_UPDATE = "ds_tba/update/device.py", "tests/update/test_device.py"
 SLOTS_MADE = """\
         while len(self._free) < min(self._slots, most_jobs):
             try:
-                self._free.append([self._allocate() for _ in range(ARRAYS_PER_CHUNK)])
+                arrays = [self._accelerator.allocate(self._array_bytes, self._device) for _ in range(ARRAYS_PER_CHUNK)]
+                self._free.append([one.view(torch.float32) for one in arrays])
             except torch.OutOfMemoryError:
                 # Not tried again in each step: the allocator gives its whole cache back before it refuses.
                 self._slots = max(1, len(self._free))

@@ -26,7 +26,7 @@ ROOMS = [
     ["report"],
     ["stats"],
     ["config"],
-    ["errors"],
+    ["errors", "holders"],
 ]
 RANK = {room: number for number, row in enumerate(ROOMS) for room in row}
 ENTRIES = ["__init__", "__main__", "autoload"]  # reach the engine by themselves, once DeepSpeed is there
@@ -37,6 +37,7 @@ TESTED_ELSEWHERE = {
     "cli": "each command has its test module",
     "cli.plan.training": "with the rows that it gives, in tests/cli/test_rows.py",
     "core.accounts": "with the budget, in tests/core/test_residency.py",
+    "holders": "each has a remedy, in tests/cli/test_rows.py",
     "errors": "messages, in tests/test_documented_messages.py",
     "storage.space": "with the store, in test_nvme.py and test_fuzz_store.py, and in tests/core/test_prefetch.py",
 }

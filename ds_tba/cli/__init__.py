@@ -38,7 +38,7 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return its exit status."""
     parser = command_parser()
-    options = parser.parse_args([_dashed(one) for one in (sys.argv[1:] if argv is None else argv)])
+    options = parser.parse_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no letters for
     try:
@@ -114,12 +114,6 @@ def _plan(options: argparse.Namespace) -> Result:
     from ds_tba.cli.plan import planned
 
     return planned(options)
-
-
-def _dashed(argument: str) -> str:
-    """Return an option as its help has it, also where it is written with underscores, as DeepSpeed's are."""
-    name, sign, value = argument.partition("=")
-    return f"{name.replace('_', '-')}{sign}{value}" if name.startswith("--") else argument
 
 
 def _reports(options: argparse.Namespace) -> Result:

@@ -2,8 +2,7 @@
 
 Answers which modules hold saved bytes (:class:`ds_tba.report.Holder`) and when bytes came and went
 (:class:`StepTimeline`). In all other steps it is not there: the hooks are the cache's own. Cannot see which op saves a
-tensor: autograd calls its hook before it has the node; named is the op that made it, or the user's own Function that
-saves it.
+tensor: autograd calls its hook before it has the node; named is the op that made it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -25,7 +24,7 @@ from ds_tba.core.accounts import CountedMemory
 from ds_tba.core.saved import Hooks, RecordState, SavedCounted, SavedStorage, SavedView
 from ds_tba.core.tensors import form_of, node_of
 from ds_tba.remat.where import RunningModule
-from ds_tba.report import Holder, ReportFile, merged
+from ds_tba.report import Holder, ReportFile
 from ds_tba.stats import CacheStats, PathMeter, StoreStats
 from ds_tba.storage.base import Store
 
@@ -34,9 +33,9 @@ _VIEWS = frozenset(
     ("Alias", "Detach", "Expand", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose")
     + ("Unsqueeze", "UnsafeView", "View", "PreBackwardFunctionForModule", "PostBackwardFunctionModule")
 )
+# Whole names between dots: "conv2d" and "layer1" are no numbers of layers.
+LAYER_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _NODE = re.compile(r"(.*?)(?:Backward\d*)?")
-# Since PyTorch 2.14 it is no Python code, and leaves no frame: then the op that made the tensor is named.
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _LIBRARIES = ("torch", "deepspeed", "ds_tba", "contextlib")
 # Tracks from top to bottom; the categories of the spans.
 TRACKS = ("compute", "copy", "write", "read", "stall", "again")
@@ -84,16 +83,6 @@ class StepTimeline:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}) + "\n"
 
 
-@dataclass(slots=True)
-class _Seen:
-    """A saved storage."""
-
-    module: str
-    op: str
-    nbytes: int
-    shape: str
-
-
 class StepSamples:
     """Samples the steps 1, 2, 4, 8, ...: seldom, and again while plans change and lengths grow.
 
@@ -123,8 +112,8 @@ class StepSamples:
         self.running = running
         self.holders: list[Holder] = []
         self.holders_step = self.earlier_bytes = 0
-        # By the record of a storage, or by its account where it has none: views of one count once.
-        self._seen: dict[SavedStorage | CountedMemory, _Seen] = {}
+        # Each storage by its record, or by its account where it has none: views of one count once.
+        self._seen: dict[SavedStorage | CountedMemory, Holder] = {}
         self._is_after = False  # a forward
         self._phase_s = 0.0  # when the last part of the step ended
         self._timeline: StepTimeline | None = None
@@ -176,10 +165,8 @@ class StepSamples:
     def _see(self, key: SavedStorage | CountedMemory, tensor: torch.Tensor, nbytes: int) -> None:
         seen = self._seen.get(key)
         if seen is None:
-            frame = _caller()
-            function = frame.f_locals["cls"].__name__ if frame is not None and frame.f_code is _APPLY else ""
-            module = merged(self.running.path()) or f"({line_of(frame)})"
-            self._seen[key] = _Seen(module, function or _op(tensor), nbytes, form_of(tensor))
+            module = LAYER_NUMBER.sub("*", self.running.path()) or f"({line_of(_caller())})"
+            self._seen[key] = Holder(module, _op(tensor), saved_bytes=nbytes, largest=form_of(tensor))
         elif not seen.op:  # saved by the op that made it, which had no node yet
             seen.op = _op(tensor)
 
@@ -254,13 +241,13 @@ class StepSamples:
         }
 
 
-def _holders(seen: dict[SavedStorage | CountedMemory, _Seen], before: Sequence[Holder] = ()) -> list[Holder]:
+def _holders(seen: dict[SavedStorage | CountedMemory, Holder], before: Sequence[Holder] = ()) -> list[Holder]:
     found = {(one.module, one.op): replace(one) for one in before}
     for key, one in list(seen.items()):
         where = "resident"
         if isinstance(key, SavedStorage) and key.state is RecordState.AWAY:
             where = "moved" if key.ticket is None or isinstance(key.ticket.store, Store) else "again"
-        found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.nbytes, where, one.shape)
+        found.setdefault((one.module, one.op), Holder(one.module, one.op)).add(one.saved_bytes, where, one.largest)
     return sorted((one for one in found.values() if one.saved_bytes), key=attrgetter("saved_bytes"), reverse=True)
 
 

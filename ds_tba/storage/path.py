@@ -38,7 +38,7 @@ from typing import Any, TypeAlias
 
 from ds_tba.device.accelerator import Accelerator, new_thread
 from ds_tba.errors import PathError
-from ds_tba.stats import PathMeter, RecentRate, expanded, readable
+from ds_tba.stats import PathMeter, expanded, readable
 from ds_tba.storage.backends import IoBackend, IoHandle
 from ds_tba.storage.base import SpanAllocator, padded
 
@@ -48,6 +48,7 @@ LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, which
 URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
 Task: TypeAlias = Callable[[IoHandle], None]  # the work of a lane, with its handle
 GROW_STEP_BYTES = 1 << 30
+UNKNOWN_BYTES_PER_S = 1e9  # of a path that has moved nothing yet
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # linux/fs.h: FS_IOC_GETFLAGS, FS_IOC_SETFLAGS (their size field says long, their argument is an int), FS_NOCOW_FL.
 _GET_FLAGS, _SET_FLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000
@@ -179,8 +180,7 @@ class SwapPath:
 
         Tensors go where these are least, so that paths hold bytes in proportion to their bandwidth.
         """
-        s_per_byte = self.meter.writes.recent.s_per_byte + self.meter.reads.recent.s_per_byte
-        return (self.extents.used_bytes + more_bytes) * s_per_byte
+        return (self.extents.used_bytes + more_bytes) * sum(1 / rate for rate in self.rates())
 
     def bandwidth(self) -> dict[str, Any]:
         """Return the row of the report."""
@@ -204,8 +204,7 @@ class SwapPath:
         A kind that has moved nothing yet counts as the other one; where neither has, both are a guess.
         """
         writes, reads = self.meter.writes.recent.bytes_per_s, self.meter.reads.recent.bytes_per_s
-        guess = 1 / RecentRate.UNKNOWN_S_PER_BYTE
-        return writes or reads or guess, reads or writes or guess
+        return writes or reads or UNKNOWN_BYTES_PER_S, reads or writes or UNKNOWN_BYTES_PER_S
 
     def grow(self, nbytes: int) -> None:
         """Have the file grow by so many bytes at least, or be full, and say so. Without the lock: a drive may hang."""

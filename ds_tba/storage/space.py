@@ -25,7 +25,7 @@ from ds_tba.config import PREFETCH_FRACTION_OF_STAGING
 from ds_tba.device.accelerator import Arrival, Event, PendingCopy
 from ds_tba.device.copies import Copies, Destination
 from ds_tba.errors import StorageError
-from ds_tba.stats import Kind, StoreStats
+from ds_tba.stats import StoreStats
 from ds_tba.storage.backends import IoHandle
 from ds_tba.storage.base import Span, State, StateMachine, Store, Ticket
 from ds_tba.storage.integrity import Piece, PieceIo
@@ -330,7 +330,7 @@ class SwapSpace:
                 return
             part.move(_S.WRITING)
             if path.failure is None:  # else it would fail anew, after the kernel's own tries
-                transfer = path.meter.start(Kind.WRITE, part.extent.nbytes)
+                transfer = path.meter.start(path.meter.writes, part.extent.nbytes)
         if transfer is not None:
             try:
                 part.pieces = self.io.write(handle, self.ring.view(part.slot), part.extent.offset, ticket.item_bytes)
@@ -366,7 +366,7 @@ class SwapSpace:
             if part.state is not _S.READ_QUEUED:
                 return
             part.move(_S.READING)
-            transfer = part.path.meter.start(Kind.READ, part.extent.nbytes)
+            transfer = part.path.meter.start(part.path.meter.reads, part.extent.nbytes)
         target = part.host if part.host is not None else self.ring.view(part.slot)
         error = self.io.read_all(handle, part.pieces, target, part.place, is_staging=part.host is None)
         with self.changed:  # before the copy onto the device, which is not the drive's time

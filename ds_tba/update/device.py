@@ -70,7 +70,8 @@ class DevicePipeline:
             self.drain()  # the drain of the step before was interrupted
         while len(self._free) < min(self._slots, most_jobs):
             try:
-                self._free.append([self._allocate() for _ in range(ARRAYS_PER_CHUNK)])
+                arrays = [self._accelerator.allocate(self._array_bytes, self._device) for _ in range(ARRAYS_PER_CHUNK)]
+                self._free.append([one.view(torch.float32) for one in arrays])
             except torch.OutOfMemoryError:
                 # Not tried again in each step: the allocator gives its whole cache back before it refuses.
                 self._slots = max(1, len(self._free))
@@ -133,9 +134,6 @@ class DevicePipeline:
         self._in_flight.clear()
         self._held.clear()
         self._upload_begins = None
-
-    def _allocate(self) -> torch.Tensor:
-        return self._accelerator.allocate(self._array_bytes, self._device).view(torch.float32)
 
     def _queue(self, part: SubGroup, update: Update, arrays: list[torch.Tensor]) -> Event:
         """Queue a job in a slot, and return the event of its write-back."""

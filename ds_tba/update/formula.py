@@ -9,7 +9,6 @@ out at the start, on random numbers. A NaN equals a NaN, whatever its sign and p
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,13 +43,6 @@ class Hyper:
     def numbers(self) -> tuple[float, ...]:
         """What CPUAdam's ``adam_update`` takes between the step and the tensors."""
         return self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, self.bias_correction
-
-    @classmethod
-    def of_group(cls, group: Mapping[str, Any], *, adamw: bool) -> Hyper:
-        """Return the hyperparameters of one of ``param_groups`` of a ``DeepSpeedCPUAdam`` with this ``adam_w_mode``."""
-        lr, (beta1, beta2), eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
-        corrected = bool(group["bias_correction"])
-        return cls(float(lr), float(beta1), float(beta2), float(eps), float(decay), corrected, adamw)
 
 
 @dataclass(frozen=True, slots=True)

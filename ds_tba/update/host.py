@@ -83,7 +83,11 @@ class WriteBack:
 
     def write(self, master: torch.Tensor, target: torch.Tensor, upload: Upload) -> None:
         """Cast ``master`` and queue its copy to ``target``; wait only where all buffers are under way."""
-        buffer = self._buffer()
+        if self._free:
+            buffer = self._free.popleft()
+        else:
+            event, buffer = self._under_way.popleft()
+            event.synchronize()  # else this cast would overwrite parameters that are still being copied
         staged = buffer[: target.nbytes].view(target.dtype)
         staged.copy_(master)
         self._under_way.append((upload(staged, target), buffer))
@@ -92,13 +96,6 @@ class WriteBack:
         """Free all buffers. Every copy must be done."""
         self._free.extend(buffer for _, buffer in self._under_way)
         self._under_way.clear()
-
-    def _buffer(self) -> torch.Tensor:
-        if self._free:
-            return self._free.popleft()
-        event, buffer = self._under_way.popleft()
-        event.synchronize()  # else the next cast would overwrite parameters that are still being copied
-        return buffer
 
 
 class HostUpdate:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -85,12 +85,11 @@ class Split:
     ) -> None:
         self._chunks = chunks
         possible = [number for number in reversed(range(len(chunks))) if chunks[number].sub_group not in barred]
-        self._for_device, self._not_for_host = possible, set[int]()
+        self._for_device, self._not_for_host = deque(possible), set[int]()
         if device_share is not None:
-            self._for_device = list(_share(chunks, possible, device_share))
+            self._for_device = deque(_share(chunks, possible, device_share))
             self._not_for_host.update(self._for_device)
         self._next_of_host = 0
-        self._next_of_device = 0  # index into _for_device
 
     def for_host(self) -> Chunk | None:
         """Take the host's next chunk; None where there is none."""
@@ -103,9 +102,8 @@ class Split:
 
     def for_device(self) -> Chunk | None:
         """Take the device's next chunk that the host has not taken; None where there is none."""
-        while self._next_of_device < len(self._for_device):
-            number = self._for_device[self._next_of_device]
-            self._next_of_device += 1
+        while self._for_device:
+            number = self._for_device.popleft()
             # The host passes over the chunks of a fixed share without taking them: its place does not bar them.
             if number >= self._next_of_host or number in self._not_for_host:
                 self._not_for_host.add(number)
@@ -114,11 +112,11 @@ class Split:
 
     def most_of_device(self) -> int:
         """Return how many chunks the device can still be given if the host takes none of them before."""
-        return len(self._for_device) - self._next_of_device
+        return len(self._for_device)
 
     def give_to_host(self) -> None:
         """Leave everything to the host, before either has taken anything."""
-        self._for_device = []
+        self._for_device.clear()
         self._not_for_host.clear()
 
 
@@ -243,10 +241,6 @@ class Updater:
         if self.registry is not None:
             self.registry.keep(arrays)
 
-    def is_pinned(self, sub_group: SubGroup) -> bool:
-        """Return whether the device may copy from and to the arrays of a sub-group by itself."""
-        return self.registry is None or all(self.registry.is_pinned(array) for array in sub_group.arrays)
-
     def report(self) -> UpdateReport:
         """Return the counts so far, with the figures that follow from them."""
         counts, pipeline = self.counts, self.pipeline
@@ -284,7 +278,9 @@ class _Update:
         self._device_chunks: list[Chunk] = []
         self._entered = 0
         self._host_s = 0.0
-        pageable = [number for number, one in enumerate(sub_groups) if not updater.is_pinned(one)]
+        pageable = []  # the device cannot copy these by itself
+        if (registry := updater.registry) is not None:
+            pageable = [at for at, one in enumerate(sub_groups) if not all(map(registry.is_pinned, one.arrays))]
         chunks = chunks_of([one.elements for one in sub_groups], updater.config.chunk_elements)
         self._split = Split(chunks, updater.config.device_share, frozenset(pageable))
 

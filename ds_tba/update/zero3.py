@@ -293,7 +293,9 @@ class InterleavedUpdate:
     def _hyper(self, sub_group_id: int) -> Hyper:
         optimizer = self._zero.optimizer
         group = optimizer.param_groups[self._zero.sub_group_to_group_id[sub_group_id]]
-        return Hyper.of_group(group, adamw=optimizer.adam_w_mode)
+        lr, (beta1, beta2), eps, decay = (group[key] for key in ("lr", "betas", "eps", "weight_decay"))
+        numbers = float(lr), float(beta1), float(beta2), float(eps), float(decay)
+        return Hyper(*numbers, bool(group["bias_correction"]), optimizer.adam_w_mode)
 
     def _sub_group(self, sub_group_id: int) -> SubGroup:
         """Count a step and return the sub-group; new moments are as in ``deepspeed/ops/adam/cpu_adam.py``."""

@@ -174,11 +174,3 @@ def test_without_deepspeed_a_line_has_the_repair(
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     monkeypatch.setattr(aio, "import_deepspeed", lambda _: None)
     assert 'ds_tba: DeepSpeed cannot be imported: pip install "deepspeed' in cli(*arguments, status=2).err
-
-
-def test_options_are_taken_with_underscores_and_shown_with_dashes(cli: Cli, tmp_path: Path) -> None:
-    for option in ("--nvme_path", "--nvme-path"):
-        assert f"{tmp_path}: " in cli("doctor", f"{option}={tmp_path}", "--staging_bytes", "1M").out
-    for command in ("doctor", "plan"):
-        text = cli(command, "--help", status=0, exits=True).out
-        assert "--nvme-path" in text and "nvme_path" not in text

@@ -20,7 +20,7 @@ from support.planned import peak_of, small
 from support.traces import resources
 
 from ds_tba.cli import main
-from ds_tba.cli.plan.dry_run import PeakMeter, dry_run
+from ds_tba.cli.plan.dry_run import OpClock, dry_run
 from ds_tba.cli.plan.model import Subject, recipe_of
 from ds_tba.cli.plan.rows import FRAGMENTATION, NEAR, TIGHT, UNIT, Setup, longest_of
 from ds_tba.cli.plan.training import CONTEXT_BYTES, Device, DryRun, Training, brief
@@ -74,7 +74,7 @@ def setup_for(recipe: Callable[[int, int], Subject], room_bytes: int) -> Callabl
     return setup_of
 
 
-class TensorMeter(PeakMeter):
+class TensorMeter(OpClock):
     """Leaves out staging, which is the only memory that no allocator of PyTorch has made."""
 
     def _see(self, storage: torch.UntypedStorage) -> None:

@@ -383,9 +383,9 @@ def test_a_refusal_after_an_interrupt_names_the_last_checkpoint(tmp_path: Path) 
         def step(self) -> None:
             pass
 
-        forward = backward = destroy = __del__ = step
+        forward = backward = destroy = save_16bit_model = _zero3_consolidated_16bit_state_dict = __del__ = step
 
-    engine._hook_methods(DeepSpeedEngine, engine._AROUND)
+    engine._hook_methods(DeepSpeedEngine)
     made = DeepSpeedEngine()
     made.activation_offloader = SimpleNamespace(
         note_micro_step=refuse, stop_saving=lambda: None, note_failure=lambda _: None, close_soon=lambda: None

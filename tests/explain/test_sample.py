@@ -139,6 +139,11 @@ def test_holders_are_what_the_cache_counts(make: Make, placement: str) -> None:
     assert report.holders_step == 4
 
 
+def test_numbers_of_layers_are_merged() -> None:
+    names = ["0", "h.3.experts.12.w1", "conv2d.layer1", ""]
+    assert [sample.LAYER_NUMBER.sub("*", one) for one in names] == ["*", "h.*.experts.*.w1", "conv2d.layer1", ""]
+
+
 def test_a_tensor_that_is_made_again_counts_as_that(make: Make) -> None:
     model, offloader = make(placement="nvme")
     train(model, offloader, 8)

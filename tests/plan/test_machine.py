@@ -17,7 +17,7 @@ from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import MemoryMeter
 from ds_tba.plan.machine import LINK_FRACTION, TIMES, Machine, measure_copies
 from ds_tba.plan.trace import Resources, slowest
-from ds_tba.stats import Kind, PathMeter
+from ds_tba.stats import KindMeter, PathMeter
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.tiers import Tiers
 
@@ -94,12 +94,12 @@ def measured(store: NvmeStore, index: int, *rates: float) -> Clock:
     """Give a path write and read rates in MiB/s; its clock."""
     clock = Clock()
     store.paths[index].meter = meter = PathMeter(1, 1, clock)
-    for kind, rate in zip(Kind, rates, strict=False):
+    for kind, rate in zip((meter.writes, meter.reads), rates, strict=False):
         move(meter, clock, kind, rate)
     return clock
 
 
-def move(meter: PathMeter, clock: Clock, kind: Kind, rate: float) -> None:
+def move(meter: PathMeter, clock: Clock, kind: KindMeter, rate: float) -> None:
     transfer = meter.start(kind, 64 * MIB)
     clock.now_s += 64 / rate
     meter.stop(transfer)
@@ -116,7 +116,7 @@ def test_the_rates_are_those_of_all_paths_as_they_are_now(make_machine: MakeMach
     second = measured(store, 1, 40, 80)
     assert rates_of(machine) == pytest.approx((50, 100))
     for _ in range(8):
-        move(store.paths[1].meter, second, Kind.WRITE, 4.0)
+        move(store.paths[1].meter, second, store.paths[1].meter.writes, 4.0)
     assert rates_of(machine) == pytest.approx((14, 100), rel=0.02)
     store.paths[0].fail("a write failed", OSError("Input/output error"))
     assert rates_of(machine) == pytest.approx((4, 80), rel=0.02)

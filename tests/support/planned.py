@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_tba.cli.plan.dry_run import PeakMeter
+from ds_tba.cli.plan.dry_run import OpClock
 from ds_tba.cli.plan.model import Subject, loss_of
 from ds_tba.offloader import ActivationOffloader
 
@@ -42,14 +42,16 @@ def small(name: str, layers: int, words: int, positions: int, dropout: float = 0
     return {**whole, "vocab_size": words, "max_position_embeddings": positions}
 
 
-def peak_of(subject: Subject, offloader: ActivationOffloader | None, kind: type[PeakMeter] = PeakMeter) -> int:
+def peak_of(subject: Subject, offloader: ActivationOffloader | None, kind: type[OpClock] = OpClock) -> int:
     """The peak of all tensors but parameters and gradients in a micro-step with values."""
     parameters = list(subject.model.parameters())
     for one in parameters:
         one.grad = torch.zeros_like(one) if one.requires_grad else None
     held = [one.untyped_storage() for each in parameters for one in (each, each.grad) if one is not None]
-    with kind(held) as meter:
+    meter = kind(1.0, 1.0)
+    meter.ignore(held)
+    with meter:
         with nullcontext() if offloader is None else offloader.saving():
             loss = loss_of(subject.model(**subject.inputs))
         loss.backward()  # type: ignore[no-untyped-call]
-    return meter.peak_bytes
+    return max(one.nbytes for one in meter.temporary(0))

@@ -154,15 +154,6 @@ def test_where_one_rank_is_interrupted_all_refuse(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-def test_the_saving_methods_of_deepspeed_are_hooked_for_this_block_only(tmp_path: Path) -> None:
-    (found,) = forked.run(faults.hooked, ds_config(**BF16), tmp_path, block=BLOCK)
-    assert found["none"] == ["__init__"]
-    assert found["activations"] == ["__del__", "__init__", "backward", "destroy", "forward", "save_checkpoint", "step"]
-    saving = {"_zero3_consolidated_16bit_state_dict", "save_16bit_model"}
-    assert set(found["both"]) - set(found["activations"]) == saving
-
-
-@pytest.mark.engine
 def test_the_device_computes_from_the_update_on_in_which_it_has_memory(tmp_path: Path) -> None:
     (found,) = forked.run(faults.late_memory, ds_config(**BF16), tmp_path, block={**CHUNKS, "device_share": 1})
     assert found["elements"][1] == 0 < found["elements"][2]

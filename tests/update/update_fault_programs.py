@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from support.late_device import LateDevice
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -111,17 +110,6 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
     found["closed, after a load"] = steps(engine, 2)
     found["left behind"] = sorted({"step", "state_dict", "load_state_dict"} & set(vars(engine.optimizer)))
     engine.destroy()
-    return found
-
-
-def hooked(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
-    """The methods of DeepSpeed's engine that are hooked with no block, with that of activations, and with both."""
-    found = {}
-    activations = {"activation_nvme_offload": {"placement": "keep"}}
-    for name, blocks in {"none": {}, "activations": activations, "both": {**activations, BLOCK: block}}.items():
-        engine = build({**config, **blocks})
-        engine.destroy()
-        found[name] = sorted(key for key, one in vars(DeepSpeedEngine).items() if hasattr(one, "_ds_tba_hooked"))
     return found
 
 

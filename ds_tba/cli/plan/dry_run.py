@@ -128,81 +128,39 @@ def _micro_step(subject: Subject, offload: OffloadConfig, cache: TensorCache, cl
     return recorder, largest_bytes
 
 
-class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Peak bytes of the storages that the operations inside read or make, as an allocator counts them.
+class OpClock(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The time that the operations inside would take on the device, and the storages that they read or make.
 
-    Takes time at every operation, so a step under this meter must not be timed. On a CPU a tensor that was read back
-    lies in a slot of staging; its storage counts, as it would in device memory.
-
-    Args:
-        ignored: storages that existed before.
-
-    Attributes:
-        now_bytes, peak_bytes, largest_bytes: now, the peak so far, and of one storage.
-        observes_only: activations go where they go without the meter; see ``ds_tba.core.tensors.is_under_a_mode``.
-    """
-
-    observes_only = True
-
-    def __init__(self, ignored: Iterable[torch.UntypedStorage] = ()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now_bytes = self.peak_bytes = self.largest_bytes = 0
-        self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
-        self._seen: dict[int, object] = {}
-        self.ignore(ignored)
-
-    def ignore(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Count these storages not; they are held, or another storage would get their place and not count either."""
-        self._seen |= {id(one): one for one in storages}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        while self._freed:
-            key, nbytes = self._freed.popleft()
-            del self._seen[key]
-            self.now_bytes -= nbytes
-        for one in tree_leaves((args, kwargs, result)):
-            if isinstance(one, torch.Tensor):
-                self._see(one.untyped_storage())
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = id(storage), storage.nbytes()
-        if key not in self._seen:
-            self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
-            self.now_bytes += nbytes
-            self.largest_bytes = max(self.largest_bytes, nbytes)
-
-    def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
-        self._freed.append((key, nbytes))
-
-
-class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
-    """The time, too, that the operations run inside would take on the device; see [Note: The roofline].
-
-    On the meta device it answers ``any()`` with false and all other questions for a truth with true, so that masks do
-    not stop a model.
+    Bytes count as an allocator counts them; see [Note: The roofline] for the time. On the meta device it answers
+    ``any()`` with false and all other questions for a truth with true, so that masks do not stop a model.
 
     Args:
         saved: level of the saved tensors, which are not temporary: inputs, buffers, logits and gradients are left.
 
     Attributes:
         now_s: seconds of all operations so far.
+        now_bytes, largest_bytes: of all storages now, and of the largest so far.
         last_operation: name of the last one, which may have failed.
     """
+
+    observes_only = True  # for ``is_under_a_mode``: activations go where they go without it
 
     def __init__(
         self, flops_per_s: float, memory_bytes_per_s: float, launch_s: float = 0.0, saved: Gauge | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now_s, self.last_operation = 0.0, ""
+        self.now_bytes = self.largest_bytes = 0
+        self._freed: deque[tuple[int, int]] = deque()  # left by finalizers, which run in any thread
+        self._seen: dict[int, object] = {}
         # Each operation that takes time adds its seconds, the time of its end, and the bytes then beside saved tensors.
         self._samples: list[tuple[float, float, int]] = []
         self._flops_per_s, self._memory_bytes_per_s, self._launch_s = flops_per_s, memory_bytes_per_s, launch_s
         self._saved = Gauge() if saved is None else saved
+
+    def ignore(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count these storages not; they are held, or another storage would get their place and not count either."""
+        self._seen |= {id(one): one for one in storages}
 
     def temporary(self, more_bytes: int) -> tuple[StorageTrace, ...]:
         """Return the tensors beside saved ones by time, and ``more_bytes`` all the time.
@@ -226,18 +184,34 @@ class OpClock(PeakMeter):  # type: ignore[no-untyped-call]
         self.last_operation, name, kwargs = str(func), func._schema.name, kwargs or {}
         if name == "aten::_local_scalar_dense" and args[0].is_meta and args[0].dtype is torch.bool:
             return not hasattr(args[0], _OF_ANY)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = func(*args, **kwargs)
+        while self._freed:
+            key, nbytes = self._freed.popleft()
+            del self._seen[key]
+            self.now_bytes -= nbytes
+        tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
+        for one in tensors.values():
+            self._see(one.untyped_storage())
         if name == "aten::any":
             setattr(result, _OF_ANY, True)
         aliases = [one.alias_info for one in func._schema.returns]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or name.startswith(("aten::empty", "aten::new_empty"))):
-            tensors = {id(one): one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)}
             moved_s = sum(one.numel() * one.element_size() for one in tensors.values()) / self._memory_bytes_per_s
             took_s = max(_flops(func, args, kwargs, result) / self._flops_per_s, moved_s, self._launch_s)
             self.now_s += took_s
             self._samples.append((took_s, self.now_s, self.now_bytes - self._saved.now))
         return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = id(storage), storage.nbytes()
+        if key not in self._seen:
+            self._seen[key] = weakref.ref(storage, partial(self._free, key, nbytes))
+            self.now_bytes += nbytes
+            self.largest_bytes = max(self.largest_bytes, nbytes)
+
+    def _free(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
+        self._freed.append((key, nbytes))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> float:
