@@ -259,16 +259,3 @@ def test_a_backward_that_raises_is_no_recording(cache: TensorCache, ticks: Ticks
             loss.backward()
     recording.end_micro_step()
     assert recorder.first_use < len(recorder.pauses) and recording._done == [recorder]
-
-
-def test_what_was_recorded_in_a_step_that_compiled_is_dropped(
-    cache: TensorCache, ticks: Ticks, recording: Recording
-) -> None:
-    model = Stack(ticks)
-    for has_compiled in (True, False, True, False):
-        assert not recording.is_over
-        record_one(recording, cache, model)
-        ticks.now_s += 100.0 if has_compiled else 0.25  # the optimizer's step
-        recording.end_step(ticks.mark(), has_compiled=has_compiled)
-    assert recording.is_over and recording.steps == 4
-    assert recording.recorded(MACHINE, 1).optimizer_s == pytest.approx(0.25)
