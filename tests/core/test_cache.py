@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import AlarmError, StoreFactory
-from support.doubles import Gate, ScriptedBackend, wait_for_writes
+from support.doubles import Gate, ScriptedBackend, raising, wait_for_writes
 from support.each_hazard import cache_over
 from support.stores import bytes_read
 from torch import Tensor
@@ -199,13 +199,10 @@ def test_an_interrupted_step_is_remembered_or_leaves_nothing() -> None:
 def test_a_storage_whose_load_was_interrupted_is_given_up_with_its_graph(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     cache = TensorCache([make_store()], "cpu", 4096, wait_for_staging=True)
     with cache.saving():
         loss = torch.randn(64, 64, requires_grad=True).sin().exp().sum()
-    monkeypatch.setattr(cache, "_fetch", interrupt)
+    monkeypatch.setattr(cache, "_fetch", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     del loss

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support import recomputed_training
+from support.awkward import function
 from support.recomputed_training import Net, Plain, check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -102,16 +103,7 @@ def test_the_parameter_is_the_one_that_was_saved(
         assert report.offloaded_bytes > 0
 
 
-class Sine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a.cos())
-        return a.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (cosine,) = ctx.saved_tensors
-        return grad * cosine
+sine = function(lambda a: (a.sin(), [a.cos()]), lambda grad, read: grad * read()[0])
 
 
 def test_a_graph_that_stays_holds_nothing_that_functions_have_read() -> None:
@@ -122,7 +114,7 @@ def test_a_graph_that_stays_holds_nothing_that_functions_have_read() -> None:
     cache.limit(4 * nbytes)
     with cache.saving():
         for _ in range(16):
-            y = Sine.apply(y)
+            y = sine(y)
         loss = y.sum()
     del y
     for _ in range(2):
@@ -211,9 +203,9 @@ def test_a_returned_saved_tensor_gives_grad_memory_that_nobody_else_has(case: st
                 a = a[:, :1].expand(64, 64)
             if case == "frozen":
                 a, b = x, w
-            function = _function({"inside": _through_itself, "outside": _read_outside}.get(case, _both),
+            apply = _function({"inside": _through_itself, "outside": _read_outside}.get(case, _both),
                                  twice=case == "twice")  # fmt: skip
-            y = function(a, b)
+            y = apply(a, b)
             node = y.grad_fn
             loss = y.cos().sum() if case != "retained" else y.sum()
         if case == "frozen":
@@ -309,7 +301,7 @@ def test_what_a_forward_that_fails_has_saved_comes_back() -> None:
 
     def fails() -> None:
         with cache.saving():
-            kept.append(Sine.apply(x).sum())
+            kept.append(sine(x).sum())
             raise KeyError
 
     kept: list[Tensor] = []
@@ -320,20 +312,14 @@ def test_what_a_forward_that_fails_has_saved_comes_back() -> None:
     assert cache.live_records == 0 == cache.stats.resident.now
 
 
-class Marks(torch.autograd.Function):
-    """Sets an attribute on the output that it saves."""
+def _marked(a: Tensor) -> tuple[Tensor, list[Tensor]]:
+    y = a * 2
+    y.scale = 3.0  # type: ignore[attr-defined]
+    return y, [y]
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        y = a * 2
-        y.scale = 3.0  # type: ignore[attr-defined]
-        ctx.save_for_backward(y)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return grad * getattr(y, "scale", 1.0)
+# It sets an attribute on the output that it saves.
+marks = function(_marked, lambda grad, read: grad * getattr(read()[0], "scale", 1.0))
 
 
 @pytest.mark.parametrize("is_moved", [True, False])
@@ -344,21 +330,13 @@ def test_a_function_finds_no_attributes_on_its_own_output(is_moved: bool) -> Non
     for saving in (nullcontext, cache.saving):
         x = torch.ones(64, 64, requires_grad=True)
         with saving():
-            loss = Marks.apply(x).sum()
+            loss = marks(x).sum()
         loss.backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
 
 
-class Scales(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        ctx.save_for_backward(a)
-        return a * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].scale
+scales = function(lambda a: (a * 2, [a]), lambda grad, read: grad * read()[0].scale)
 
 
 def test_a_function_finds_the_attributes_of_what_another_thread_has_made() -> None:
@@ -369,14 +347,14 @@ def test_a_function_finds_the_attributes_of_what_another_thread_has_made() -> No
         x = torch.ones(64, 64, requires_grad=True)
         while next_sequence_number() < number:
             x * 1
-        made.append(Marks.apply(x))
+        made.append(marks(x))
 
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
     assert made[0].grad_fn._sequence_nr() == number == next_sequence_number()
     with TensorCache([], "cpu", 1024).saving():
-        loss = Scales.apply(made[0])
+        loss = scales(made[0])
     loss.sum().backward()
 
 
@@ -390,7 +368,7 @@ def test_a_checkpoint_runs_again_with_the_attributes_of_what_was_made_last(is_mo
         weight = torch.full((64, 64), 0.1, requires_grad=True)
         with saving():
             x = torch.ones(64, 64) @ weight
-            x = Marks.apply(x) if made_by == "function" else x
+            x = marks(x) if made_by == "function" else x
             x.scale = 0.5
             loss = checkpoint(lambda one: torch.sin(one * getattr(one, "scale", 3.0)), x, use_reentrant=False).sum()
         loss.backward()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
-from torch.autograd.function import FunctionCtx
+from support.awkward import function
 
 from ds_tba.core.hooks import ForwardHooks, keep_originals
 from ds_tba.errors import ActivationModifiedError
@@ -33,17 +32,8 @@ def test_what_passes_through_is_checked_and_freed_as_by_autograd_itself() -> Non
     assert not packed and gone() is None
 
 
-class Weight(torch.autograd.Function):
-    """Its gradient is the weight that it saved."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(weight)
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, ctx.saved_tensors[0]
+# Its gradient is the weight that it saved.
+weight_of = function(lambda x, weight: (x * 1, [weight]), lambda _, read: (None, read()[0]))
 
 
 def test_a_parameter_that_passes_through_shares_no_memory_with_its_gradient() -> None:
@@ -53,6 +43,6 @@ def test_a_parameter_that_passes_through_shares_no_memory_with_its_gradient() ->
     with ours:
         ours.end()
         ours.__enter__()
-        loss = Weight.apply(torch.randn(64, requires_grad=True), weight).sum()
+        loss = weight_of(torch.randn(64, requires_grad=True), weight).sum()
     loss.backward()
     assert weight.grad is not None and weight.grad.data_ptr() != weight.data_ptr()

@@ -10,13 +10,12 @@ import pytest
 import torch
 from conftest import AlarmError
 from support import runs
+from support.doubles import raising
+from support.offloaders import make
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.accounts import CountedGone
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
-from ds_tba.offloader import ActivationOffloader
 
 
 def signals(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -86,10 +85,7 @@ def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(
 def test_an_exception_in_our_bookkeeping_poisons_unless_it_is_a_refusal(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, is_refused: bool, where: str
 ) -> None:
-    def fail() -> None:
-        raise error
-
-    cache = TensorCache([], "cpu", 1)
+    cache, fail = TensorCache([], "cpu", 1), raising(error)
     x = torch.randn(8, requires_grad=True)
     with cache.saving():
         held = cache.pack(x * 2)
@@ -113,8 +109,7 @@ def test_an_exception_in_our_bookkeeping_poisons_unless_it_is_a_refusal(
 
 
 def test_after_an_interrupt_in_our_bookkeeping_no_forward_and_no_step_goes_on(tmp_path: Path) -> None:
-    config = OffloadConfig(nvme_path=str(tmp_path), io={"backend": "posix", "staging_bytes": 1 << 20})
-    offloader = ActivationOffloader(config, AioConfig(), Accelerator())
+    offloader = make(tmp_path)
     offloader.cache.note_exception(KeyboardInterrupt())
     for call in (offloader.saving, offloader.interleaving, offloader.note_micro_step):
         with pytest.raises(StateError, match="KeyboardInterrupt came in the middle"):

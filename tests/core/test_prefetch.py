@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.disks import until
-from support.doubles import Accelerator, EventAccelerator, Gate, ScriptedBackend, fails, part_of, wait_for_writes
+from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, in_turn, part_of, raising, wait_for_writes
 from support.prefetching import KIB, Spy, cache_over, chain
 from support.stores import CPU, MIB, bytes_read, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.device.accelerator import PendingCopy
+from ds_tba.device.accelerator import Accelerator, PendingCopy
 from ds_tba.errors import ActivationLostError
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import PartState, SwapTicket
@@ -48,17 +48,6 @@ def under_write(store: NvmeStore, gate: Gate, *pieces: torch.Tensor) -> list[Swa
     gate.arrived.acquire()
     until(lambda: part_of(tickets[0]).state is PartState.WRITING, "the first write to begin")
     return tickets
-
-
-def failing_behind(gate: Gate, what: str) -> Callable[[str, int], None]:
-    """A script: transfers of this verb fail, once the gate lets them."""
-    failing = fails(what)
-
-    def script(verb: str, number: int) -> None:
-        gate(verb, number)
-        failing(verb, number)
-
-    return script
 
 
 def test_what_two_nodes_have_saved_comes_back_for_the_later_one(make_store: StoreFactory) -> None:
@@ -188,7 +177,7 @@ def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(store
 def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     store: NvmeStore, gate: Gate, drive: ScriptedBackend
 ) -> None:
-    drive.script = failing_behind(gate, "write")
+    drive.script = in_turn(gate, fails("write"))
     pieces = [noise(MIB) for _ in range(2)]
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
@@ -208,12 +197,8 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
 ) -> None:
     first, second = under_write(store, gate, noise(MIB), noise(MIB))
     assert store.prefetch(second)
-
-    def lost() -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
     with monkeypatch.context() as patch:
-        patch.setattr(PendingCopy, "wait", lambda copy: lost())
+        patch.setattr(PendingCopy, "wait", raising(RuntimeError("an illegal memory access was encountered")))
         gate.opened.set()
         until(lambda: store.lane_error is not None, "the copy")
     with pytest.raises(ActivationLostError, match="illegal memory access"):

@@ -206,19 +206,22 @@ def test_the_next_forward_of_any_engine_ends_what_another_saves(make: Make) -> N
 
 
 @pytest.mark.parametrize("end", [ActivationOffloader.close, ActivationOffloader.close_soon])
-def test_hooks_that_a_closed_engine_left_in_other_threads_take_nothing(
+def test_hooks_that_a_closed_engine_left_in_other_threads_take_nothing_and_go_with_the_next_forward(
     make: Make, end: Callable[[ActivationOffloader], None]
 ) -> None:
-    _, offloader, _ = begun(make)
-    closing = threading.Thread(target=end, args=(offloader,))
+    _, first, _ = begun(make)
+    closing = threading.Thread(target=end, args=(first,))
     closing.start()
     closing.join()
-    packed = offloader.report().packed_tensors
+    packed = first.report().packed_tensors
     x = torch.ones(1 << 16, requires_grad=True)
     x.exp().sum().backward()
     assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
-    assert offloader.report().packed_tensors == packed
-    offloader.stop_saving()
+    assert first.report().packed_tensors == packed
+    _, second, logits = begun(make)
+    moved_bytes = second.report().offloaded_bytes
+    engine_backward(logits.exp().sum(), second)
+    assert second.report().offloaded_bytes > moved_bytes
 
 
 def test_each_thread_has_its_own(make: Make) -> None:
@@ -265,19 +268,6 @@ def test_hooks_of_ours_take_nothing_in_a_forked_child(make: Make) -> None:
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0) == (child, 0)
     engine_backward(logits.exp().sum(), offloader)
-
-
-def test_hooks_of_an_offloader_that_another_thread_has_closed_go_with_the_next_forward(make: Make) -> None:
-    _, first, _ = begun(make)
-    other = model_of()
-    second = make(other)
-    closing = threading.Thread(target=first.close)
-    closing.start()
-    closing.join()
-    logits = engine_forward(other, torch.randn(4, 16, 32), second)
-    moved_bytes = second.report().offloaded_bytes
-    engine_backward(logits.exp().sum(), second)
-    assert second.report().offloaded_bytes > moved_bytes
 
 
 def test_the_holders_of_a_penalty_on_gradients_are_told_once(make: Make) -> None:

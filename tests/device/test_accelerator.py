@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import Closing
+from support.cuda_doubles import Devices
 from support.doubles import EventAccelerator
 from support.late_device import LateDevice, LateEvent
+from support.offloaders import make
 from torch import Tensor
 
 from ds_tba.config import AioConfig, OffloadConfig
@@ -39,33 +40,9 @@ from ds_tba.storage.tiers import can_lock
 MIB = 1 << 20
 
 
-class Api:
-    """Torch's module for CUDA devices."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def current_device(self) -> int:
-        return 1
-
-    def set_device(self, index: int) -> None:
-        pass
-
-    def Event(self, **options: Any) -> Any:
-        self.events.append(options)
-        return SimpleNamespace(record=lambda stream: None)
-
-    def Stream(self, device: int) -> Any:
-        return SimpleNamespace(wait_event=lambda event: None)
-
-    def current_stream(self, index: int) -> Any:
-        return self.Stream(index)
-
-    def stream(self, stream: Any) -> Any:
-        return nullcontext()
-
-
-def adapted(api: Api) -> Accelerator:
+def adapted(api: Devices) -> Accelerator:
+    """That of a rank whose device is the second."""
+    api.set_device(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_device_module", lambda kind: api)
         return module.accelerator_of("cuda")
@@ -81,7 +58,7 @@ def test_memory_is_pinned_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", pinned)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned as a copy"))
-    assert adapted(Api()).pinned(3).numel() == 3
+    assert adapted(Devices()).pinned(3).numel() == 3
     assert asked == [{"dtype": torch.uint8, "device": "cpu", "pin_memory": True}]
 
 
@@ -89,21 +66,21 @@ def test_pinned_memory_goes_back_where_pytorch_can_do_that(monkeypatch: pytest.M
     """Else that of a closed engine stays pinned to the end of the process."""
     gone: list[str] = []
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: gone.append("back"), raising=False)
-    adapted(Api()).give_pinned_back()
+    adapted(Devices()).give_pinned_back()
     monkeypatch.delattr(torch._C, "_host_emptyCache")
-    adapted(Api()).give_pinned_back()
+    adapted(Devices()).give_pinned_back()
     assert gone == ["back"]
 
 
 def test_whoever_waits_for_an_event_sleeps() -> None:
-    api = Api()
+    api = Devices()
     Copies(adapted(api)).out(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8))
-    assert api.events and all(event == {"blocking": True} for event in api.events)
+    assert set(api.blocking) == {True}
 
 
 def test_the_pool_of_compiled_graphs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     name, inside, outside = "torch._inductor.cudagraph_trees", torch.zeros(1), torch.zeros(1)
-    accelerator = adapted(Api())
+    accelerator = adapted(Devices())
     monkeypatch.delitem(sys.modules, name, raising=False)
     assert not accelerator.is_of_graph(inside.untyped_storage())
     managers: dict[int, Any] = {}
@@ -238,8 +215,7 @@ def test_closing_gives_pinned_memory_back(tmp_path: Path, monkeypatch: pytest.Mo
     """Else PyTorch keeps it for the next engine, which asks for another size."""
     device, order = LateDevice(), list[str]()
     monkeypatch.setattr(device, "give_pinned_back", lambda: order.append("pinned"))
-    block = {"nvme_path": str(tmp_path), "placement": "nvme", "io": {"backend": "posix", "staging_bytes": 4 * MIB}}
-    offloader = ActivationOffloader(OffloadConfig.model_validate(block), AioConfig(), device)
+    offloader = make(tmp_path, device, placement="nvme")
     nvme = offloader._tiers.nvme
     assert nvme is not None
     monkeypatch.setattr(nvme, "close", lambda close=nvme.close: (close(), order.append("store")))
@@ -249,9 +225,6 @@ def test_closing_gives_pinned_memory_back(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ---- memory, by the counts of driver, allocator and kernel ----------------------------------------------------------
-
-
-MIB = 1 << 20
 
 
 def test_what_is_taken_is_not_available() -> None:
@@ -353,7 +326,7 @@ COUNTS = {
 }
 
 
-class Counting(Api):
+class Counting(Devices):
     """Of a device whose allocator has these counts."""
 
     def __init__(self, counts: dict[str, int] | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import Closing, StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, part_of, wait_for_writes
+from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, part_of, raising, wait_for_writes
 from support.late_device import LateDevice
 from torch import Tensor
 
@@ -160,12 +160,8 @@ def test_without_device_memory_nothing_is_read_ahead_and_nothing_taken(
     device: LateDevice, store: Store[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticket = saved_by(store, device)
-
-    def full(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(device, "allocate", full)
+        patch.setattr(device, "allocate", raising(torch.OutOfMemoryError("CUDA out of memory")))
         assert not store.prefetch(ticket)
         with pytest.raises(torch.OutOfMemoryError):
             store.get(ticket, CPU)

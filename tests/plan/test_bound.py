@@ -16,13 +16,13 @@ import pytest
 import torch
 from conftest import Closing, StoreFactory
 from planners import PLANNERS
-from support.doubles import ScriptedBackend, slow
+from support.doubles import ScriptedBackend, raising, slow
 from support.late_device import LateDevice
 from support.models import Stack
 from support.offloaders import watching
 from support.planned_training import FIRST_PLAN, SmallDevice, controller_of, model, steps
-from support.stepping import end_step, forward, note_backward
-from support.stores import store_is_empty
+from support.stepping import assert_same_steps, end_step, forward, note_backward
+from support.stores import nothing_is_held
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,10 +34,8 @@ from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.feedback import Action
 from ds_tba.stats import Gauge
-from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.base import Choice
 from ds_tba.storage.nvme import Lanes
-from ds_tba.storage.tiers import Selection
 
 KIB, MIB = 1 << 10, 1 << 20
 WIDTH = 64
@@ -61,9 +59,8 @@ class Block(nn.Module):
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing) -> Make:
-    monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(PosixBackend(), "the test's"))
-    io = {"staging_bytes": 8 * MIB, "swap_file_bytes": 128 * MIB}
+def make(tmp_path: Path, closing: Closing) -> Make:
+    io = {"backend": "posix", "staging_bytes": 8 * MIB, "swap_file_bytes": 128 * MIB}
     return closing(partial(watching, tmp_path, io=io))
 
 
@@ -89,10 +86,6 @@ def train(
             offloader.cache.settle()
             peaks.append(offloader.report().step_peak_saved_bytes)
     return found, peaks
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def fresh() -> Stack:
@@ -123,7 +116,7 @@ def test_no_step_of_random_lengths_is_above_the_budget(make: Make, part: float, 
     ours = fresh()
     offloader = make(ours, activation_budget_bytes=budget_bytes)
     found, peaks = train(ours, offloader, lengths, forwards)
-    assert same(expected, found)
+    assert_same_steps([expected], [found])
     assert max(peaks) <= budget_bytes, f"{sum(peak > budget_bytes for peak in peaks)} steps of {len(peaks)}"
     assert offloader.report().plans >= 1
 
@@ -427,7 +420,7 @@ def test_what_was_partly_forwarded_leaves_nothing_when_it_is_moved_again(make_st
     two_backwards_give_twice_the_gradient(cache, x, 6)
     del x
     cache.settle()
-    assert store_is_empty(nvme)
+    nothing_is_held(nvme)
 
 
 def test_a_storage_that_is_kept_many_times_is_counted_once() -> None:
@@ -489,15 +482,11 @@ def test_an_interrupt_while_room_is_made_takes_off_nothing_that_was_not_counted(
 ) -> None:
     cache = bounded(make_store, 10 * 64 * KIB)
     cache.gate._min_tensor_bytes = 64 * KIB
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt), cache.saving():
         y = torch.randn(128, 128, requires_grad=True)
         for _ in range(9):
             y = y.sin()
-        monkeypatch.setattr(cache.stores[0], "put", interrupt)
+        monkeypatch.setattr(cache.stores[0], "put", raising(KeyboardInterrupt()))
         small = torch.randn(60, 256, requires_grad=True)
         for _ in range(20):
             small = small.sin()
@@ -588,13 +577,9 @@ def test_where_memory_cannot_be_read_the_samples_before_count() -> None:
     device.take(60)
     meter.sample()
     device.take(-60)
-    levels, device.levels = device.levels, _no_descriptors
+    levels, device.levels = device.levels, raising(OSError(errno.EMFILE, "Too many open files"))
     meter.sample()
     with pytest.raises(OSError, match="Too many open files"):  # for who asks: a plan is made another time
         meter.room_bytes()
     device.levels = levels
     assert meter.room_bytes() == 40
-
-
-def _no_descriptors() -> int:
-    raise OSError(errno.EMFILE, "Too many open files")

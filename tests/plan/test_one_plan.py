@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from planners import PLANNERS
+from support.doubles import raising
 from support.traces import SIZE, TRACE, one_block, resources, storage
 
 from ds_tba.plan.agreement import Alone, Offer, Planning
@@ -67,21 +68,15 @@ def test_the_slowest_rank_counts() -> None:
     assert found.recomputed_blocks == (True, True)
 
 
-def test_the_least_room_counts() -> None:
-    peak_bytes = made(PLANNERS["adaptive"]).prediction.peak_saved_bytes
-    found = made(PLANNERS["adaptive"], agreement=Besides(room_bytes=peak_bytes - 1))
-    assert found.limits.activation_budget_bytes == peak_bytes - 1
-
-
-def test_the_drives_that_may_write_least_count() -> None:
+def test_the_least_room_and_the_drives_that_may_write_least_count() -> None:
     """Those of another machine may be more worn."""
-    planner = Seeing()
-    made(planner, agreement=Besides(write_limit_bytes_per_step=1000.0))
-    assert planner.limits[0].write_limit_bytes_per_step == 1000.0
-
-
-def failing(trace: Trace, limits: Limits) -> Plan:
-    raise ZeroDivisionError("a bug")
+    planner = Seeing("adaptive")
+    peak_bytes = made(PLANNERS["adaptive"]).prediction.peak_saved_bytes
+    besides = Besides(room_bytes=peak_bytes - 1, write_limit_bytes_per_step=1000.0)
+    found = made(planner, agreement=besides, movable_share=0.25)
+    assert found.limits.activation_budget_bytes == peak_bytes - 1
+    assert {one.write_limit_bytes_per_step for one in planner.limits} == {1000.0}
+    assert {one.movable_share for one in (*planner.limits, found.limits)} == {0.25}
 
 
 @pytest.mark.parametrize(
@@ -89,7 +84,7 @@ def failing(trace: Trace, limits: Limits) -> Plan:
     [
         (PLANNERS["keep"], Lacking(), TRACE, "rank 1 has no part in one (its log says why)"),
         (PLANNERS["keep"], Alone(), None, "rank 0 has no part in one (its log says why)"),
-        (failing, Alone(), TRACE, "rank 0 could not plan (ZeroDivisionError: a bug)"),
+        (raising(ZeroDivisionError("a bug")), Alone(), TRACE, "rank 0 could not plan (ZeroDivisionError: a bug)"),
     ],
 )
 def test_what_one_rank_lacks_or_fails_at_delays_the_plan_on_all(
@@ -98,12 +93,6 @@ def test_what_one_rank_lacks_or_fails_at_delays_the_plan_on_all(
     planning = Planning(planner, agreement)
     assert [planning.make(trace, Limits()) for _ in range(2)] == [None, None]
     assert [one.message for one in caplog.records] == [f"no new plan now, because {why}: tried again later"]
-
-
-def test_the_share_is_a_limit_of_the_plan() -> None:
-    planner = Seeing()
-    found = made(planner, movable_share=0.25)
-    assert planner.limits[-1].movable_share == found.limits.movable_share == 0.25
 
 
 @pytest.mark.parametrize("is_set", [True, False])

@@ -65,11 +65,12 @@ def test_what_the_plan_expects_and_nobody_saves_is_missed() -> None:
     assert policy._step.unknown_saves == 0
 
 
-def test_of_micro_steps_the_one_that_grew_most_counts() -> None:
+def test_other_sizes_are_followed_and_counted_and_of_micro_steps_the_one_that_grew_most() -> None:
     step = OptimizerStep(None)
     for nbytes in (2 * SIZE, SIZE):
         policy = by_plan(NVME, KEEP, HOST, NVME, KEEP, step=step)
-        chosen(policy, "x0", nbytes=nbytes)
+        assert chosen(policy, "x0", nbytes=nbytes) == [("nvme", "host")]
+        assert step.unknown_saves == 0 and (step.drift_bytes == SIZE or nbytes == SIZE)
         policy.end()
     assert step.growth == 1.0
 
@@ -113,9 +114,3 @@ def test_what_is_made_again_shows_in_the_report_and_is_no_move() -> None:
     summary = found.summary()
     assert (summary["bytes"]["rematerialize"], summary["rematerialized_s"]) == (SIZE, 0.5)
     assert found.identity != costly(KEEP, NVME, KEEP, KEEP, KEEP, stall_s=0.5, rematerialized_s=0.5).identity
-
-
-def test_other_sizes_are_counted_and_followed_all_the_same() -> None:
-    policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
-    assert chosen(policy, "x0", nbytes=2 * SIZE) == [("nvme", "host")]
-    assert (policy._step.unknown_saves, policy._step.drift_bytes) == (0, SIZE)

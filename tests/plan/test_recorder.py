@@ -1,16 +1,19 @@
-"""The recorder: what one micro-step of a real model looks like as a trace."""
+"""The recorder: what one micro-step of a real model looks like as a trace, and what two recordings of it show."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from conftest import StoreFactory
-from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record, recorded, running
+from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record, recorded
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.plan.recorder import Recorder, Scene
+from ds_tba.plan.recorder import RECORDINGS, Recorder, Recording, Scene
 from ds_tba.plan.trace import OUTSIDE, StorageTrace, Trace
 from ds_tba.remat.where import RunningModule
 
@@ -112,10 +115,8 @@ def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFact
 
     model = nn.Sequential(Scaled(), Scaled(), Scaled())
     cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
-    recorder = Recorder(Scene(cache.eligibility_of, Ticks(), running(model)))
-    inputs = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with cache.saving(around=recorder.around):
-        x = inputs
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with recorded(cache, Ticks(), model) as recorder:
         for number, block in enumerate(model):
             with recorder.passing(str(number), [x]):
                 x = block(x)
@@ -151,9 +152,110 @@ def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cac
             return nn.GELU()(x) + x.sigmoid()
 
     model = nn.Sequential(Calls())
-    recorder = Recorder(Scene(cache.eligibility_of, Ticks(), running(model)))
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with cache.saving(around=recorder.around):
-        model(x).sum().backward()
+    with recorded(cache, Ticks(), model) as recorder:
+        model(torch.randn(ROWS, WIDTH, requires_grad=True)).sum().backward()
     recorder.end()
     assert {storage.module for storage in recorder.storages} == {"0"}
+
+
+# ---- several recordings ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recording(cache: TensorCache, ticks: Ticks) -> Recording:
+    return Recording(Scene(cache.eligibility_of, ticks, RunningModule()))
+
+
+def paused(cache: TensorCache, before_backward_s: float, rows: int = ROWS) -> Recorder:
+    """A micro-step whose forward takes 6 s, with so much time before its backward."""
+    ticks = Ticks()
+    found = record(cache, ticks, Stack(ticks), torch.randn(rows, WIDTH))
+    first, more_s = found.first_use, before_backward_s - 1.0  # of the pauses, the first of backward
+    found.pauses[first:] = [(one + more_s, two + more_s) for one, two in found.pauses[first:]]
+    found.ended += more_s
+    return found
+
+
+@pytest.mark.parametrize(
+    ("recordings", "end_s"),
+    [
+        ([(1.0, ROWS), (9.0, ROWS)], 7.0), ([(9.0, ROWS), (1.0, ROWS)], 7.0),
+        ([(1.0, ROWS), (1.4, 2 * ROWS)], 7.4), ([(1.4, 2 * ROWS), (1.0, ROWS)], 7.4),
+    ],
+)  # fmt: skip
+def test_a_pause_of_the_machine_in_one_of_two_does_not_count_but_of_two_shapes_the_larger_does(
+    cache: TensorCache, recording: Recording, recordings: list[tuple[float, int]], end_s: float
+) -> None:
+    recording._done = [paused(cache, pause_s, rows) for pause_s, rows in recordings]
+    assert recording.recorded(MACHINE, 1).end_s == pytest.approx(end_s)
+
+
+class SlowHooks(TensorCache):
+    """Whose pack takes a second of the clock."""
+
+    ticks: Ticks
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        self.ticks.now_s += 1.0
+        return super().pack(tensor)
+
+
+def test_a_trace_is_as_if_there_were_no_hooks(ticks: Ticks) -> None:
+    cache = SlowHooks([], "cpu", MIN_BYTES, wait_for_staging=True)
+    cache.ticks = ticks
+    found = record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH))
+    assert cache.stats.packed_tensors and found.trace(MACHINE).end_s == pytest.approx(7.0)
+
+
+def begun(recording: Recording) -> Any:
+    recording.begin()
+    return recording.current
+
+
+def forward(recording: Recording, cache: TensorCache, model: Stack, x: torch.Tensor | None = None) -> torch.Tensor:
+    recorder = begun(recording)
+    with cache.saving(around=recorder.around):
+        return model(torch.randn(ROWS, WIDTH) if x is None else x, recorder)
+
+
+def record_one(recording: Recording, cache: TensorCache, model: Stack) -> None:
+    """A micro-step."""
+    forward(recording, cache, model).backward()
+    recording.end_micro_step()
+
+
+def test_a_recording_is_over_when_it_has_two(cache: TensorCache, ticks: Ticks, recording: Recording) -> None:
+    model = Stack(ticks)
+    for _ in range(RECORDINGS):
+        assert not recording.is_over
+        record_one(recording, cache, model)
+        ticks.now_s += 0.25
+        recording.end_step(ticks.mark())
+    assert recording.is_over and begun(recording) is None
+    trace = recording.recorded(MACHINE, 1)
+    assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
+
+
+def test_a_forward_without_backward_is_no_recording(cache: TensorCache, ticks: Ticks, recording: Recording) -> None:
+    model = Stack(ticks)
+    for _ in range(2):
+        forward(recording, cache, model)
+    recording.end_micro_step()
+    assert recording.recorded(MACHINE, 1) is None
+    recording.end_step(ticks.mark())
+    assert begun(recording) is not None and recording.steps == 1
+
+
+def test_a_backward_that_raises_is_no_recording(cache: TensorCache, ticks: Ticks, recording: Recording) -> None:
+    """The loop catches it, and its next forward ends the micro-step."""
+    model = Stack(ticks)
+    for fails in (True, False):
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        if fails:
+            x.register_hook(lambda _: 1 / 0)
+        loss = forward(recording, cache, model, x)
+        recorder = recording.current
+        with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+            loss.backward()
+    recording.end_micro_step()
+    assert recorder.first_use < len(recorder.pauses) and recording._done == [recorder]

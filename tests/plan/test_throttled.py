@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import Closing
-from support.doubles import Accelerator
 from support.modelled_drive import ModelledDrive
+from support.offloaders import watching
 from support.planned_training import FIRST_PLAN, WIDTH, Model, controller_of, model, steps
 from support.stepping import assert_same_steps
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
 from ds_tba.storage.tiers import Selection
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,19 +30,15 @@ Make = Callable[..., tuple[Model, ActivationOffloader]]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing) -> Make:
+    # Neither may take the drive's place.
+    made = closing(partial(watching, tmp_path, max_step_overhead=OVERHEAD, recompute=False, rematerialize=False))
+
     def make(
         backend: ModelledDrive, *zero_paths: str, staging_bytes: int = 16 << 20
     ) -> tuple[Model, ActivationOffloader]:
         monkeypatch.setattr("ds_tba.storage.tiers.select_backend", lambda *_, **__: Selection(backend, "the test's"))
-        io = {"staging_bytes": staging_bytes, "swap_file_bytes": 128 << 20}
-        block: dict[str, Any] = {"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096}
-        # Neither may take the drive's place.
-        block |= {"max_step_overhead": OVERHEAD, "recompute": False, "rematerialize": False}
-        config = OffloadConfig.model_validate(block)
-        offloader = closing(ActivationOffloader)(config, AioConfig(), Accelerator(), zero_paths=zero_paths)
-        ours = model()
-        offloader.watch(ours, Alone())
-        return ours, offloader
+        ours, io = model(), {"staging_bytes": staging_bytes, "swap_file_bytes": 128 << 20}
+        return ours, made(ours, io=io, zero_paths=zero_paths)
 
     return make
 

@@ -14,6 +14,7 @@ from conftest import StoreFactory
 from support.disks import until
 from support.doubles import Accelerator, DeviceBackend, ScriptedBackend, wait_for_writes
 from support.late_device import LateDevice
+from support.stores import CPU, MIB, noise, nothing_is_held, put
 
 from ds_tba.config import Compression
 from ds_tba.errors import ActivationLostError, DsTbaError, StateError, TransferError
@@ -22,8 +23,7 @@ from ds_tba.storage.integrity import Codec
 from ds_tba.storage.nvme import Lanes, NvmeStore
 from ds_tba.storage.space import SwapSpace
 
-KIB, MIB = 1 << 10, 1 << 20
-CPU = torch.device("cpu")
+KIB = 1 << 10
 SIZES = (4 * KIB, 60_000, 128 * KIB, 300_000)
 OPERATIONS = ("put", "put", "put", "get", "get", "prefetch", "prefetch", "cancel", "release", "settle")
 FAULTS = (torch.OutOfMemoryError, MemoryError, RuntimeError)
@@ -92,9 +92,7 @@ class Worker:
     def _put(self) -> None:
         values = self._chance.choice((1, 16, 256))  # all alike, some for a codec, and none
         wanted = torch.randint(0, values, (self._chance.choice(SIZES),), dtype=torch.uint8)
-        data = self._device.allocate(wanted.numel(), CPU)
-        self._device.launch(lambda to: to.copy_(wanted), data)
-        ticket = self._store.put(data, wait=self._chance.random() < 0.5)
+        ticket = self._store.put(self._device.filled(wanted), wait=self._chance.random() < 0.5)
         if not isinstance(ticket, Refusal):
             self._saved.append((ticket, wanted))
 
@@ -151,13 +149,6 @@ def made(make_store: StoreFactory, chance: random.Random, codec: Codec | None = 
     return store, device
 
 
-def is_at_rest(store: NvmeStore) -> bool:
-    store.settle()
-    ahead = store.read_ahead
-    held = (ahead.prefetched_bytes, ahead.unwritten_bytes, store.writes, store.ring.slots.used_bytes)
-    return not any(held) and not any(path.extents.used_bytes for path in store.paths)
-
-
 class FailingCodec(Codec):
     """Fails now and then, or finds no memory: of each lane not again soon, because it tries a few times only."""
 
@@ -201,7 +192,7 @@ def test_whatever_fails_bytes_are_exact_and_nothing_is_left(
     device.synchronize()
     assert all(worker.exact), f"{worker.exact.count(False)} of {len(worker.exact)} are wrong"
     assert len(worker.exact) > 10 or any(path.failure for path in store.paths)
-    until(lambda: is_at_rest(store), "nothing is held")
+    nothing_is_held(store)
     store.close()
     device.end()
 
@@ -232,7 +223,7 @@ def test_a_store_that_another_thread_closes_hands_out_no_wrong_byte(make_store: 
         assert not thread.is_alive()
     device.synchronize()
     assert all(exact for worker in workers for exact in worker.exact)
-    until(lambda: is_at_rest(store), "nothing is held")
+    nothing_is_held(store)
     device.end()
 
 
@@ -268,9 +259,8 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
     monkeypatch.setattr(SwapSpace, name, strike)
     saved = []
     for size in SIZES:
-        wanted, data = torch.randint(0, 256, (size,), dtype=torch.uint8), device.allocate(size, CPU)
-        device.launch(lambda to, wanted=wanted: to.copy_(wanted), data)
-        ticket = store.put(data, wait=True)
+        wanted = noise(size)
+        ticket = store.put(data := device.filled(wanted), wait=True)
         if not isinstance(ticket, Refusal):
             saved.append((ticket, wanted))
     until(lambda: not store.writes or store.lane_error is not None, "the writes")
@@ -299,9 +289,8 @@ def test_a_lane_whose_device_is_broken_works_and_ends(make_store: StoreFactory) 
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     store = make_store(lanes=Lanes(1, 1), accelerator=Broken())
-    data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8)
-    ticket = store.put(data, wait=True)
-    assert not isinstance(ticket, Refusal)
+    data = noise(MIB)
+    ticket = put(store, data, wait=True)
     wait_for_writes(store)
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert store._end()

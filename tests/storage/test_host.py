@@ -1,20 +1,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import Accelerator, EventAccelerator
+from support.doubles import Accelerator, EventAccelerator, raising
+from support.stores import CPU, MIB
 
 from ds_tba.errors import StateError
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore, HostTicket
-
-MIB = 1 << 20
-CPU = torch.device("cpu")
 
 
 def put(store: HostStore, data: torch.Tensor) -> HostTicket:
@@ -173,13 +169,6 @@ def test_where_nobody_can_tell_or_give_memory_nothing_is_taken(monkeypatch: pyte
             fill(store)
     assert fill(store)
     store.close()
-
-
-def raising(error: Exception) -> Callable[..., torch.Tensor]:
-    def fail(*_: Any) -> torch.Tensor:
-        raise error
-
-    return fail
 
 
 def test_an_interrupt_behind_the_copy_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from typing import get_args
 import pytest
 import torch
 from conftest import StoreFactory
-from support.disks import until
 from support.doubles import DeviceBackend, part_of
 from support.stores import CPU, MIB, noise, nothing_is_held, put, stored
 
@@ -23,7 +22,6 @@ from ds_tba.storage import tiers as tiers_module
 from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.integrity import Codec, Integrity
 from ds_tba.storage.nvme import NvmeStore
-from ds_tba.storage.space import PartState, SwapTicket
 from ds_tba.storage.staging import BUFFER_BYTES, lane_buffer_bytes, slots_bytes_of
 from ds_tba.storage.tiers import Selection, Tiers
 
@@ -115,13 +113,6 @@ def activations(count: int) -> torch.Tensor:
     return torch.nn.functional.gelu(torch.randn(count)).bfloat16()
 
 
-def saved(store: NvmeStore, data: torch.Tensor, item_bytes: int = 2) -> SwapTicket:
-    ticket = store.put(data, wait=True, item_bytes=item_bytes)
-    assert isinstance(ticket, SwapTicket)
-    until(lambda: all(part.state is PartState.STORED for part in ticket.parts), "stored")
-    return ticket
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_every_bit_comes_back_whatever_the_length_of_an_element(make_store: StoreFactory, name: str, size: int) -> None:
@@ -129,7 +120,7 @@ def test_every_bit_comes_back_whatever_the_length_of_an_element(make_store: Stor
     store = make_store(codec=Codec(name))
     usual = torch.randn(100_003).mul(4)
     for data in (noise(70_001 * size), bytes_of(usual), torch.zeros(MIB + size, dtype=torch.uint8)):
-        ticket = saved(store, data.clone(), size)
+        ticket = stored(store, data.clone(), size)
         assert torch.equal(store.get(ticket, CPU).data, data)
         store.release(ticket)
     nothing_is_held(store)
@@ -151,7 +142,7 @@ def test_odd_sizes_come_back_from_every_backend(
 @pytest.mark.parametrize("name", NAMES)
 def test_fewer_bytes_reach_the_drive_and_are_counted(make_store: StoreFactory, name: str) -> None:
     store, data = make_store(codec=Codec(name)), bytes_of(activations(4 * MIB))
-    ticket = saved(store, data)
+    ticket = stored(store, data, 2)
     assert torch.equal(store.get(ticket, CPU).data, data)
     (path,) = store.paths
     counts = {path.meter.writes.drive_bytes, path.meter.reads.drive_bytes}
@@ -165,7 +156,7 @@ def test_the_length_of_an_element_is_what_the_shuffle_needs(make_store: StoreFac
     store, data = make_store(codec=Codec(name)), bytes_of(activations(MIB))
     lengths = {}
     for item_bytes in (1, 2):
-        ticket = saved(store, data.clone(), item_bytes)
+        ticket = stored(store, data.clone(), item_bytes)
         lengths[item_bytes] = part_of(ticket).stored_bytes
     assert lengths[2] < 0.95 * lengths[1]
 
@@ -197,7 +188,7 @@ def mmap_of(nbytes: int) -> mmap.mmap:
 @pytest.mark.parametrize("where", ["first page", "last page", "all of it"])
 def test_torn_and_stale_pieces_are_found(make_store: StoreFactory, name: str, where: str) -> None:
     store = make_store(codec=Codec(name))
-    ticket = saved(store, bytes_of(activations(MIB)))
+    ticket = stored(store, bytes_of(activations(MIB)), 2)
     (piece,) = part_of(ticket).pieces
     length = piece.stored_bytes if where == "all of it" else 4096
     lose(store, piece.offset + (piece.stored_bytes - 4096 if where == "last page" else 0), length)
@@ -212,7 +203,7 @@ def test_what_checksums_do_not_see_never_leaves_its_memory(make_store: StoreFact
     store = make_store(codec=Codec(name), integrity="off")
     beside = noise(MIB)
     neighbour = put(store, beside.clone())
-    ticket = saved(store, bytes_of(activations(MIB)))
+    ticket = stored(store, bytes_of(activations(MIB)), 2)
     (piece,) = part_of(ticket).pieces
     torch.manual_seed(seed)
     page = 4096 * int(torch.randint(0, piece.stored_bytes // 4096, (1,))) if seed else 0

@@ -9,13 +9,14 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import StoreFactory
 from contracts.backend import MIB, BackendContract, DeviceStagingContract
 from support.cuda_doubles import CompatMode, FakeKvikio
-from support.doubles import EventAccelerator
+from support.doubles import EventAccelerator, raising
 from support.stores import CPU, noise, stored
 
 from ds_tba.errors import BackendUnavailableError, TransferError
@@ -95,19 +96,18 @@ def transfer(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_a_short_transfer_is_an_error_with_both_counts(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
-    fake.script = lambda what, number: "short"
-    with pytest.raises(TransferError, match=f"{verb} at offset 0 was short: 524288 of 1048576 bytes"):
-        transfer(fake, tmp_path, verb)
-
-
-@pytest.mark.parametrize("verb", ["write", "read"])
-def test_kvikios_words_are_told(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
-    def script(what: str, number: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (lambda what, number: "short", "at offset 0 was short: 524288 of 1048576 bytes"),
+        (raising(OSError(errno.EIO, os.strerror(errno.EIO))),
+         "of 1048576 bytes at offset 0 failed: .*Input/output error"),
+    ],
+    ids=["short", "failed"],
+)  # fmt: skip
+def test_what_goes_wrong_is_told(fake: FakeKvikio, tmp_path: Path, verb: str, script: Any, said: str) -> None:
     fake.script = script
-    with pytest.raises(TransferError, match=f"{verb} of 1048576 bytes at offset 0 failed: .*Input/output error"):
+    with pytest.raises(TransferError, match=f"{verb} {said}"):
         transfer(fake, tmp_path, verb)
 
 
@@ -116,10 +116,7 @@ def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(
 ) -> None:
     backend = KvikioBackend(4, "cuda")
     file = SwapFile(tmp_path, MIB)
-
-    def refuse(path: str, flags: str) -> None:
-        raise RuntimeError("cuFile error: file descriptor is not registered")
-
+    refuse = raising(RuntimeError("cuFile error: file descriptor is not registered"))
     monkeypatch.setattr(backend._kvikio, "CuFile", refuse)
     with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*not registered.*KVIKIO_COMPAT_MODE=ON"):
         backend.open_handle(file.fd)
@@ -138,11 +135,7 @@ def test_a_library_that_does_not_let_go_is_no_error_at_the_end(
 ) -> None:
     backend = KvikioBackend(4, "cuda")
     staging = backend.allocate_staging(MIB)
-
-    def refuse(memory: torch.Tensor) -> None:
-        raise RuntimeError("cuFile error")
-
-    monkeypatch.setattr(backend._kvikio, "memory_deregister", refuse)
+    monkeypatch.setattr(backend._kvikio, "memory_deregister", raising(RuntimeError("cuFile error")))
     backend.free_staging(staging)
 
 

@@ -22,7 +22,9 @@ from support.doubles import (
     Gate,
     ScriptedBackend,
     fails,
+    in_turn,
     part_of,
+    raising,
     slow,
     wait_for_writes,
 )
@@ -61,15 +63,16 @@ def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: Stor
     assert store.prefetch(ticket)
 
 
-def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory) -> None:
+@pytest.mark.parametrize("accelerator", [Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, accelerator: type[Accelerator]) -> None:
     gate = Gate()
-    store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB)
+    store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, accelerator=accelerator())
     tickets = [put(store, noise(MIB)) for _ in range(4)]
     for _ in range(2):
         assert store.put(noise(MIB), wait=False) is Refusal.STAGING_FULL
     assert store.put(noise(5 * MIB), wait=False) is Refusal.STAGING_FULL
     gate.opened.set()
-    until(lambda: store.ring.slots.used_bytes == 0, "the writes to drain")
+    until(lambda: slots_in_use(store) == 0, "the writes to drain")
     assert all(part_of(ticket).state is PartState.STORED for ticket in tickets)
     assert store.ring.slots.peak_used_bytes == 4 * MIB
 
@@ -135,13 +138,9 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
 def test_a_failed_write_keeps_the_bytes_and_says_so_once(
     make_store: StoreFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate, failing = Gate(), fails("write", first=1)
-
-    def script(verb: str, number: int) -> None:
-        gate(verb, number)
-        failing(verb, number)
-
-    store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1), staging_bytes=6 * MIB)
+    gate = Gate()
+    drive = ScriptedBackend(in_turn(gate, fails("write", first=1)))
+    store = make_store(drive, lanes=Lanes(1, 1), staging_bytes=6 * MIB)
     pieces = [noise(MIB) for _ in range(6)]
     tickets = [put(store, piece) for piece in pieces]
     gate.opened.set()
@@ -426,11 +425,7 @@ def test_checksums_on_a_device_without_memory_take_none(
 ) -> None:
     store = make_store(DeviceBackend(), accelerator=EventAccelerator(), staging_bytes=8 * MIB)
     data = noise(2 * MIB)
-
-    def no_memory(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "cat", no_memory)
+    monkeypatch.setattr(torch, "cat", raising(torch.OutOfMemoryError("CUDA out of memory")))
     ticket = stored(store, data)
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert store.paths[0].failure is None
@@ -455,11 +450,7 @@ def copying(request: pytest.FixtureRequest, make_store: StoreFactory) -> Iterato
 
 def test_a_device_that_fails_for_good_leaves_nothing_taken(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy fails, and so does waiting for it."""
-    store, copies = copying
-
-    def fails(*_: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    (store, copies), fails = copying, raising(RuntimeError("CUDA error: an illegal memory access was encountered"))
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal"):
         patch.setattr(copies._accelerator, "copy", fails)
         patch.setattr(copies._out_stream, "synchronize", fails)
@@ -473,12 +464,8 @@ def test_a_device_that_fails_for_good_leaves_nothing_taken(copying: Copying, mon
 def test_an_interrupt_behind_a_copy_waits_for_the_copy(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows of it, and it would write into the next tenant of its memory."""
     (store, copies), waited = copying, list[bool]()
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("ds_tba.device.copies.PendingCopy", interrupted)
+        patch.setattr("ds_tba.device.copies.PendingCopy", raising(KeyboardInterrupt()))
         patch.setattr(copies._out_stream, "synchronize", lambda: waited.append(True))
         store.put(noise(MIB // 2), wait=True)
     assert waited and not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
@@ -544,7 +531,7 @@ def test_a_put_that_a_file_keeps_waiting_and_that_comes_to_nothing_takes_nothing
     for _ in range(4):
         stored(store, noise(MIB))
     if end == "interrupted":
-        monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(os, "posix_fallocate", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             store.put(noise(MIB), wait=False)
     else:

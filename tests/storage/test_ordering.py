@@ -26,17 +26,15 @@ from support.late_stores import (
     slow_reads,
     slow_writes,
 )
-from support.stores import CPU, slots_in_use, store_is_empty
+from support.offloaders import make as make_offloader
+from support.stores import CPU, MIB, noise, nothing_is_held, slots_in_use
 
-from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import IncompatibleError
-from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.host import HostStore
-
-MIB = 1 << 20
+from ds_tba.storage.nvme import NvmeStore
 
 DeviceFactory = Callable[..., LateDevice]
 
@@ -60,9 +58,10 @@ def test_gradients_are_exact(
     make_device: DeviceFactory, make_store: StoreFactory, make: Make, scenario: Scenario
 ) -> None:
     device = make_device(longest_pause_s=0.001)
-    store, nvme = make(make_store, device)
+    store = make(make_store, device)
     hazards.check(scenario, TensorCache([store], "cpu", hazards.MIN_BYTES, wait_for_staging=True, accelerator=device))
-    assert nvme is None or store_is_empty(nvme)
+    if isinstance(store, NvmeStore):
+        nothing_is_held(store)
     store.close()
 
 
@@ -74,15 +73,14 @@ def test_late_kernels_see_the_right_bytes(
     """Kernels write late what is saved, and read late what comes back; the host lets go of both at once."""
     device, chance = make_device(late_compute=True), random.Random(0)
     streams = [device.current_stream(), *(device.new_stream() for _ in range(count - 1))]
-    store, nvme = make(make_store, device)
+    store = make(make_store, device)
     exact: list[bool] = []
     for _ in range(6):
         saved: list[tuple[Ticket, torch.Tensor]] = []
         for _ in range(chance.randrange(8, 16)):
-            expected = torch.randint(0, 256, (chance.choice((4 * KIB, 60_000, 128 * KIB)),), dtype=torch.uint8)
+            expected = noise(chance.choice((4 * KIB, 60_000, 128 * KIB)))
             with device.on(chance.choice(streams)):
-                data = device.allocate(expected.numel(), CPU)
-                device.launch(lambda to, source=expected: to.copy_(source), data)
+                data = device.filled(expected)
                 ticket = store.put(data, wait=True)
             del data
             if not isinstance(ticket, Refusal):
@@ -106,7 +104,7 @@ def test_late_kernels_see_the_right_bytes(
     store.close()
     del ticket, ahead, saved, loaded
     assert device.allocated_bytes == 0
-    assert nvme is None or not nvme.copies.under_way
+    assert not isinstance(store, NvmeStore) or not store.copies.under_way
 
 
 @stores
@@ -117,16 +115,15 @@ def test_every_stream_that_unpacks_waits_for_the_copy(
     device, chance = make_device(late_compute=True), random.Random(0)
     streams = [device.new_stream() for _ in range(3)]
     streams[0].longest_pause_s = 0.02  # the first part of a storage comes back when others are done
-    store, _ = make(make_store, device)
+    store = make(make_store, device)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     exact: list[bool] = []
     for _ in range(12):
         held, wanted = [], []
         with cache.saving():
             for _ in range(3):
-                expected = torch.randint(0, 256, (chance.choice((4 * KIB, 60_000, 128 * KIB)),), dtype=torch.uint8)
-                data = device.allocate(expected.numel(), CPU)
-                device.launch(lambda to, source=expected: to.copy_(source), data)
+                expected = noise(chance.choice((4 * KIB, 60_000, 128 * KIB)))
+                data = device.filled(expected)
                 half = expected.numel() // 2
                 for part in (slice(None), slice(half), slice(half, None)):
                     held.append(cache.pack(data[part]))
@@ -157,7 +154,7 @@ def test_a_stream_that_saves_uses_the_tensor_although_the_host_has_let_go_of_it(
     streams = [device.new_stream() for _ in range(3)]
     for stream in streams[1:]:
         stream.longest_pause_s = 0.01
-    store, _ = make(make_store, device)
+    store = make(make_store, device)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     if budget_bytes is not None:
         cache.limit(budget_bytes)
@@ -170,11 +167,10 @@ def test_a_stream_that_saves_uses_the_tensor_although_the_host_has_let_go_of_it(
         held = []
         with cache.saving():
             for _ in range(6):
-                wanted = torch.randint(0, 256, (chance.choice((4 * KIB, 60_000, 128 * KIB)),), dtype=torch.uint8)
+                wanted = noise(chance.choice((4 * KIB, 60_000, 128 * KIB)))
                 maker, *users = chance.sample(streams, 3)
                 with device.on(maker):
-                    data, made = device.allocate(wanted.numel(), CPU), device.new_event()
-                    device.launch(lambda to, source=wanted: to.copy_(source), data)
+                    data, made = device.filled(wanted), device.new_event()
                     made.record()
                 for user in users[: chance.choice((1, 2))]:
                     user.wait_event(made)
@@ -199,7 +195,7 @@ def test_memory_is_not_given_back_under_copies(
     make_device: DeviceFactory, make_store: StoreFactory, make: Make, fate: str
 ) -> None:
     device = make_device(longest_pause_s=0.1)
-    store, _ = make(make_store, device)
+    store = make(make_store, device)
     for _ in range(4):
         ticket = store.put(torch.zeros(256 * KIB, dtype=torch.uint8), wait=False)
         assert not isinstance(ticket, Refusal)
@@ -236,24 +232,17 @@ def test_backward_lets_go_of_what_forward_has_copied(make_device: DeviceFactory,
     gate.opened.set()
 
 
+@pytest.mark.parametrize("goes_to", ["the drive", "host memory"])
 def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
-    make_device: DeviceFactory, make_store: StoreFactory
+    make_device: DeviceFactory, make_store: StoreFactory, closing: Closing, goes_to: str
 ) -> None:
     """The host waits for a device that is behind, though it may not wait for the drive."""
     device = make_device(late_compute=True, longest_pause_s=0.02)
-    store = make_store(accelerator=device, staging_bytes=4 * MIB)
+    host = closing(HostStore)(device, 12 * MIB, ahead_bytes=4 * MIB)
+    store = host if goes_to == "host memory" else make_store(accelerator=device, staging_bytes=4 * MIB)
     for _ in range(12):
         assert not isinstance(store.put(device.allocate(MIB, CPU), wait=False), Refusal)
         assert device.allocated_bytes <= 4 * MIB
-
-
-def test_device_memory_on_its_way_to_host_memory_is_bounded(make_device: DeviceFactory) -> None:
-    device = make_device(late_compute=True, longest_pause_s=0.02)
-    store = HostStore(device, 8 * MIB, ahead_bytes=MIB)
-    for _ in range(12):
-        store.put(device.allocate(512 * KIB, CPU), wait=False)
-        assert device.allocated_bytes <= MIB
-    store.close()
 
 
 def test_memory_beside_staging_is_there_until_it_was_copied(
@@ -262,7 +251,7 @@ def test_memory_beside_staging_is_there_until_it_was_copied(
     device, gate = make_device(late_compute=True, longest_pause_s=0.05), Gate()
     gate.opened.set()
     store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
-    data = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
+    data = noise(MIB)
     ticket = store.put(data.clone(), wait=False)
     device.synchronize()
     wait_for_writes(store)
@@ -287,14 +276,6 @@ def test_memory_beside_staging_is_there_until_it_was_copied(
     gate.opened.set()
 
 
-def test_a_drive_that_is_behind_means_keep(make_device: DeviceFactory, make_store: StoreFactory) -> None:
-    device, gate = make_device(late_compute=True), Gate()
-    store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
-    taken = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(10)]
-    assert taken.count(Refusal.STAGING_FULL) == 6
-    gate.opened.set()
-
-
 def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
     make_device: DeviceFactory, make_store: StoreFactory
 ) -> None:
@@ -313,19 +294,11 @@ def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
     assert device.allocated_bytes == store.read_ahead.prefetched_bytes == 0
 
 
-def test_a_capture_is_refused(tmp_path: Path) -> None:
-    class Capturing(LateDevice):
-        def is_capturing(self) -> bool:
-            return True
-
-    device = Capturing()
-    io = {"backend": "posix", "staging_bytes": MIB, "swap_file_bytes": 4 * MIB}
-    config = OffloadConfig.model_validate({"nvme_path": str(tmp_path), "io": io, "min_tensor_bytes": 4096})
-    offloader = ActivationOffloader(config, AioConfig(), device)
+def test_a_capture_is_refused(make_device: DeviceFactory, tmp_path: Path, closing: Closing) -> None:
+    device = make_device()
+    device.is_capturing = lambda: True  # type: ignore[method-assign]
     with pytest.raises(IncompatibleError, match="captured into a graph"):
-        offloader.saving()
-    offloader.close()
-    device.end()
+        closing(make_offloader)(tmp_path, device).saving()
 
 
 def test_a_get_of_parts_that_failed_half_way_may_be_repeated_on_another_stream(
@@ -333,11 +306,8 @@ def test_a_get_of_parts_that_failed_half_way_may_be_repeated_on_another_stream(
 ) -> None:
     device = make_device(late_compute=True)
     store = make_store(accelerator=device, staging_bytes=MIB)
-    first, second, wanted = device.new_stream(), device.new_stream(), torch.randint(0, 256, (MIB,), dtype=torch.uint8)
-    data = device.allocate(MIB, CPU)
-    device.launch(lambda to: to.copy_(wanted), data)
-    ticket = store.put(data, wait=True)
-    del data
+    first, second, wanted = device.new_stream(), device.new_stream(), noise(MIB)
+    ticket = store.put(device.filled(wanted), wait=True)
     wait_for_writes(store)
     device.synchronize()
     into, left = store.copies.into, [None, None]  # two of its four parts come

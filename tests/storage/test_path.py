@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import Alarm, AlarmError
 from support.disks import MIB, mounted, until
+from support.doubles import raising
 from support.machines import run_python
 
 from ds_tba.device.accelerator import Accelerator
@@ -60,14 +61,10 @@ def test_an_interrupt_leaves_lanes_at_work(alarm: Alarm, tmp_path: Path) -> None
 def test_a_lane_that_fails_ends_and_says_why(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     path = a_path()
     lanes = path.reads
-
-    def fails(_: object) -> None:
-        raise MemoryError
-
     with (tmp_path / "file").open("wb") as file:
         lanes.handles.append(PosixBackend().open_handle(file.fileno()))
         lanes.start("lane", Accelerator())
-        lanes.put(fails)
+        lanes.put(raising(MemoryError()))
         assert lanes.end(time.monotonic() + 10.0)
     assert isinstance(lanes.error, MemoryError) and path.failure == "MemoryError"
     assert caplog.messages == ["nvme: a lane failed (MemoryError); from here on activations stay in memory instead"]
@@ -201,10 +198,7 @@ def test_a_drive_that_has_failed_keeps_nobody_from_closing(tmp_path: Path, monke
     """A file system that was remounted read-only refuses to cut the file; a network's tells late errors at close."""
     file = SwapFile(tmp_path, 8 << 20)
     file.grow(4096)
-    close = os.close
-
-    def refused(*_: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    close, refused = os.close, raising(OSError(errno.EROFS, os.strerror(errno.EROFS)))
 
     def late(fd: int) -> None:
         close(fd)
@@ -216,11 +210,6 @@ def test_a_drive_that_has_failed_keeps_nobody_from_closing(tmp_path: Path, monke
         file.close()
     assert file.fd == -1
     file.close()
-
-
-def test_a_directory_that_takes_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PathError, match="cannot make a swap file"):
-        SwapFile(Path("/proc"), 1 << 20)
 
 
 # ---- file systems and limits as machines have them ------------------------------------------------------------------

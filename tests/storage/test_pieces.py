@@ -9,7 +9,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import Accelerator, EventAccelerator, Gate, ScriptedBackend, wait_for_writes
-from support.stores import CPU, MIB, noise, put, store_is_empty
+from support.stores import CPU, MIB, noise, nothing_is_held, put
 
 from ds_tba.stats import PathMeter
 from ds_tba.storage.backends import IoBackend
@@ -29,7 +29,7 @@ def test_what_is_larger_than_staging_comes_back(make_store: StoreFactory, backen
         loaded.data.zero_()
     assert nvme.stats.offloaded_bytes == nbytes and nvme.ring.slots.peak_used_bytes <= 4 * MIB
     store.release(ticket)
-    assert store_is_empty(nvme)
+    nothing_is_held(nvme)
 
 
 def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
@@ -44,7 +44,7 @@ def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
 def test_a_swap_file_without_room_gives_the_pieces_back(make_store: StoreFactory) -> None:
     nvme = make_store(staging_bytes=4 * MIB, swap_file_bytes=6 * MIB)
     assert nvme.put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
-    assert store_is_empty(nvme)
+    nothing_is_held(nvme)
     assert (nvme.stats.offloaded_bytes, nvme.stats.cancelled_bytes) == (0, 0)  # no part of what is refused counts
     data = noise(5 * MIB)
     ticket = put(nvme, data.clone(), wait=True)
@@ -67,7 +67,7 @@ def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_a
     assert torch.equal(store.get(ticket, CPU).data, data)
     gate.opened.set()
     store.release(ticket)
-    assert store_is_empty(store)
+    nothing_is_held(store)
 
 
 @pytest.mark.parametrize("given_up", [False, True], ids=["wanted", "given up"])
@@ -83,7 +83,7 @@ def test_a_storage_of_parts_is_read_ahead_into_its_memory(make_store: StoreFacto
     loaded = store.get(ticket, CPU)
     assert torch.equal(loaded.data, data) and (given_up or loaded.data.data_ptr() == memory)
     store.release(ticket)
-    assert store_is_empty(store)
+    nothing_is_held(store)
 
 
 def _fails_after(calls: int, original: Callable[..., object]) -> Callable[..., object]:

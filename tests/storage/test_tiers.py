@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import stepping
 from support.cuda_doubles import FakeKvikio
+from support.doubles import raising
 from support.machines import KILLED, run_python
 from support.models import Stack
 from support.stepping import offloader_of
@@ -299,29 +300,26 @@ class TestSelection:
     def test_calls_that_the_op_does_not_make_may_be_forbidden(self, forbidden: dict[str, str]) -> None:
         assert "NULL loaded" in forbidden["io_getevents 1"]
 
-    def test_a_context_that_cannot_be_had_means_posix(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def taken(self: object, config: AioConfig, handles: int) -> None:
-            raise BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts.")
-
-        monkeypatch.setattr(aio, "is_built", lambda: True)
-        monkeypatch.setattr(aio.AioBackend, "__init__", taken)
-        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
-        assert (chosen.backend.name, chosen.reason) == ("posix", "backend aio: the kernel gave 8 of 10 contexts")
-        with pytest.raises(BackendUnavailableError, match="gave 8 of 10"):
-            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
-
-    def test_an_op_that_another_user_has_built_means_posix(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("fails", "error", "reason", "said"),
+        [
+            ("ds_tba.storage.backends.aio.AioBackend.__init__",
+             BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts."),
+             r"^backend aio: the kernel gave 8 of 10 contexts$", "gave 8 of 10"),
+            ("deepspeed.ops.op_builder.AsyncIOBuilder.load", OSError(errno.EROFS, "Read-only file system"),
+             r"Read-only file system.*Set TORCH_EXTENSIONS_DIR.*or set.*posix", r"Read-only.*Set TORCH_EXTENSIONS_DIR"),
+        ],
+        ids=["no context is left", "another user has built it"],
+    )  # fmt: skip
+    def test_an_op_that_cannot_be_had_means_posix(
+        self, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception, reason: str, said: str
+    ) -> None:
         """Loading takes a lock in the cache: containers have one that root has made."""
-
-        def load(self: object, verbose: bool) -> None:
-            raise OSError(errno.EROFS, "Read-only file system")
-
         monkeypatch.setattr(aio, "is_built", lambda: True)
-        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.load", load)
+        monkeypatch.setattr(fails, raising(error))
         chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
-        assert chosen.backend.name == "posix"
-        assert re.search(r"Read-only file system.*Set TORCH_EXTENSIONS_DIR.*or set.*posix", chosen.reason)
-        with pytest.raises(BackendUnavailableError, match=r"Read-only.*Set TORCH_EXTENSIONS_DIR"):
+        assert chosen.backend.name == "posix" and re.search(reason, chosen.reason)
+        with pytest.raises(BackendUnavailableError, match=said):
             select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
 
     def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:

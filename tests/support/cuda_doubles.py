@@ -1,4 +1,4 @@
-"""Stand-ins for what needs an NVIDIA driver: kvikio's modules. Host memory plays the device's.
+"""Stand-ins for what needs an NVIDIA driver: kvikio's modules, torch's. Host memory plays the device's.
 
 They keep to what the originals do where our code could go wrong: requests end late and in another thread, a future
 knows addresses only and answers once, submodules must be imported by name.
@@ -12,8 +12,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -175,3 +176,73 @@ class FakeCuFile:
         if not isinstance(memory, torch.Tensor):
             raise ValueError("Non-CUDA buffers not supported")
         return memory.data_ptr()
+
+
+class Devices:
+    """A module of torch with two devices; the current one is that of the thread, at first device 0, as CUDA's is.
+
+    Attributes:
+        contexts: for each device, the names of the threads that touched it.
+        blocking: for each event, whether who waits for it sleeps.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self.contexts: dict[int, set[str]] = {}
+        self.blocking: list[bool] = []
+        devices = self
+
+        class Stream:
+            def __init__(self, device: int) -> None:
+                self.device = device
+
+            def wait_event(self, event: Event) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                with devices.stream(self):
+                    devices.touch()
+
+        class Event:
+            """Is not done before somebody waits for it. Asked from any thread, it touches that one's current device."""
+
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+                self._is_done = False
+                devices.blocking.append(blocking)
+
+            def record(self, stream: Stream) -> None:
+                with devices.stream(stream):
+                    devices.touch()
+
+            def query(self) -> bool:
+                devices.touch()
+                return self._is_done
+
+            def synchronize(self) -> None:
+                devices.touch()
+                self._is_done = True
+
+        self.Stream, self.Event = Stream, Event
+        self._default_streams = [Stream(0), Stream(1)]
+
+    def touch(self) -> None:
+        self.contexts.setdefault(self.current_device(), set()).add(threading.current_thread().name)
+
+    def memory_stats(self, index: int) -> dict[str, int]:
+        return {}
+
+    def current_device(self) -> int:
+        return getattr(self._local, "device", 0)
+
+    def set_device(self, index: int) -> None:
+        self._local.device = index
+
+    def current_stream(self, index: int) -> Any:
+        return self._default_streams[index]
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before = self.current_device()
+        self.set_device(stream.device)
+        yield
+        self.set_device(before)

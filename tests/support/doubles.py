@@ -154,6 +154,25 @@ def fails(verb: str, code: int = errno.EIO, *, first: int = 0, last: int = 1 << 
     return script
 
 
+def in_turn(*scripts: Callable[[str, int], None]) -> Callable[[str, int], None]:
+    """A script that does what each of these does."""
+
+    def script(verb: str, number: int) -> None:
+        for one in scripts:
+            one(verb, number)
+
+    return script
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """A function that raises this, whatever it is called with."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
 def slow(seconds: float, verb: str = "write") -> Callable[[str, int], None]:
     """A script: every transfer of ``verb`` takes at least so long."""
 

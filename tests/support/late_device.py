@@ -247,6 +247,12 @@ class LateDevice(Accelerator):
         memory = [_memory_of(tensor) for tensor in tensors]
         self.current_stream().run(lambda: kernel(*memory))
 
+    def filled(self, wanted: torch.Tensor) -> torch.Tensor:
+        """Return memory into which a kernel writes these bytes."""
+        data = self.allocate(wanted.numel(), torch.device("cpu"))
+        self.launch(lambda to: to.copy_(wanted), data)
+        return data
+
     @property
     def held_bytes(self) -> int:
         """Memory that no new tenant can have: of tensors that are alive, and of those that sharers still use."""

@@ -13,39 +13,33 @@ from support.doubles import DeviceBackend, ScriptedBackend, fails, slow
 from support.late_device import LateDevice
 
 KIB, MIB = 1 << 10, 1 << 20
-Make = Callable[[StoreFactory, LateDevice], tuple[Store, NvmeStore | None]]  # type: ignore[type-arg]
+Make = Callable[[StoreFactory, LateDevice], Store]  # type: ignore[type-arg]
 
 
-def over_nvme(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(accelerator=device, staging_bytes=MIB)
-    return store, store
+def over_nvme(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(accelerator=device, staging_bytes=MIB)
 
 
-def slow_writes(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
+def slow_writes(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
     """Most is handed over from staging, beside the write or instead of it."""
-    store = make_store(ScriptedBackend(slow(0.01)), accelerator=device, staging_bytes=2 * MIB)
-    return store, store
+    return make_store(ScriptedBackend(slow(0.01)), accelerator=device, staging_bytes=2 * MIB)
 
 
-def slow_reads(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(ScriptedBackend(slow(0.003, "read")), accelerator=device, staging_bytes=MIB)
-    return store, store
+def slow_reads(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(ScriptedBackend(slow(0.003, "read")), accelerator=device, staging_bytes=MIB)
 
 
-def failing_writes(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(ScriptedBackend(fails("write", first=20)), accelerator=device, staging_bytes=2 * MIB)
-    return store, store
+def failing_writes(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(ScriptedBackend(fails("write", first=20)), accelerator=device, staging_bytes=2 * MIB)
 
 
-def device_staging(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(DeviceBackend(), accelerator=device, staging_bytes=MIB)
-    return store, store
+def device_staging(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(DeviceBackend(), accelerator=device, staging_bytes=MIB)
 
 
-def pieces(make_store: StoreFactory, device: LateDevice) -> tuple[NvmeStore, NvmeStore]:
-    store = make_store(accelerator=device, staging_bytes=256 * KIB)
-    return store, store
+def pieces(make_store: StoreFactory, device: LateDevice) -> NvmeStore:
+    return make_store(accelerator=device, staging_bytes=256 * KIB)
 
 
-def in_host_memory(make_store: StoreFactory, device: LateDevice) -> tuple[HostStore, None]:
-    return HostStore(device, 2 * MIB, ahead_bytes=256 * KIB), None
+def in_host_memory(make_store: StoreFactory, device: LateDevice) -> HostStore:
+    return HostStore(device, 2 * MIB, ahead_bytes=256 * KIB)

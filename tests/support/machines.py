@@ -7,12 +7,11 @@ import os
 import platform
 import struct
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from support import runs
+
 NUMBERS = {
     "x86_64": {"io_setup": 206, "io_getevents": 208, "io_submit": 209, "fallocate": 285, "io_pgetevents": 333},
     "aarch64": {"io_setup": 0, "io_submit": 2, "io_getevents": 4, "fallocate": 47, "io_pgetevents": 292},
@@ -44,15 +43,10 @@ def run_python(
     """Run a program that can import the tests' support; with mounts that no other process sees, where asked for."""
     if platform.machine() not in NUMBERS:
         pytest.skip("the numbers of its system calls are not known")
-    command = [sys.executable, "-c", code]
-    if own_mounts:
-        if os.geteuid() != 0:
-            pytest.skip("mounts are root's")
-        unshare = ("unshare", "--mount", "--propagation", "private")
-        command = [*unshare, "bash", "-ec", f'{setup}\nexec "$0" "$@"', *command]
-    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout_s)
+    if own_mounts and os.geteuid() != 0:
+        pytest.skip("mounts are root's")
+    unshare = ("unshare", "--mount", "--propagation", "private", "bash", "-ec", f'{setup}\nexec "$0" "$@"')
+    done = runs.python("-c", code, timeout_s=timeout_s, within=unshare if own_mounts else ())
     if own_mounts and done.returncode == 32:
         pytest.skip(f"no such mount here: {done.stderr}")
     return done

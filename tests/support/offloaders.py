@@ -17,12 +17,17 @@ from support.doubles import wait_for_writes
 
 
 def make(
-    directory: Path, accelerator: Accelerator | None = None, ranks_on_node: int = 1, rank: int = 0, **block: object
+    directory: Path,
+    accelerator: Accelerator | None = None,
+    zero_paths: tuple[str, ...] = (),
+    ranks_on_node: int = 1,
+    rank: int = 0,
+    **block: object,
 ) -> ActivationOffloader:
     io = {"backend": "posix", "staging_bytes": 8 << 20, "swap_file_bytes": 64 << 20}
     config = OffloadConfig.model_validate({"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, **block})
-    accelerator = accelerator or Accelerator()
-    return ActivationOffloader(config, AioConfig(), accelerator, rank=rank, ranks_on_node=ranks_on_node)
+    accelerator, where = accelerator or Accelerator(), {"rank": rank, "ranks_on_node": ranks_on_node}
+    return ActivationOffloader(config, AioConfig(), accelerator, zero_paths=zero_paths, **where)
 
 
 def watching(

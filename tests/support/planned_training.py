@@ -12,7 +12,7 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.controller import Controller
 from support.doubles import Accelerator
 from support.models import Mlp, Stack
-from support.stepping import end_step, forward, note_backward
+from support.stepping import train
 
 WIDTH, ROWS, DEPTH = 64, 64, 4
 NARROW_BYTES = 4 * ROWS * WIDTH
@@ -34,18 +34,10 @@ def controller_of(offloader: ActivationOffloader) -> Controller:
 
 def steps(model: nn.Module, offloader: ActivationOffloader | None, rows: list[int], micro_steps: int = 1) -> list[Any]:
     """The loss and the gradients of each step; one optimizer step after each."""
-    found = []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(7)
-    for count in rows:
-        for _ in range(micro_steps):
-            x = torch.randn(count, WIDTH).to(next(model.parameters()).device)
-            loss = forward(model, x, offloader)
-            loss.backward()
-            note_backward(offloader)
-        found.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
-        end_step(optimizer, offloader)
-    return found
+    device = next(model.parameters()).device
+    batches = (torch.randn(count, WIDTH).to(device) for count in rows for _ in range(micro_steps))
+    return train(model, offloader, batches, micro_steps=micro_steps)
 
 
 def model() -> Model:

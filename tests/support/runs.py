@@ -25,10 +25,10 @@ OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 
 
 def python(
-    *arguments: object, timeout_s: float = 300.0, cwd: Path | None = None, **variables: str
+    *arguments: object, timeout_s: float = 300, cwd: Path | None = None, within: tuple[str, ...] = (), **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python on the CPU, in one thread, with this repository and its tests on the path."""
-    command = [sys.executable, *map(str, arguments)]
+    """Run Python on the CPU, in one thread, with this repository and its tests on the path; within another command."""
+    command = [*within, sys.executable, *map(str, arguments)]
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = environment(**{"PYTHONPATH": os.pathsep.join(paths), **variables})
     return subprocess.run(command, env=own, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)

@@ -8,26 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from ds_tba.config import BLOCK, parse_block
-from ds_tba.device.accelerator import accelerator_of
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.plan.agreement import Alone
 from ds_tba.plan.plan import Planner
+from support.offloaders import watching
 
 
 def offloader_of(
     directory: Path, model: nn.Module, planner: Planner | None = None, **block: Any
 ) -> ActivationOffloader:
-    """One that watches the model, of a block as it stands in a ``ds_config.json``."""
-    io = {"backend": "posix", "staging_bytes": 16 << 20}
-    parsed = parse_block({BLOCK: {"enabled": True, "nvme_path": str(directory), "io": io, **block}})
-    assert parsed is not None
-    offloader = ActivationOffloader(*parsed, accelerator_of(get_accelerator().device_name()))
-    offloader.watch(model, Alone(), planner)
-    return offloader
+    """One that watches the model, with more staging."""
+    return watching(directory, model, planner, **{"io": {"backend": "posix", "staging_bytes": 16 << 20}, **block})
 
 
 def forward(model: nn.Module, x: Tensor, offloader: ActivationOffloader | None) -> Tensor:
@@ -41,14 +33,17 @@ def train(
     offloader: ActivationOffloader | None,
     batches: Iterable[Tensor],
     between: Callable[[], object] = lambda: None,
+    micro_steps: int = 1,
 ) -> list[list[Tensor]]:
-    """Train a step for each batch; its loss and its gradients. ``between`` comes between forward and backward."""
+    """Train a step for so many batches; its loss and its gradients. ``between`` comes between forward and backward."""
     optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01), []
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         loss = forward(model, batch, offloader)
         between()
         loss.backward()
         note_backward(offloader)
+        if number % micro_steps:
+            continue
         found.append([loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)])
         end_step(optimizer, offloader)
     return found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from ds_tba.storage.nvme import NvmeStore
@@ -28,31 +26,25 @@ def slots_in_use(store: NvmeStore) -> int:
         return store.ring.slots.used_bytes
 
 
-def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False) -> SwapTicket:
-    ticket = store.put(data, wait=wait)
+def put(store: NvmeStore, data: torch.Tensor, *, wait: bool = False, item_bytes: int = 1) -> SwapTicket:
+    ticket = store.put(data, wait=wait, item_bytes=item_bytes)
     assert isinstance(ticket, SwapTicket), ticket
     return ticket
 
 
-def stored(store: NvmeStore, data: torch.Tensor) -> SwapTicket:
-    ticket = put(store, data)
+def stored(store: NvmeStore, data: torch.Tensor, item_bytes: int = 1) -> SwapTicket:
+    ticket = put(store, data, item_bytes=item_bytes)
     until(lambda: all(part.state is PartState.STORED for part in ticket.parts), "stored")
     return ticket
 
 
 def nothing_is_held(store: NvmeStore) -> None:
-    until(lambda: slots_in_use(store) == 0, "staging to be free")
-    until(lambda: not any(path.extents.used_bytes for path in store.paths), "extents to be free")
-    assert all(path.extents.used_bytes == 0 for path in store.paths)
-    ahead = store.read_ahead
-    assert ahead.prefetched_bytes == ahead.unwritten_bytes == 0 and not store.writes
+    """Check that nothing is, once lanes are done with what nobody wants any more."""
 
+    def is_at_rest() -> bool:
+        store.settle()
+        ahead = store.read_ahead
+        held = (ahead.prefetched_bytes, ahead.unwritten_bytes, store.writes, store.ring.slots.used_bytes)
+        return not any(held) and not any(path.extents.used_bytes for path in store.paths)
 
-def store_is_empty(store: NvmeStore) -> bool:
-    for _ in range(10_000):  # lanes may still be busy with what nobody wants any more
-        with store.lock:
-            store.settle_copies()
-            if not any(path.extents.used_bytes for path in store.paths) and not store.ring.slots.used_bytes:
-                return True
-        threading.Event().wait(0.001)
-    return False
+    until(is_at_rest, "nothing is held")
