@@ -569,14 +569,3 @@ def test_what_a_site_tells_while_another_is_compared_is_heard(monkeypatch: pytes
         patch.setattr(run.sites, "_restore", tells)
         run.step(gated, x, y)
     agrees(run, gated, x, y)
-
-
-def test_a_second_backward_makes_it_again() -> None:
-    run, x, y = Run(), tensor(), tensor(1)
-    agrees(run, gated, x, y)
-    with run.cache.saving():
-        loss = gated(x, y).sum()
-    first = torch.autograd.grad(loss, [x, y], retain_graph=True)
-    second = torch.autograd.grad(loss, [x, y])
-    plain = torch.autograd.grad(gated(x, y).sum(), [x, y])
-    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, plain, strict=True))
