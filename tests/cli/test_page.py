@@ -11,7 +11,7 @@ import pytest
 from conftest import Cli
 
 from ds_tba.cli.page import render
-from ds_tba.report import OffloadReport
+from ds_tba.report import SCHEMA, OffloadReport
 
 GIB = 1 << 30
 HOSTILE = '</title></style><script>alert(1)</script><img src=x onerror="alert(1)">&\'"\ud800\u202e http://example.com/'
@@ -139,10 +139,21 @@ def test_the_command_writes_the_page(tmp_path: Path, cli: Cli) -> None:
     assert json.loads((tmp_path / "report.json").read_text()) == report()
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "\0", "{", ""], ids=["deep", "zero", "cut", "empty"])
-def test_what_is_no_json_is_told(tmp_path: Path, cli: Cli, text: str) -> None:
-    (tmp_path / "report.json").write_text(text)
-    assert "is no JSON" in cli("report", str(tmp_path / "report.json"), status=2).err
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        *((text, "is no JSON") for text in ("[" * 100_000, "\0", "{", "")),
+        (None, "is no JSON to be read (No such file or directory): name the file of report.path"),
+        ("[]", "is no report of ds_tba ("),
+        ('{"steps": 1}', "is no report of ds_tba ("),
+    ],
+    ids=["deep", "zero", "cut", "empty", "absent", "another", "a part"],
+)
+def test_what_is_no_report_is_told_in_our_words(tmp_path: Path, cli: Cli, text: str | None, told: str) -> None:
+    path = tmp_path / "report.json"
+    if text is not None:
+        path.write_text(text)
+    assert told in cli("report", str(path), status=2).err
 
 
 def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, cli: Cli) -> None:
@@ -153,9 +164,12 @@ def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, cli: Cli
         holders=[{"module": "mlp", "op": "Mul", "newer": 1}],
         newer=[],
     )
+    del bare["schema"], bare["refused_sites"]  # as an older one
     (tmp_path / "report.json").write_text(json.dumps(bare))
     out = cli("report", str(tmp_path / "report.json")).out
     assert "42.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
+    read = OffloadReport.read_json(tmp_path / "report.json")
+    assert read.steps == 100 and read.refused_sites == {} and read.schema == SCHEMA
 
 
 def test_a_script_reads_what_all_reports_have(tmp_path: Path, cli: Cli) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ def ends() -> list[bool]:
     return vars(os).setdefault("_test_of_ds_tba", {}).setdefault("ends", [])  # type: ignore[no-any-return]
 
 
+def reentrant(kind: type[Any]) -> Any:
+    return type(f"{kind.__name__}Reentrant", (kind,), {"use_reentrant": True})
+
+
 class Inside(Plain):
     """Checkpoints a part of its forward."""
 
@@ -41,10 +46,6 @@ class Inside(Plain):
     def ended(self, x: Tensor) -> Tensor:
         ends().append(torch._C._current_graph_task_id() != -1)
         return x
-
-
-class InsideReentrant(Inside):
-    use_reentrant = True
 
 
 class Twice(Inside):
@@ -64,10 +65,6 @@ class Whole(Plain):
         return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
 
 
-class WholeReentrant(Whole):
-    use_reentrant = True
-
-
 class Embedded(Net):
     """Its blocks have inputs with gradients, which reentrant checkpoints need."""
 
@@ -84,10 +81,6 @@ class Around(Embedded):
 
     def call(self, layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
-
-
-class AroundReentrant(Around):
-    use_reentrant = True
 
 
 class Compiled(Embedded):
@@ -112,7 +105,7 @@ class Elsewhere(Embedded):
         return type(layer).forward(layer, x)
 
 
-@pytest.mark.parametrize("block", [Inside, InsideReentrant, Twice])
+@pytest.mark.parametrize("block", [Inside, reentrant(Inside), Twice])
 def test_a_block_that_checkpoints_a_part_of_itself_is_recomputed(
     make: Callable[..., ActivationOffloader], block: Callable[[], nn.Module]
 ) -> None:
@@ -155,9 +148,9 @@ def test_a_checkpoint_inside_stops_where_it_stops_without_us(
     ("block", "net"),
     [
         (Whole, Embedded),
-        (WholeReentrant, Embedded),
+        (reentrant(Whole), Embedded),
         (Plain, Around),
-        (Plain, AroundReentrant),
+        (Plain, reentrant(Around)),
         (Plain, Compiled),
         (Plain, CompiledInPlace),
         (Plain, Elsewhere),

@@ -250,11 +250,6 @@ def a_step(device: LateDevice) -> tuple[DevicePipeline, Tensors, torch.Tensor]:
     return pipeline, state(CHUNK), target
 
 
-def parameters_now(target: torch.Tensor) -> torch.Tensor:
-    """Behind the back of the streams."""
-    return target.clone()
-
-
 @pytest.mark.parametrize("held", [KERNELS, UP, COMPUTE, DOWN])
 def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., LateDevice], held: int) -> None:
     device = make_device(longest_pause_s=0.0)
@@ -268,14 +263,14 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     event = pipeline.upload(staged, uploaded)
     if held in (COMPUTE, DOWN):  # an upload waits for neither
         until(event.query)
-        assert bool(parameters_now(uploaded).all())
+        assert bool(uploaded.all())
     if held == DOWN:  # nor does a cast
-        until(lambda: same([parameters_now(target)], [new[0].bfloat16()]))
+        until(lambda: same([target.clone()], [new[0].bfloat16()]))
     time.sleep(WRONG_SOON_S)
 
     assert same(tensors, old) and not pipeline.has_room()
-    assert held == DOWN or not bool(parameters_now(target).any())
-    assert held in (COMPUTE, DOWN) or not (event.query() or bool(parameters_now(uploaded).any()))
+    assert held == DOWN or not bool(target.any())
+    assert held in (COMPUTE, DOWN) or not (event.query() or bool(uploaded.any()))
 
     drained = threading.Event()
     thread = threading.Thread(target=lambda: (pipeline.drain(), drained.set()))
@@ -284,8 +279,8 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     assert not drained.is_set()
     gate.let_go()
     thread.join()
-    assert same([*tensors, parameters_now(target)], [*new, new[0].bfloat16()])
-    assert bool(parameters_now(uploaded).all())
+    assert same([*tensors, target.clone()], [*new, new[0].bfloat16()])
+    assert bool(uploaded.all())
     assert not device.is_freed_memory_written()
 
 
@@ -318,13 +313,13 @@ def test_without_memory_for_a_slot_the_host_still_uploads(make_device: Callable[
     timer = threading.Timer(WRONG_SOON_S, gate.let_go)
     timer.start()
     pipeline.drain()  # which waits for the upload alone
-    assert bool(parameters_now(target).all())
+    assert bool(target.all())
 
     device.arrays = 5  # type: ignore[attr-defined]
     assert pipeline.begin(most_jobs=9)
     submit(pipeline, tensors, target)
     pipeline.drain()
-    assert same([parameters_now(target)], [tensors[0].bfloat16()])
+    assert same([target.clone()], [tensors[0].bfloat16()])
 
 
 def test_slots_are_as_many_as_there_is_memory_for(make_device: Callable[..., LateDevice]) -> None:
@@ -400,4 +395,4 @@ def test_an_update_that_raises_leaves_its_chunk_as_it_was(
     assert pipeline.begin(most_jobs=9)
     submit(pipeline, chunks[2], targets[2], 0.5)
     pipeline.drain()
-    assert same([*chunks[2], parameters_now(targets[2])], [*again, again[0].bfloat16()])
+    assert same([*chunks[2], targets[2].clone()], [*again, again[0].bfloat16()])
