@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ALONE
 from support import runs
 from torch import distributed
 
@@ -153,8 +154,7 @@ print("good")
 def program(body: str, directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     config = runs.with_block(runs.plain_config(), directory)
     code = PROGRAM.format(config=config, body=textwrap.dedent(body))
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    done = runs.python("-c", code, timeout_s=120, **world, MASTER_PORT=str(runs.free_port()), **variables)
+    done = runs.python("-c", code, timeout_s=120, **ALONE, MASTER_PORT=str(runs.free_port()), **variables)
     assert done.returncode == 0 and done.stdout.endswith("good\n"), done.stdout + done.stderr
     return done
 

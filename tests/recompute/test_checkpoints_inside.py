@@ -5,7 +5,7 @@ without us.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -113,24 +113,12 @@ def test_a_block_that_checkpoints_a_part_of_itself_is_recomputed(
     assert report.plan is not None and report.plan["recomputed_blocks"] == DEPTH and report.recomputed_bytes > 0
 
 
-@pytest.fixture
-def stop_early() -> Iterator[Callable[[bool], None]]:
-    """Sets what a checkpoint of the user's does, for the length of a test."""
-    before = checkpointing._enable_checkpoint_early_stop
-
-    def stop_early(is_on: bool) -> None:
-        checkpointing._enable_checkpoint_early_stop = is_on
-
-    yield stop_early
-    checkpointing._enable_checkpoint_early_stop = before
-
-
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_checkpoint_inside_stops_where_it_stops_without_us(
-    make: Callable[..., ActivationOffloader], stop_early: Callable[[bool], None], is_on: bool
+    make: Callable[..., ActivationOffloader], monkeypatch: pytest.MonkeyPatch, is_on: bool
 ) -> None:
     """Under ZeRO-3 the hooks after what is checkpointed would let go of parameters that backward is using."""
-    stop_early(is_on)
+    monkeypatch.setattr(checkpointing, "_enable_checkpoint_early_stop", is_on)
     steps, found = 5, []
     for recompute in (False, True):
         ends().clear()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Closing
+from support.disks import until
 from support.late_device import LateDevice
 
 from ds_tba.device.accelerator import CpuAccelerator
@@ -107,13 +108,6 @@ def submit(
     )
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.0002)
-
-
 # ---- Random steps ---------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +155,7 @@ class Training:
                 continue
             target = self.parameters[cut] if chance.random() < 0.8 else None
             missing += [] if target is not None else [cut]
-            until(pipeline.has_room)
+            until(pipeline.has_room, "a free slot")
             submit(pipeline, tensors, target, factor, partial(update, rate))
             tensors.clear()  # the last hold on the gradient
         pipeline.drain()
@@ -262,10 +256,10 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     submit(pipeline, tensors, target, 0.5)
     event = pipeline.upload(staged, uploaded)
     if held in (COMPUTE, DOWN):  # an upload waits for neither
-        until(event.query)
+        until(event.query, "an upload")
         assert bool(uploaded.all())
     if held == DOWN:  # nor does a cast
-        until(lambda: same([target.clone()], [new[0].bfloat16()]))
+        until(lambda: same([target.clone()], [new[0].bfloat16()]), "a cast")
     time.sleep(WRONG_SOON_S)
 
     assert same(tensors, old) and not pipeline.has_room()
@@ -368,12 +362,12 @@ def test_an_update_that_raises_leaves_its_chunk_as_it_was(
     expected = [*updated(chunks[0], 0.5), *updated(chunks[1], 0.5), *[tensor.clone() for tensor in chunks[2]]]
     assert pipeline.begin(most_jobs=9)
     for tensors, target in zip(chunks[:2], targets, strict=False):
-        until(pipeline.has_room)
+        until(pipeline.has_room, "a free slot")
         submit(pipeline, tensors, target, 0.5)
-    until(pipeline.has_room)
+    until(pipeline.has_room, "a free slot")
     gate = None
     if isinstance(device, LateDevice):
-        until(lambda: pipeline.has_room() and len(pipeline._free) == 2)
+        until(lambda: pipeline.has_room() and len(pipeline._free) == 2, "two free slots")
         gate = Held(device, COMPUTE)
     with pytest.raises(UpdateError):
         submit(pipeline, chunks[2], targets[2], 0.5, failing)
