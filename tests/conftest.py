@@ -39,6 +39,8 @@ Factory = Callable[..., Any]
 StoreFactory = Callable[..., NvmeStore]
 Closing = Callable[..., Factory]
 Cli = Callable[..., Any]
+# Variables of a rank that is alone; it needs a MASTER_PORT, too.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import ALONE
 from support import runs
 
 from ds_tba.autoload import unread_line
@@ -42,19 +43,6 @@ print("good")
     assert done.stdout.endswith("good\n"), done.stderr
 
 
-def test_an_import_after_deepspeed_hooks_at_once() -> None:
-    code = """
-import deepspeed
-from deepspeed.runtime.engine import DeepSpeedEngine
-assert not hasattr(DeepSpeedEngine.__init__, "_ds_tba_hooked")
-import ds_tba
-assert DeepSpeedEngine.__init__._ds_tba_hooked
-print("good")
-"""
-    done = runs.python("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
-    assert done.stdout.endswith("good\n"), done.stderr
-
-
 @pytest.mark.parametrize(
     "module",
     [
@@ -78,7 +66,7 @@ BLOCK = {"activation_nvme_offload": {"nvme_path": "/local_nvme"}}
 def ran(directory: Path, code: str, **variables: str) -> str:
     """The standard error of a script."""
     (directory / "train.py").write_text(code)
-    return runs.python(directory / "train.py", cwd=directory, RANK="0", **variables).stderr
+    return runs.python(directory / "train.py", cwd=directory, **{"RANK": "0", **variables}).stderr
 
 
 @pytest.fixture
@@ -148,7 +136,5 @@ config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0
 model = torch.nn.Linear(2, 2)
 deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 """
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    block = json.dumps({"placement": "keep"})
-    said = ran(directory, code, DS_TBA_BLOCK=block, **variables)
+    said = ran(directory, code, DS_TBA_BLOCK=json.dumps({"placement": "keep"}), **{**ALONE, "MASTER_PORT": "0"})
     assert "activations are measured, not moved" in said and "read by no DeepSpeed engine" not in said

@@ -121,12 +121,6 @@ def test_a_bad_value_is_named_with_its_rule_and_the_repair(block: Any, words: li
     assert all(word in message for word in [BLOCK, *words]), message
 
 
-def test_a_budget_of_nothing_or_of_one_tensor_is_taken() -> None:
-    for budget_bytes in (0, 1 << 20):
-        parsed = parse_block({BLOCK: {**GOOD, "activation_budget_bytes": budget_bytes}})
-        assert parsed is not None and parsed[0].activation_budget_bytes == budget_bytes
-
-
 NOT_OBJECTS: list[Any] = [3, 1.5, "x", True, None, [], [{}]]
 NOT_NUMBERS: list[Any] = ["x", True, [], {}, math.nan, math.inf]
 ODD: list[tuple[str, list[Any]]] = [

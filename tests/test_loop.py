@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import runs
 from support.disks import until
-from support.ranks import environment, free_port
+from support.ranks import environment, fork, free_port, script
 from torch import nn
 
 from ds_tba.errors import BackendUnavailableError, ConfigError, IncompatibleError, StateError
@@ -92,10 +92,31 @@ def test_what_one_rank_of_a_loop_is_refused_ends_the_others_at_once(tmp_path: Pa
     assert "refused IncompatibleError the device is meta" in second
 
 
+GUIDE = (runs.ROOT / "docs/guides/plain_pytorch.md").read_text()
+# A reader of the guide has this code already; the guide shows what is added to it.
+GIVEN = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batches = [torch.randn(512, 512) for _ in range(2)]
+"""
+
+
 def test_the_samples_of_the_guide_run_as_they_stand(tmp_path: Path) -> None:
     """On directories that are there, in place of the drives that they name."""
-    guide = (runs.ROOT / "docs/guides/plain_pytorch.md").read_text()
-    samples = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    samples = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
     code = "\n".join([GIVEN, *samples])
     for name in set(re.findall(r'"/(\w+)"', code)):
         (tmp_path / name).mkdir()
@@ -105,18 +126,14 @@ def test_the_samples_of_the_guide_run_as_they_stand(tmp_path: Path) -> None:
     assert "2 steps: activations take" in done.stderr and "deepspeed" not in done.stdout.lower()
 
 
-GIVEN = """
-import torch
-from torch import nn
-
-class Model(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x).square().mean()
-
-model = Model(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-batches = [torch.randn(512, 512) for _ in range(2)]
-"""
+def test_the_sample_of_the_guide_for_several_ranks_runs_as_it_stands(tmp_path: Path) -> None:
+    (sample,) = re.findall(r"```text\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "train.py").write_text(GIVEN + sample.replace("/local_nvme", str(tmp_path)))
+    codes, outputs = fork(script, str(tmp_path / "train.py"), directory=tmp_path, ranks=2, timeout_s=300)
+    assert codes == [0, 0], "\n".join(outputs)
+    for name in ("report.json", "report.json.rank1"):
+        report = json.loads((tmp_path / name).read_text())
+        assert report["state"] == "finished" and report["steps"] == 2 and report["offloaded_bytes"] > 0
 
 
 # ---- in this process ------------------------------------------------------------------------------------------------

@@ -13,12 +13,8 @@ from ds_tba.storage.backends.kvikio import named
 from ds_tba.storage.path import SwapFile
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> SwapFile:
-    return SwapFile(tmp_path, 1 << 20)
-
-
-def test_a_file_has_its_name_within_the_context(file: SwapFile, tmp_path: Path) -> None:
+def test_a_file_has_its_name_within_the_context(tmp_path: Path) -> None:
+    file = SwapFile(tmp_path, 1 << 20)
     file.grow(4096)
     with named(file.fd, "kvikio") as path:
         assert list(tmp_path.iterdir()) == [path]

@@ -33,17 +33,16 @@ class Engine:
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
         self.offloader = offloader_of(directory, self.model, **{"min_tensor_bytes": 4096, **TIERS["nvme"], **block})
 
-    def backward(self) -> list[torch.Tensor]:
+    def loss(self) -> torch.Tensor:
         self.model.zero_grad(set_to_none=True)
         x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
-        forward(self.model, x, self.offloader).square().mean().backward()
-        note_backward(self.offloader)
-        return [one.grad for one in self.model.parameters() if one.grad is not None]
+        return forward(self.model, x, self.offloader).square().mean()
 
-    def step(self) -> list[torch.Tensor]:
-        gradients = self.backward()
+    def step(self, loss: torch.Tensor | None = None) -> list[torch.Tensor]:
+        (self.loss() if loss is None else loss).backward()
+        note_backward(self.offloader)
         self.offloader.note_step()
-        return gradients
+        return [one.grad for one in self.model.parameters() if one.grad is not None]
 
 
 @pytest.fixture
@@ -88,13 +87,10 @@ def test_a_tier_that_gave_back_while_another_could_not_opens_again(
 def test_an_engine_with_a_graph_to_go_back_through_holds_its_bytes(make: Factory, tmp_path: Path) -> None:
     one = make()
     expected = one.step()
-    one.model.zero_grad(set_to_none=True)
-    x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1))
-    loss = forward(one.model, x, one.offloader).square().mean()
+    loss = one.loss()
     make().step()
     assert memory(one.offloader) == STAGING_BYTES
-    loss.backward()
-    assert all(map(torch.equal, (p.grad for p in one.model.parameters()), expected))
+    assert all(map(torch.equal, one.step(loss), expected))
 
 
 def test_engines_that_take_turns_keep_what_they_have(make: Factory) -> None:

@@ -14,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from conftest import ALONE
 from support import runs
 from support.ranks import environment, free_port
 
@@ -133,13 +134,7 @@ def test_a_wheel_in_an_environment_of_its_own_serves_an_unmodified_trainer_scrip
     }
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(TRAINER)
-    rank = {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    rank = {**ALONE, "MASTER_PORT": str(free_port())}
     variables = environment(**rank, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     variables.pop("PYTHONPATH", None)
     python = str(tmp_path / "venv" / "bin" / "python")

@@ -1,4 +1,4 @@
-"""The report of a run has the fields of each room; a run that has not trained says nothing."""
+"""The last report of a run, whatever fails; a run that has not trained says nothing; and the log."""
 
 from __future__ import annotations
 
@@ -15,20 +15,6 @@ from support.offloaders import make, step
 
 from ds_tba.offloader import ENGINES
 from ds_tba.reporting import show_log
-
-
-class Room:
-    def summary(self) -> dict[str, object]:
-        return {"plans": 7}
-
-
-def test_a_room_gives_its_own_fields(tmp_path: Path) -> None:
-    offloader = make(tmp_path, placement="keep")
-    assert offloader.report().plans == 0
-    offloader._reporter.add(Room())
-    assert offloader.report().plans == 7 and offloader.report().state == "running"
-    offloader.close()
-    assert offloader.report().state == "finished"
 
 
 def test_a_run_that_has_not_trained_has_no_last_word(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,12 +108,9 @@ def ran(directory: Path, model: str, way: Way) -> tuple[OffloadReport, int]:
         subject = Subject(adapted(subject.model, way.lora_rank), subject.inputs)
     block = {"placement": "nvme" if way.offloaded else "keep", "min_tensor_bytes": MIN_BYTES, "rematerialize": False}
     config = OffloadConfig.model_validate({**block, "nvme_path": str(directory), "io": {"backend": "posix"}})
-    offloader = ActivationOffloader(config, AioConfig(), Accelerator())
-    try:
+    with closing(ActivationOffloader(config, AioConfig(), Accelerator())) as offloader:
         peak_bytes = peak_of(subject, offloader)
         return offloader.report(), peak_bytes
-    finally:
-        offloader.close()
 
 
 @pytest.mark.parametrize(("model", "training"), TABLE)

@@ -8,8 +8,8 @@ what it has read ahead in buffers of its own, where a CPU has it in staging.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,14 +99,9 @@ def test_a_run_fits_a_tenth_below_and_does_not_a_tenth_above(
             assert (peak_bytes <= room_bytes) is fits, (name, found[name], part, peak_bytes / room_bytes)
 
 
-@contextmanager
-def offloader_in(directory: Path) -> Iterator[ActivationOffloader]:
+def offloader_in(directory: Path) -> AbstractContextManager[ActivationOffloader]:
     config = OffloadConfig.model_validate({**BLOCK, "placement": "nvme", "nvme_path": str(directory)})
-    offloader = ActivationOffloader(config, AioConfig(), Accelerator())
-    try:
-        yield offloader
-    finally:
-        offloader.close()
+    return closing(ActivationOffloader(config, AioConfig(), Accelerator()))
 
 
 # ---- by hand --------------------------------------------------------------------------------------------------------

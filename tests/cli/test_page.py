@@ -10,7 +10,7 @@ from typing import Any
 from conftest import Cli
 
 from ds_tba.cli.page import render
-from ds_tba.report import OffloadReport
+from ds_tba.report import SCHEMA, OffloadReport
 
 GIB = 1 << 30
 HOSTILE = '</title></style><script>alert(1)</script><img src=x onerror="alert(1)">&\'"\ud800\u202e http://example.com/'
@@ -146,9 +146,12 @@ def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, cli: Cli
         holders=[{"module": "mlp", "op": "Mul", "newer": 1}],
         newer=[],
     )
+    del bare["schema"], bare["refused_sites"]  # as an older one
     (tmp_path / "report.json").write_text(json.dumps(bare))
     out = cli("report", str(tmp_path / "report.json")).out
     assert "42.00 TB a day" in out and "\\ud800" in out  # half a pair, which no terminal takes
+    read = OffloadReport.read_json(tmp_path / "report.json")
+    assert read.steps == 100 and read.refused_sites == {} and read.schema == SCHEMA
 
 
 def test_a_script_reads_what_all_reports_have(tmp_path: Path, cli: Cli) -> None:

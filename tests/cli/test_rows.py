@@ -403,16 +403,13 @@ def test_the_first_of_the_fastest_that_fit_is_recommended() -> None:
     assert holders(nothing[0], setup_of(trace))[0][0] == SAVED
 
 
-def with_inputs(trace: Trace) -> Trace:
-    """Blocks as those of Llama: what enters each is saved, and checkpointing keeps it alone."""
-    blocks = tuple(replace(one, inputs=(2 * at,)) for at, one in enumerate(trace.blocks))
-    return replace(trace, blocks=blocks, storages=(*trace.storages, *trace.storages[: 2 * len(blocks) : 2]))
-
-
 @pytest.mark.usefixtures("no_context")
 def test_host_memory_is_recommended_before_a_drive_where_it_is_enough() -> None:
     """Issue: 8 GiB of free host memory were passed over for a drive that lasted 26 days."""
-    trace = with_inputs(stack(4, rate=1e9, staging_bytes=SIZE))
+    plain = stack(4, rate=1e9, staging_bytes=SIZE)
+    # As Llama's: what enters each block is saved, and checkpointing keeps it alone.
+    blocks = tuple(replace(one, inputs=(2 * at,)) for at, one in enumerate(plain.blocks))
+    trace = replace(plain, blocks=blocks, storages=(*plain.storages, *plain.storages[: 2 * len(blocks) : 2]))
     setup = replace(setup_of(trace, 1 << 40), tbw=1.0)
     rows = by_name(setup)
     ours, kept, drive = (rows[f"+ checkpointing{end}"] for end in (" and host", "", " and NVMe"))

@@ -5,8 +5,6 @@ Losses, gradients and parameters are the same, bit for bit.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import forked
 import fsdp
 import pytest
 from compare import MIB, row
-from support import ranks, runs
 
 SECTION = "Loops without DeepSpeed, two ranks"
 BUDGET_BYTES = 96 << 10
@@ -79,36 +76,3 @@ def test_what_tensor_parallel_layers_save_as_dtensors_stays(tmp_path: Path, row_
     for report in (one for rank in ours for one in rank["reports"]):
         assert report["kept_bytes_by_reason"]["tensor subclass"] > 0 and report["offloaded_bytes"] > 0
     row_says(outcome(ours))
-
-
-# A reader of the guide has this code already; the guide shows what is added to it.
-GIVEN = """
-import torch
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-model = Model()
-batches = [torch.randn(512, 512) for _ in range(2)]
-"""
-
-
-def test_the_sample_of_the_guide_runs_as_it_stands(tmp_path: Path) -> None:
-    """On a directory that is there, in place of the drive that it names."""
-    guide = (runs.ROOT / "docs/guides/plain_pytorch.md").read_text()
-    (sample,) = re.findall(r"```text\n(.*?)```", guide, re.DOTALL)
-    path = tmp_path / "train.py"
-    path.write_text(GIVEN + sample.replace("/local_nvme", str(tmp_path)))
-    codes, outputs = ranks.fork(ranks.script, str(path), directory=tmp_path, ranks=2, timeout_s=300)
-    assert codes == [0, 0], "\n".join(outputs)
-    for name in ("report.json", "report.json.rank1"):
-        report = json.loads((tmp_path / name).read_text())
-        assert report["state"] == "finished" and report["steps"] == 2 and report["offloaded_bytes"] > 0

@@ -36,7 +36,6 @@ def test_a_step_that_was_given_up_takes_nothing_of_the_next_engine_s(tmp_path: P
         pytest.param({"placement": "adaptive", "activation_budget_bytes": 100_000}, marks=pytest.mark.thorough),
         pytest.param({"placement": "keep"}, marks=pytest.mark.thorough),
         {"placement": "host", "host_budget_bytes": 8 << 20},
-        pytest.param(UNTIL_BACKWARD, marks=pytest.mark.thorough),  # in test_until_backward.py
     ],
     ids=lambda block: "-".join(f"{value}" for value in block.values()) or "nvme",
 )

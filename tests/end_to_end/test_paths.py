@@ -57,17 +57,13 @@ def test_a_read_only_mount(disk: Disk) -> None:
 
 
 def test_environment_variables_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "swap").mkdir()
+    for name in ("swap", "$weird"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SCRATCH_OF_JOB", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("$SCRATCH_OF_JOB/swap", "${SCRATCH_OF_JOB}/swap", "~/swap", "$HOME/swap"):
+    for name in ("$SCRATCH_OF_JOB/swap", "${SCRATCH_OF_JOB}/swap", "~/swap", "$HOME/swap", "swap"):
         (directory,) = check_directories((name,), 1, 1)
         assert directory.path == tmp_path / "swap"
+    assert check_directories(("$weird",), 1, 1)[0].path == tmp_path / "$weird"
     assert checked_path("report.path", "$SCRATCH_OF_JOB/report.json", 1) == tmp_path / "report.json.rank1"
-
-
-def test_a_name_with_a_dollar_and_a_relative_path_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("here", "$weird"):
-        (tmp_path / name).mkdir()
-        assert check_directories((name,), 1, 1)[0].path == tmp_path / name

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.disks import until
 from support.models import Stack
-from support.stepping import end_step, forward, note_backward, offloader_of
+from support.stepping import forward, offloader_of, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,11 +107,7 @@ def fail(net: Net, save: Callable[[Tensor], Tensor]) -> None:
 def test_nothing_is_left_of_a_backward_that_raised(tmp_path: Path, block: dict[str, Any], kind: str) -> None:
     net = Net()
     offloader: ActivationOffloader = offloader_of(tmp_path, net, min_tensor_bytes=2048, **block)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    for _ in range(5 if block is RECOMPUTED else 1):
-        forward(net, torch.randn(ROWS, WIDTH), offloader).backward()
-        note_backward(offloader)
-        end_step(optimizer, offloader)
+    train(net, offloader, (torch.randn(ROWS, WIDTH) for _ in range(5 if block is RECOMPUTED else 1)))
     net.kind = kind
     fail(net, lambda x: forward(net, x, offloader))
     if block is RECOMPUTED:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import forked
 import pytest
 import torch
@@ -18,6 +20,8 @@ from support.offloaders import watching
 from support.planned_training import ROWS, WIDTH, Model
 from support.stepping import end_step, forward, note_backward
 
+from ds_tba import ranks
+from ds_tba.device.accelerator import available_bytes
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Ranks
 
@@ -126,3 +130,48 @@ def test_a_path_that_one_of_three_ranks_has_not_is_told_by_all(tmp_path: Path) -
     missing = f"PathError: nvme_path {tmp_path}/1 does not exist"
     assert done.output.count(f"rank 1 cannot do what ds_config.json asks for, so no rank trains: {missing}") == 2
     assert done.output.count(missing) == 3
+
+
+# ---- what each may take of the machine, whoever has started them, and whatever variables that has set --------------
+
+
+def shares(config: dict[str, Any], where: str) -> dict[str, float]:
+    """Make an engine; return what its rank may take of the machine."""
+    before_bytes = available_bytes()
+    model = torch.nn.Linear(4, 4)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    tiers = engine.activation_offloader._tiers
+    deepspeed.comm.barrier()
+    statvfs = os.statvfs(where)
+    found = {
+        "swap": tiers.paths[0].file.limit_bytes / (statvfs.f_bavail * statvfs.f_frsize),
+        "host_bytes": tiers.host.limit_bytes,
+        "available_bytes": before_bytes,
+        "endurance_tbw": tiers.left_tbw(),
+    }
+    deepspeed.comm.barrier()
+    engine.destroy()
+    deepspeed.comm.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, {"LOCAL_SIZE": "64"}],
+    ids=["by hand", "mpirun", "of an allocation"],
+)
+def test_ranks_started_without_a_launcher_divide_the_machine(tmp_path: Path, variables: dict[str, str]) -> None:
+    block = {"placement": "nvme", "host_budget_bytes": None, "ssd": {"rated_endurance_tbw": 600}}
+    config = runs.with_block(runs.plain_config(), tmp_path, **block, io={"staging_bytes": 1 << 20})
+    own = {"LOCAL_WORLD_SIZE": None, **variables}
+    found = forked.run(shares, config, tmp_path, ranks=2, variables=own, where=str(tmp_path))
+    assert all(one["swap"] < 1.1 * 0.9 / 2 for one in found)
+    assert sum(one["host_bytes"] for one in found) <= sum(one["available_bytes"] for one in found) / 2
+    assert [one["endurance_tbw"] for one in found] == [600 / 2] * 2
+
+
+def test_a_kernel_without_a_boot_id_is_told_by_its_host_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ranks.machine()
+    monkeypatch.setattr(ranks, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    assert ranks.machine() == "node7" != own

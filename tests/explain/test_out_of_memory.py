@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Closing
+from support import stepping
 from support.models import Stack
 from support.stepping import assert_same_steps, end_step, forward, note_backward, offloader_of
 from torch import nn
@@ -94,14 +95,6 @@ def seeded(**options: bool) -> Model:
     return Model(**options)
 
 
-def good_steps(model: Model, offloader: ActivationOffloader, count: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(count):
-        forward(model, torch.randn(8, 16, 32), offloader).backward()
-        note_backward(offloader)
-        end_step(optimizer, offloader)
-
-
 def train(model: Model, offloader: ActivationOffloader | None, phase: str) -> list[list[torch.Tensor]]:
     """A program halves a batch which does not fit, and keeps its errors. In each step the first try fails."""
     chance = torch.Generator().manual_seed(1)
@@ -175,6 +168,11 @@ def test_an_error_that_was_told_of_holds_no_tensor(make: Make) -> None:
     assert offloader.cache.stats.resident.now == 0
 
 
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
 def fail(*_: Any) -> Any:
     raise KeyError("a defect of ours")
 
@@ -196,19 +194,11 @@ def test_what_fails_in_telling_hides_nothing(
             offloader.note_failure(error)
             raise
     monkeypatch.undo()
+    offloader.note_failure(Mute())
     offloader.close()
     assert type(caught.value) is RuntimeError
     assert "fail_in" in "".join(traceback.format_tb(caught.value.__traceback__))
     assert caught.value.__context__ is None
-
-
-def test_an_error_without_words_hides_nothing(make: Make) -> None:
-    class Mute(RuntimeError):
-        def __str__(self) -> str:
-            raise KeyError("no words")
-
-    offloader = make(seeded(), placement="keep")
-    offloader.note_failure(Mute())
 
 
 def told(offloader: ActivationOffloader, run: Callable[[], object], caplog: pytest.LogCaptureFixture) -> str:
@@ -231,7 +221,7 @@ def test_the_phase_is_told_in_steps_that_are_looked_at_and_in_others(
 ) -> None:
     model = seeded()
     offloader = make(model, placement="keep")
-    good_steps(model, offloader, step - 1)
+    stepping.train(model, offloader, (torch.randn(8, 16, 32) for _ in range(step - 1)))
     model.layers[2].fails_in = "forward"
     text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
     assert f"step {step}, in the forward" in text and "layers.*" in text
@@ -314,13 +304,8 @@ def test_who_asks_without_a_model_is_told_of_the_steps_from_then_on(closing: Clo
         x.exp().sum().backward()
     one.note_step()
     assert "test_out_of_memory.py" in one.explain() and "rank 0, step 2." in one.explain()
-
-
-def test_the_model_counts_where_somebody_counts_it(closing: Closing) -> None:
-    config = OffloadConfig(placement="keep", min_tensor_bytes=1)
-    one: ActivationOffloader = closing(ActivationOffloader)(config, AioConfig(), Accelerator())
     memory = ModelMemory({"parameters": 3 << 20, "optimizer states": 5 << 20})
-    one.watch(nn.Linear(1, 1), meter=lambda: memory)
+    one.watch(nn.Linear(1, 1), meter=lambda: memory)  # where somebody counts the model, it is told, too
     assert "parameters 3.00 MiB, optimizer states 5.00 MiB" in one.explain()
 
 

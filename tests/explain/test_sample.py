@@ -124,9 +124,9 @@ def test_odd_tensors_are_looked_at_without_an_error(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("placement", ["nvme", "keep"])
-def test_holders_are_what_the_cache_counts(make: Make, placement: str) -> None:
-    model, offloader = make(placement=placement, rematerialize=False)
+@pytest.mark.parametrize(("placement", "rematerialize"), [("nvme", False), ("keep", False), ("nvme", True)])
+def test_holders_are_what_the_cache_counts(make: Make, placement: str, rematerialize: bool) -> None:
+    model, offloader = make(placement=placement, rematerialize=rematerialize)
     train(model, offloader, 4)
     report = offloader.report()
     by_module = {(one["module"], one["op"]): one for one in report.holders}
@@ -135,6 +135,8 @@ def test_holders_are_what_the_cache_counts(make: Make, placement: str) -> None:
     assert (projections["tensors"], projections["saved_bytes"]) == (LAYERS, LAYERS * 4 * 64 * 256 * 4)
     moved = sum(one["moved_bytes"] for one in report.holders)
     assert (moved > 0) == (placement == "nvme")
+    again = sum(one["again_bytes"] for one in report.holders)
+    assert (again > 0) == (report.rematerialized_bytes > 0) == rematerialize
     assert sum(one["saved_bytes"] for one in report.holders) == report.peak_saved_bytes_without
     assert report.holders_step == 4
 
@@ -142,14 +144,6 @@ def test_holders_are_what_the_cache_counts(make: Make, placement: str) -> None:
 def test_numbers_of_layers_are_merged() -> None:
     names = ["0", "h.3.experts.12.w1", "conv2d.layer1", ""]
     assert [sample.LAYER_NUMBER.sub("*", one) for one in names] == ["*", "h.*.experts.*.w1", "conv2d.layer1", ""]
-
-
-def test_a_tensor_that_is_made_again_counts_as_that(make: Make) -> None:
-    model, offloader = make(placement="nvme")
-    train(model, offloader, 8)
-    report = offloader.report()
-    assert any(one["again_bytes"] for one in report.holders)
-    assert report.rematerialized_bytes > 0
 
 
 def test_steps_that_are_not_sampled_have_the_hooks_of_the_cache(make: Make) -> None:

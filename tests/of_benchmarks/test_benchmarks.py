@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import benchmarking
+import peers
 import pytest
+import torch
 import update_time
+from control_group import available
+from plan_memory import SETTINGS, slope
 from soaking.meters import disk_bytes
 from support import runs
+from torch.autograd.graph import save_on_cpu
 
 MIB = 1 << 20
 
@@ -151,3 +156,69 @@ def test_ratios_are_to_the_same_round() -> None:
     rounds = [{"stock": {"s": 1.0}, "x": {"s": 3.0}}, {"stock": {"s": 10.0}, "x": {"s": 5.0}}]
     assert benchmarking.ratios(rounds, "x", itemgetter("s"), "stock") == [0.5, 3.0]
     assert update_time.spread([1.0, 2.0, 3.0, 4.0]) == "2.500 (2.00-3.00) [1.00-4.00]"
+
+
+def test_memory_per_token_is_the_slope_between_the_first_length_and_the_last() -> None:
+    assert slope([1024, 1536, 3072], [5 << 20, 0, 11 << 20]) == 3.0
+
+
+@pytest.mark.thorough
+@pytest.mark.engine
+def test_plan_memory_tiny(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = ("--models", "Llama", "--layers", "2", "--lengths", "64", "128")
+    runs.benchmark("plan_memory.py", *small, "--nvme_path", tmp_path, "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())["bytes"]["Llama"]
+    for name in SETTINGS:
+        assert all(nbytes > 0 for kind in ("plan", "run") for nbytes in found[kind][name])
+
+
+@pytest.mark.thorough
+@pytest.mark.engine
+def test_in_a_small_control_group_only_ours_finishes(tmp_path: Path) -> None:
+    """Others are killed, ours is bit-equal."""
+    pytest.importorskip("transformers")
+    if why_not := available():
+        pytest.skip(why_not)
+    size = ("--layers", "64", "--width", "64", "--rows", "16", "--steps", "2", "--nvme_path", tmp_path)
+    output = runs.benchmark("control_group.py", *size)
+    assert output.count("killed by the kernel") == 3 and "finishes, losses equal" in output
+
+
+# ---- others' ways and ours over one model --------------------------------------------------------------------------
+
+KIB_64 = 64 << 10
+
+
+@pytest.mark.thorough
+def test_peers_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("curves.turns.STEPS_AT_REST", 1)
+    (tmp_path / "nvme").mkdir()
+    options = ["--tiny", "--rounds", "2", "--steps", "1", "--nvme_path", str(tmp_path / "nvme")]
+    assert peers.main([*options, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "peers.json").read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert set(rows) > set(peers.PEERS)
+    text = (tmp_path / "out" / "peers.md").read_text()
+    assert all(f"| {name} |" in text for name in rows)
+    ran = {name: row for name, row in rows.items() if "error" not in row}
+    assert {"torch checkpoint", "torch save_on_cpu", "transformers offload", "TRL OffloadActivations"} < set(ran)
+    assert all(row["exact"] for row in ran.values())
+    plain = ran["plain"]
+    assert plain["moved_bytes"] == 0 and plain["peak_bytes"] == ran["plain again"]["peak_bytes"]
+    for name in ("torch save_on_cpu", "TRL OffloadActivations", "ds_tba, placement nvme"):
+        assert ran[name]["moved_bytes"] > 0 and ran[name]["peak_bytes"] < plain["peak_bytes"], name
+    for row in rows.values():
+        assert "error" not in row or "No module named" in row["error"], row
+
+
+@pytest.mark.thorough
+def test_the_meter_tells_host_memory_apart() -> None:
+    x = torch.randn(128, 128, requires_grad=True)
+    with peers.Meter([x.untyped_storage()], is_cuda=False) as meter:
+        with peers.cpu_as_device(), save_on_cpu(pin_memory=True):
+            y = x.exp()  # saves its result, of 64 KiB
+            y = y.sin().sum()
+        y.backward()
+    assert meter.host_peak_bytes == 2 * KIB_64  # no peer looks whether it has a tensor already
+    assert meter.peak_bytes <= 4 * KIB_64 + 8

@@ -26,6 +26,7 @@ from gpu.smoke import CONTROL, KEEP, SHOWN, Setting, Smoke
 from gpu.table import PARTS, markdown
 from hook_cost import KINDS
 from support import runs
+from support.disks import until
 
 COMMAND = [sys.executable, str(runs.ROOT / "benchmarks" / "gpu")]
 NAME = "gpu_rehearsal_2026-01-02"
@@ -55,19 +56,13 @@ def ended(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.fixture
-def without_deepspeed(tmp_path: Path) -> Path:
-    """As on a machine that does not have it: what comes before the update needs none."""
-    package = tmp_path / "modules" / "deepspeed"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('DeepSpeed is not here')")
-    return package.parent
-
-
 @pytest.mark.long
 @pytest.mark.engine
-def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path, without_deepspeed: Path) -> None:
-    out = tmp_path / "out"
+def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path) -> None:
+    """Without DeepSpeed, which what comes before the update does not need."""
+    out, without_deepspeed = tmp_path / "out", tmp_path / "modules"
+    (without_deepspeed / "deepspeed").mkdir(parents=True)
+    (without_deepspeed / "deepspeed" / "__init__.py").write_text("raise ImportError('DeepSpeed is not here')")
     path = out / f"{NAME}.json"
 
     def states() -> dict[str, str]:
@@ -223,26 +218,21 @@ def test_what_is_built_meanwhile_stands_still_beside_what_is_timed(tmp_path: Pat
     build = Build(tmp_path, program)
     assert build.variables == {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
 
-    def state() -> str:
+    def comes_to(wanted: str) -> None:
         assert build._process is not None
-        return Path(f"/proc/{build._process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-    def comes_to(wanted: str) -> bool:
-        deadline = time.monotonic() + 30
-        while state() not in wanted and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return state() in wanted
+        path = Path(f"/proc/{build._process.pid}/stat")
+        until(lambda: path.read_text().rpartition(")")[2].split()[0] in wanted, wanted)
 
     named = {one.name: one for one in chosen(None, rehearse=False)}
     build.allow(named["probe"])
     assert build._process is None
     build.allow(named["smoke"])
-    assert comes_to("RSD")
+    comes_to("RSD")
     for name in ("headline", "hooks"):
         build.allow(named[name])
-        assert comes_to("T")
+        comes_to("T")
     build.allow(named["update"])
-    assert comes_to("RSD")
+    comes_to("RSD")
     build.end()
     assert build._process is not None and build._process.returncode == -signal.SIGKILL
 

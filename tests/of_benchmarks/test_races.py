@@ -35,6 +35,8 @@ def test_adaptive_must_be_as_small_and_as_fast_as_each_other_point_with_one_of_i
     found = verdict([*BASE, *others, *near])
     assert found.beaten == [] and found.holds
     assert "adaptive on or beyond every other curve: yes" in found.line()
+    hooked = verdict([*BASE, *others, *near, made("keep", "keep", 1.04, 100)])
+    assert hooked.holds and "the hooks alone: +4.0% of the plain step" in hooked.line()
     slow = [near[0], near[1], made("c", "adaptive", 1.4, 20)]
     assert verdict([*BASE, *others, *slow]).beaten == ["recompute"]
     large = [near[0], made("b", "adaptive", 1.09, int(40 + 100 * PEAK_NOISE) + 1), near[2]]
@@ -69,11 +71,6 @@ def test_turns_are_compared_with_those_of_the_same_round() -> None:
     mine = made("a", "adaptive", 1.0, 40, turns_s=tuple(1.01 * s for s in slow_twice))
     assert verdict([*BASE, other, mine]).beaten == []
     assert verdict([*BASE, other, replace(mine, turns_s=tuple(1.03 * s for s in slow_twice))]).beaten == ["tba"]
-
-
-def test_what_the_hooks_cost_is_said() -> None:
-    found = verdict([*BASE, made("keep", "keep", 1.04, 100), made("a", "adaptive", 1.04, 100)])
-    assert found.holds and "the hooks alone: +4.0% of the plain step" in found.line()
 
 
 @pytest.mark.parametrize(("what", "bound"), [("peak_error", PEAK_ERROR), ("step_error", STEP_ERROR)])

@@ -5,7 +5,8 @@ without us.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ def ends() -> list[bool]:
     return vars(os).setdefault("_test_of_ds_tba", {}).setdefault("ends", [])  # type: ignore[no-any-return]
 
 
+def reentrant(kind: type[Any]) -> Any:
+    return type(f"{kind.__name__}Reentrant", (kind,), {"use_reentrant": True})
+
+
 class Inside(Plain):
     """Checkpoints a part of its forward."""
 
@@ -41,10 +46,6 @@ class Inside(Plain):
     def ended(self, x: Tensor) -> Tensor:
         ends().append(torch._C._current_graph_task_id() != -1)
         return x
-
-
-class InsideReentrant(Inside):
-    use_reentrant = True
 
 
 class Twice(Inside):
@@ -64,10 +65,6 @@ class Whole(Plain):
         return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
 
 
-class WholeReentrant(Whole):
-    use_reentrant = True
-
-
 class Embedded(Net):
     """Its blocks have inputs with gradients, which reentrant checkpoints need."""
 
@@ -84,10 +81,6 @@ class Around(Embedded):
 
     def call(self, layer: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(layer, x, use_reentrant=self.use_reentrant)  # type: ignore[no-any-return]
-
-
-class AroundReentrant(Around):
-    use_reentrant = True
 
 
 class Compiled(Embedded):
@@ -112,7 +105,7 @@ class Elsewhere(Embedded):
         return type(layer).forward(layer, x)
 
 
-@pytest.mark.parametrize("block", [Inside, InsideReentrant, Twice])
+@pytest.mark.parametrize("block", [Inside, reentrant(Inside), Twice])
 def test_a_block_that_checkpoints_a_part_of_itself_is_recomputed(
     make: Callable[..., ActivationOffloader], block: Callable[[], nn.Module]
 ) -> None:
@@ -120,24 +113,12 @@ def test_a_block_that_checkpoints_a_part_of_itself_is_recomputed(
     assert report.plan is not None and report.plan["recomputed_blocks"] == DEPTH and report.recomputed_bytes > 0
 
 
-@pytest.fixture
-def stop_early() -> Iterator[Callable[[bool], None]]:
-    """Sets what a checkpoint of the user's does, for the length of a test."""
-    before = checkpointing._enable_checkpoint_early_stop
-
-    def stop_early(is_on: bool) -> None:
-        checkpointing._enable_checkpoint_early_stop = is_on
-
-    yield stop_early
-    checkpointing._enable_checkpoint_early_stop = before
-
-
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_checkpoint_inside_stops_where_it_stops_without_us(
-    make: Callable[..., ActivationOffloader], stop_early: Callable[[bool], None], is_on: bool
+    make: Callable[..., ActivationOffloader], monkeypatch: pytest.MonkeyPatch, is_on: bool
 ) -> None:
     """Under ZeRO-3 the hooks after what is checkpointed would let go of parameters that backward is using."""
-    stop_early(is_on)
+    monkeypatch.setattr(checkpointing, "_enable_checkpoint_early_stop", is_on)
     steps, found = 5, []
     for recompute in (False, True):
         ends().clear()
@@ -155,9 +136,9 @@ def test_a_checkpoint_inside_stops_where_it_stops_without_us(
     ("block", "net"),
     [
         (Whole, Embedded),
-        (WholeReentrant, Embedded),
+        (reentrant(Whole), Embedded),
         (Plain, Around),
-        (Plain, AroundReentrant),
+        (Plain, reentrant(Around)),
         (Plain, Compiled),
         (Plain, CompiledInPlace),
         (Plain, Elsewhere),

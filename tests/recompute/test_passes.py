@@ -6,6 +6,7 @@ A block of plain layers gives every bit; under the default block nothing runs tw
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -47,14 +48,25 @@ class Renormalizes(Plain):
         return super().forward(x + self.offsets(torch.arange(ROWS)))
 
 
-class Counts(Plain):
-    """A number in an attribute."""
+class Scales(Plain):
+    """Scales its input by what a function of its own returns."""
 
-    calls = 0
+    def __init__(self, factor: Callable[[], Any]) -> None:
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (1 + self.calls / 100)
+        return super().forward(x * self.factor())
+
+
+def counts() -> Scales:
+    numbers = itertools.count(1)
+    return Scales(lambda: 1 + next(numbers) / 100)
+
+
+def has_a_generator() -> Scales:
+    chance = torch.Generator().manual_seed(5)
+    return Scales(lambda: 1 + torch.rand(WIDTH, generator=chance) / 10)
 
 
 class Memory(Plain):
@@ -66,26 +78,7 @@ class Memory(Plain):
         return super().forward(x if self.memory is None else x + self.memory)
 
 
-class OwnGenerator(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chance = torch.Generator().manual_seed(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * (1 + torch.rand(WIDTH, generator=self.chance) / 10))
-
-
-class PythonRandom(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + random.random())
-
-
 SCALE: ContextVar[float] = ContextVar("SCALE", default=1.0)
-
-
-class ReadsContext(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * SCALE.get())
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------
@@ -108,11 +101,11 @@ class InContext(Net):
 
 
 STATEFUL: dict[str, tuple[Make, type[Net]]] = {
-    "counter": (Counts, Net),
-    "own generator": (OwnGenerator, Net),
-    "Python's random": (PythonRandom, Net),
+    "counter": (counts, Net),
+    "own generator": (has_a_generator, Net),
+    "Python's random": (lambda: Scales(lambda: 1 + random.random()), Net),
     "memory of the last segment": (Memory, SetsMemory),
-    "ContextVar": (ReadsContext, InContext),
+    "ContextVar": (lambda: Scales(SCALE.get), InContext),
 }
 PLAIN: dict[str, tuple[Make, type[Net]]] = {
     "an embedding with max_norm": (Renormalizes, Net),
@@ -125,7 +118,7 @@ PLAIN: dict[str, tuple[Make, type[Net]]] = {
 
 
 def test_under_the_default_block_nothing_runs_twice(make: Callable[..., ActivationOffloader]) -> None:
-    report = check(make, Counts, Net).report()
+    report = check(make, counts, Net).report()
     assert report.plans >= 1 and report.recomputed_bytes == 0
 
 
@@ -155,7 +148,7 @@ def test_a_block_with_state_is_left_out_by_naming_the_others(make: Callable[...,
     made: list[nn.Module] = []
 
     def block() -> nn.Module:
-        made.append(Counts() if len(made) % DEPTH == 1 else Plain())
+        made.append(counts() if len(made) % DEPTH == 1 else Plain())
         return made[-1]
 
     report = check(make, block, Net, recompute=["layers.0", "*.2"]).report()

@@ -331,24 +331,7 @@ class Force(Linear):
         return x + 0.1 * force
 
 
-def test_a_block_may_take_a_gradient_in_its_forward() -> None:
-    """The checkpoint runs it again then, before there is an output to compare with."""
-    bench = Bench(Force)
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
-
-
 # ---- autograd -------------------------------------------------------------------------------------------------------
-
-
-def test_backward_twice_through_one_graph() -> None:
-    def twice(loss: Tensor) -> None:
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    bench = Bench()
-    bench.check(0, 1, 2, 3, backward=twice)
-    assert bench.saved_again()
 
 
 def test_double_backward() -> None:
@@ -364,28 +347,55 @@ def test_double_backward() -> None:
     assert bench.saved_again()
 
 
-@pytest.mark.parametrize("frozen", ["some blocks", "all before", "shared"])
-def test_frozen_and_shared_blocks(frozen: str) -> None:
-    class Shared(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(3):
-                x = self.layers[0](x)
-            return x.pow(2).mean()
+class Shared(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.layers[0](x)
+        return x.pow(2).mean()
 
-    class Headless(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.detach()) + x.sum()
 
-    if frozen == "shared":
-        bench = Bench(depth=1, net=Shared)
-    else:
-        bench = Bench(net=Headless if frozen == "all before" else Net)
-        for model in (bench.model, bench.twin):
-            parts = model.layers[::2] if frozen == "some blocks" else [model.first, model.layers[0]]
-            for part in parts:
-                part.requires_grad_(False)
-    bench.check(*range(len(bench.paths)))
+class Headless(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach()) + x.sum()
+
+
+@pytest.mark.parametrize("frozen", ["some blocks", "all before"])
+def test_frozen_blocks(frozen: str) -> None:
+    bench = Bench(net=Headless if frozen == "all before" else Net)
+    for model in (bench.model, bench.twin):
+        parts = model.layers[::2] if frozen == "some blocks" else [model.first, model.layers[0]]
+        for part in parts:
+            part.requires_grad_(False)
+    bench.check(0, 1, 2, 3)
     assert bench.saved_again()
+
+
+def twice(loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+class ReturnsBias(Linear):
+    """Leaves adding its bias to a later kernel, as Megatron's layers do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
+        return torch.tanh(torch.nn.functional.linear(x, self.linear.weight)), self.linear.bias
+
+
+@pytest.mark.parametrize(
+    ("bench", "more"),
+    [
+        (lambda: Bench(depth=1, net=Shared), {}),
+        (Bench, {"backward": twice}),
+        (lambda: Bench(ReturnsBias, net=around_each(lambda layer, x: sum(layer(x)))), {}),
+        (lambda: Bench(Force), {}),  # the checkpoint runs it again then, before there is an output to compare with
+    ],
+    ids=["a shared block", "backward twice", "a parameter beside the output", "a gradient taken in forward"],
+)
+def test_a_block_is_exact(bench: Callable[[], Bench], more: dict[str, Any]) -> None:
+    made = bench()
+    made.check(*range(len(made.paths)), **more)
+    assert made.saved_again()
 
 
 # ---- what a second run may not meet ---------------------------------------------------------------------------------
@@ -584,19 +594,6 @@ def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.Monkey
         loss.backward()
     monkeypatch.delenv("BROKEN")
     bench.check(1)
-
-
-class ReturnsBias(Linear):
-    """Leaves adding its bias to a later kernel, as Megatron's layers do."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
-        return torch.tanh(torch.nn.functional.linear(x, self.linear.weight)), self.linear.bias
-
-
-def test_a_block_may_return_a_parameter_beside_its_output() -> None:
-    bench = Bench(ReturnsBias, net=around_each(lambda layer, x: sum(layer(x))))
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
 
 
 class Returns(Linear):

@@ -103,11 +103,14 @@ def saved_by_policy(layers: int = 3, steps: int = 3) -> int:
     return layers * steps * 3 * BYTES
 
 
-def test_what_a_policy_saves_moves(cache: TensorCache) -> None:
-    hazards.check(over_layers(selective(), **{RESPECT: False}), cache)
-    inputs = moved_bytes(cache)
-    hazards.check(over_layers(selective()), cache)
-    assert moved_bytes(cache) == 2 * inputs + saved_by_policy()
+def test_what_a_policy_saves_moves_unless_the_call_says_no(cache: TensorCache) -> None:
+    moved = []
+    for more in ({RESPECT: False}, {}, {RESPECT: True}):
+        before = moved_bytes(cache)
+        hazards.check(over_layers(selective(), **more), cache)
+        moved.append(moved_bytes(cache) - before)
+    inputs = moved[0]
+    assert inputs < saved_by_policy() and moved[1:] == [inputs + saved_by_policy()] * 2
 
 
 @pytest.mark.parametrize("policy", [everything, [aten.view.default, aten.transpose.int, aten.t.default, *MM]])
@@ -115,12 +118,6 @@ def test_views_and_all_else_that_a_policy_may_name(cache: TensorCache, policy: A
     hazards.check(over_layers(selective(policy)), cache)
     # What a policy saves has no graph: of everything most shares memory with another tensor, and stays.
     assert moved_bytes(cache) > (0 if policy is everything else saved_by_policy())
-
-
-@pytest.mark.parametrize("choice", [True, False])
-def test_what_the_call_says_stays(cache: TensorCache, choice: bool) -> None:
-    hazards.check(over_layers(selective(), **{RESPECT: choice}), cache)
-    assert (moved_bytes(cache) >= saved_by_policy()) == choice
 
 
 def test_kept_and_small_tensors_too() -> None:

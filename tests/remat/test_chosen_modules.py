@@ -276,10 +276,8 @@ def test_a_stage_of_a_pipeline_need_not_have_what_another_has(tmp_path: Path, cl
         offloader.watch(model(), everyone=OtherStage({"*.embedding": "no module of that stage either"}))
 
 
-def test_a_loop_takes_except_with_an_underscore_and_needs_a_model(tmp_path: Path) -> None:
+def test_a_loop_takes_except_with_an_underscore(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"nvme_path": str(tmp_path), "placement": "nvme", "except_": ["*.mlp"]}
-    with pytest.raises(ConfigError, match="a model is missing, for only or except: give it"):
-        ds_tba.Offloader(**keys)
     ours, in_mlps = model(), saved_bytes(model(), "mlp")[0]
     with ds_tba.Offloader(ours, min_tensor_bytes=LEAST_BYTES, io={"staging_bytes": 16 << 20}, **keys) as offloader:
         with offloader.saving():

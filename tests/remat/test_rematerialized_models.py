@@ -8,7 +8,7 @@ is small, because the logits are not the subject.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
 from ds_tba.storage.base import Always
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH, HEADS, WORDS = 256, 8, 128
 STEPS = 3
 DROPPED = 0.1
@@ -137,11 +138,6 @@ REACHED = {
     ("Mixtral-8x7B", EVERYWHERE, "fp32"): 0.42,
     ("Mixtral-8x7B", EVERYWHERE, "bf16"): 0.37,
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> Iterator[None]:
-    yield
 
 
 def batch_of(model: Model, dtype: torch.dtype) -> dict[str, torch.Tensor]:

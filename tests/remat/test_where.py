@@ -29,16 +29,13 @@ class Notes(nn.Module):
 
 
 def test_a_line_of_a_module_is_told_from_another_and_from_that_of_another_module() -> None:
+    assert RunningModule().path() == "" and position_in_code() == 0  # outside of all
     one, other = Notes(), Notes()
     one(ones(1))
     other(ones(1))
     assert [path for path, _ in one.found] == ["layers.0"] * 3
     first, again, later = (place for _, place in one.found)
     assert first == again != later and not {place for _, place in other.found} & {first, later}
-
-
-def test_outside_of_modules_there_is_no_path() -> None:
-    assert RunningModule().path() == "" and position_in_code() == 0
 
 
 class Told(nn.Module):

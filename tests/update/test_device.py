@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Closing
+from support.disks import until
 from support.late_device import LateDevice
 
 from ds_tba.device.accelerator import Accelerator
@@ -107,13 +108,6 @@ def submit(
     )
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.0002)
-
-
 # ---- Random steps ---------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +155,7 @@ class Training:
                 continue
             target = self.parameters[cut] if chance.random() < 0.8 else None
             missing += [] if target is not None else [cut]
-            until(pipeline.has_room)
+            until(pipeline.has_room, "a free slot")
             submit(pipeline, tensors, target, factor, partial(update, rate))
             tensors.clear()  # the last hold on the gradient
         pipeline.drain()
@@ -250,11 +244,6 @@ def a_step(device: LateDevice) -> tuple[DevicePipeline, Tensors, torch.Tensor]:
     return pipeline, state(CHUNK), target
 
 
-def parameters_now(target: torch.Tensor) -> torch.Tensor:
-    """Behind the back of the streams."""
-    return target.clone()
-
-
 @pytest.mark.parametrize("held", [KERNELS, UP, COMPUTE, DOWN])
 def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., LateDevice], held: int) -> None:
     device = make_device(longest_pause_s=0.0)
@@ -267,15 +256,15 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     submit(pipeline, tensors, target, 0.5)
     event = pipeline.upload(staged, uploaded)
     if held in (COMPUTE, DOWN):  # an upload waits for neither
-        until(event.query)
-        assert bool(parameters_now(uploaded).all())
+        until(event.query, "an upload")
+        assert bool(uploaded.all())
     if held == DOWN:  # nor does a cast
-        until(lambda: same([parameters_now(target)], [new[0].bfloat16()]))
+        until(lambda: same([target.clone()], [new[0].bfloat16()]), "a cast")
     time.sleep(WRONG_SOON_S)
 
     assert same(tensors, old) and not pipeline.has_room()
-    assert held == DOWN or not bool(parameters_now(target).any())
-    assert held in (COMPUTE, DOWN) or not (event.query() or bool(parameters_now(uploaded).any()))
+    assert held == DOWN or not bool(target.any())
+    assert held in (COMPUTE, DOWN) or not (event.query() or bool(uploaded.any()))
 
     drained = threading.Event()
     thread = threading.Thread(target=lambda: (pipeline.drain(), drained.set()))
@@ -284,8 +273,8 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     assert not drained.is_set()
     gate.let_go()
     thread.join()
-    assert same([*tensors, parameters_now(target)], [*new, new[0].bfloat16()])
-    assert bool(parameters_now(uploaded).all())
+    assert same([*tensors, target.clone()], [*new, new[0].bfloat16()])
+    assert bool(uploaded.all())
     assert not device.is_freed_memory_written()
 
 
@@ -318,13 +307,13 @@ def test_without_memory_for_a_slot_the_host_still_uploads(make_device: Callable[
     timer = threading.Timer(WRONG_SOON_S, gate.let_go)
     timer.start()
     pipeline.drain()  # which waits for the upload alone
-    assert bool(parameters_now(target).all())
+    assert bool(target.all())
 
     device.arrays = 5  # type: ignore[attr-defined]
     assert pipeline.begin(most_jobs=9)
     submit(pipeline, tensors, target)
     pipeline.drain()
-    assert same([parameters_now(target)], [tensors[0].bfloat16()])
+    assert same([target.clone()], [tensors[0].bfloat16()])
 
 
 def test_slots_are_as_many_as_there_is_memory_for(make_device: Callable[..., LateDevice]) -> None:
@@ -373,12 +362,12 @@ def test_an_update_that_raises_leaves_its_chunk_as_it_was(
     expected = [*updated(chunks[0], 0.5), *updated(chunks[1], 0.5), *[tensor.clone() for tensor in chunks[2]]]
     assert pipeline.begin(most_jobs=9)
     for tensors, target in zip(chunks[:2], targets, strict=False):
-        until(pipeline.has_room)
+        until(pipeline.has_room, "a free slot")
         submit(pipeline, tensors, target, 0.5)
-    until(pipeline.has_room)
+    until(pipeline.has_room, "a free slot")
     gate = None
     if isinstance(device, LateDevice):
-        until(lambda: pipeline.has_room() and len(pipeline._free) == 2)
+        until(lambda: pipeline.has_room() and len(pipeline._free) == 2, "two free slots")
         gate = Held(device, COMPUTE)
     with pytest.raises(UpdateError):
         submit(pipeline, chunks[2], targets[2], 0.5, failing)
@@ -400,4 +389,4 @@ def test_an_update_that_raises_leaves_its_chunk_as_it_was(
     assert pipeline.begin(most_jobs=9)
     submit(pipeline, chunks[2], targets[2], 0.5)
     pipeline.drain()
-    assert same([*chunks[2], parameters_now(targets[2])], [*again, again[0].bfloat16()])
+    assert same([*chunks[2], targets[2].clone()], [*again, again[0].bfloat16()])

@@ -27,15 +27,6 @@ def op() -> Any:
     return CPUAdamBuilder().load()
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """OpenMP's threads, torch's and CPUAdam's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @contextmanager
 def adams(op: Any, count: int, beta1: float, beta2: float, *, adamw: bool = True) -> Iterator[list[Any]]:
     """C++ objects of one kind, as functions that update."""
@@ -127,9 +118,12 @@ def test_twenty_steps_are_those_of_cpu_adam(
     assert not expected.master.isnan().any()
 
 
+@pytest.mark.usefixtures("one_thread")  # which puts back how many there were
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
 def test_large_sizes(op: Any, threads: int, adamw: bool) -> None:
-    assert torch.get_num_threads() == threads
+    """OpenMP's threads are torch's and CPUAdam's."""
+    torch.set_num_threads(threads)
     update_both(op, 3_000_077, 3, lambda _: replace(HYPER, adamw=adamw))
 
 
@@ -233,24 +227,6 @@ def without_fma(*arguments: Any) -> None:
         arguments[0].copy_(master + scalars.step_size * scratch)
 
 
-@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
-def test_the_trial_finds_this_device_exact(op: Any, adamw: bool) -> None:
-    assert is_exact(op, CPU, adamw=adamw)
-
-
-@pytest.mark.parametrize(
-    "wrong", [torch_adamw, without_decay, raw_square_root, flushes_denormals, spoils_the_gradient, without_fma]
-)
-@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
-def test_the_trial_finds_what_rounds_in_another_way(
-    op: Any, wrong: Callable[..., None], adamw: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(formula, "update_", wrong)
-        assert not is_exact(op, CPU, adamw=adamw)
-    assert is_exact(op, CPU, adamw=adamw)
-
-
 def truncates(source: torch.Tensor, target: torch.Tensor) -> None:
     dropped = {torch.bfloat16: 16, torch.float16: 13}.get(target.dtype, 0)
     target.copy_((source.float().view(torch.int32) & -(1 << dropped)).view(torch.float32))
@@ -281,19 +257,6 @@ def loses_denormals_of_fp16(source: torch.Tensor, target: torch.Tensor) -> None:
         target[target.abs() < torch.finfo(torch.float16).tiny] = 0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        truncates, rounds_the_middle_up, rounds_the_middle_of_fp16_down, saturates, loses_denormals_of_fp16,
-    ],
-)  # fmt: skip
-def test_the_trial_finds_a_cast_that_rounds_in_another_way(
-    op: Any, wrong: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(formula, "cast", wrong)
-    assert not is_exact(op, CPU, adamw=True)
-
-
 def multiplies_in_double(factor: float, gradient: torch.Tensor) -> None:
     gradient.copy_(gradient.double() * factor)
 
@@ -307,12 +270,24 @@ def multiplies_without_denormals(factor: float, gradient: torch.Tensor) -> None:
     gradient[gradient.abs() < torch.finfo(torch.float32).tiny] = 0
 
 
-@pytest.mark.parametrize("wrong", [multiplies_in_double, divides, multiplies_without_denormals])
-def test_the_trial_finds_unscaling_that_rounds_in_another_way(
-    op: Any, wrong: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+WRONG: dict[str, list[Callable[..., None]]] = {
+    "update_": [torch_adamw, without_decay, raw_square_root, flushes_denormals, spoils_the_gradient, without_fma],
+    "cast": [
+        truncates, rounds_the_middle_up, rounds_the_middle_of_fp16_down, saturates, loses_denormals_of_fp16,
+    ],
+    "scale": [multiplies_in_double, divides, multiplies_without_denormals],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name, many in WRONG.items() for wrong in many])
+@pytest.mark.parametrize("adamw", [True, False], ids=["AdamW", "L2"])
+def test_the_trial_finds_what_rounds_in_another_way(
+    op: Any, name: str, wrong: Callable[..., None], adamw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formula, "scale", wrong)
-    assert not is_exact(op, CPU, adamw=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(formula, name, wrong)
+        assert not is_exact(op, CPU, adamw=adamw)
+    assert is_exact(op, CPU, adamw=adamw)
 
 
 def test_a_trial_that_fails_ends_its_object(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:

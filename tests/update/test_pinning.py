@@ -7,7 +7,6 @@ import mmap
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import forked
 import pinning_programs as programs
@@ -23,14 +22,6 @@ from ds_tba.update.updater import chunks_of
 
 MEBIBYTE = 1 << 20
 PINNED_MEBIBYTE = MEBIBYTE - PAGE_BYTES  # of memory that begins and ends within a page
-
-
-@pytest.fixture(scope="module")
-def of_children() -> dict[str, Any]:
-    program = "import json, pinning_programs; print(json.dumps(pinning_programs.forks()))"
-    done = runs.python("-c", program, PYTHONPATH=os.pathsep.join(sys.path))
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def in_page(nbytes: int, offset: int = 64) -> torch.Tensor:
@@ -76,8 +67,7 @@ def test_only_whole_pages_are_pinned_and_chunks_of_the_device_lie_in_them(offset
 
 
 def test_memory_that_is_pinned_cannot_be_freed_before_it_is_unpinned() -> None:
-    pins = Pins()
-    registry = Registry(pins, None)
+    registry = Registry(Pins(), None)
     tensor = torch.ones(1 << 18)
     address = tensor.untyped_storage().data_ptr()
     registry.pin(tensor)
@@ -88,8 +78,7 @@ def test_memory_that_is_pinned_cannot_be_freed_before_it_is_unpinned() -> None:
 
 
 def test_a_small_array_is_left_out_without_a_word() -> None:
-    pins = Pins()
-    registry = Registry(pins, None)
+    registry = Registry(Pins(), None)
     small = in_page(PAGE_BYTES, 100)
     assert not registry.pin(small) and registry.refused_bytes == 0 and not registry.is_pinned(small)
 
@@ -108,25 +97,17 @@ def test_what_cannot_be_pinned_is_tried_once_and_stays_visible_to_children() -> 
 # ---- forks
 
 
-def test_pinned_pages_are_kept_from_children_until_they_are_unpinned(of_children: dict[str, Any]) -> None:
-    assert of_children["hidden"] == {"before": 0, "pinned": programs.PINNED_BYTES, "replaced": 0, "closed": 0}
-
-
-def test_children_have_all_but_the_pinned_pages(of_children: dict[str, Any]) -> None:
-    assert of_children["ends"] == programs.ENDS
-    assert of_children["pinned pages"] == "SIGSEGV"
-    assert of_children["unpinned pages"] == "0"
-
-
-def test_the_pages_of_the_parent_stay_where_they_are_when_it_writes(of_children: dict[str, Any]) -> None:
-    """Each write to a page that a child shares is a fault, after which the page may be another one."""
+def test_children_have_all_but_the_pinned_pages_until_they_are_unpinned() -> None:
+    program = "import json, pinning_programs; print(json.dumps(pinning_programs.forks()))"
+    done = runs.python("-c", program, PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["hidden"] == {"before": 0, "pinned": programs.PINNED_BYTES, "replaced": 0, "closed": 0}
+    assert (found["ends"], found["pinned pages"], found["unpinned pages"]) == (programs.ENDS, "SIGSEGV", "0")
+    assert found["child's end"] == "0"  # it goes through the interpreter's exit, and frees nothing that it has not
+    # Each write to a page that a child shares is a fault, after which the parent's page may be another one.
     pages = programs.PINNED_BYTES // PAGE_BYTES
-    assert of_children["faults"]["shared"] >= 2 * pages // 3
-    assert of_children["faults"]["pinned"] <= pages // 8
-
-
-def test_a_child_that_ends_as_programs_do_does_not_free_what_it_does_not_have(of_children: dict[str, Any]) -> None:
-    assert of_children["child's end"] == "0"
+    assert found["faults"]["shared"] >= 2 * pages // 3 and found["faults"]["pinned"] <= pages // 8
 
 
 # ---- when a run starts

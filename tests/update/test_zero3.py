@@ -51,47 +51,37 @@ def test_every_bit_is_that_of_unmodified_deepspeed(case: str, tmp_path: Path) ->
 
 
 @pytest.mark.engine
-def test_checkpoints_with_the_block_and_without_it_go_on_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "stock", "ways"),
+    [(programs.resume, "stock goes on", 8), (programs.universal, "stock loads stock", 4)],
+    ids=["DeepSpeed's own", "universal"],
+)
+def test_checkpoints_with_the_block_and_without_it_go_on_alike(
+    program: forked.Program, stock: str, ways: int, tmp_path: Path
+) -> None:
     config = ds_config(**BF16, gradient_clipping=0.05)
-    (found,) = forked.run(programs.resume, config, tmp_path, saved_in=str(tmp_path), block=BLOCK)
+    (found,) = forked.run(program, config, tmp_path, saved_in=str(tmp_path), block=BLOCK)
     found.pop("output")
-    expected = found["stock goes on"]
-    assert len({str(step) for step in expected}) == 3
+    expected = found[stock]
+    assert [step["step 0"] for step in expected] == [4, 5, 6][: len(expected)] and len(found) == ways
+    assert len({str(step) for step in expected}) == len(expected)
     assert {name for name, steps in found.items() if steps != expected} == set()
 
 
 @pytest.mark.engine
-def test_states_of_single_parameters_are_read_and_set_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("share", "ranks"), [(0.5, 2), pytest.param(None, 2, marks=pytest.mark.thorough), (0.5, 1)], ids=str
+)
+def test_ranks_train_alike_also_with_both_blocks(share: float | None, ranks: int, tmp_path: Path) -> None:
+    """On one rank activations go to NVMe beside it."""
+    activations = {"placement": "nvme", "nvme_path": str(tmp_path), "min_tensor_bytes": 1024}
+    activations["io"] = {"backend": "posix"}
+    more = {"config": {"activation_nvme_offload": activations}} if ranks == 1 else {}
+    variants = [{"groups": "decay"}, {"groups": "decay", "block": {**CHUNKS, "device_share": share}, **more}]
     config = ds_config(**BF16, gradient_clipping=0.05)
-    stock, ours = (
-        forked.run(programs.states, config, tmp_path / str(number), block=block)[0]["found"]
-        for number, block in enumerate((None, {**CHUNKS, "device_share": 0.7}))
-    )
-    assert ours == stock
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("share", [0.5, pytest.param(None, marks=pytest.mark.thorough)])
-def test_two_ranks_train_alike(share: float | None, tmp_path: Path) -> None:
-    variants = [{"groups": "decay"}, {"groups": "decay", "block": {**CHUNKS, "device_share": share}}]
-    config = ds_config(**BF16, gradient_clipping=0.05)
-    for rank in forked.run(programs.compare, config, tmp_path, ranks=2, variants=variants):
+    for rank in forked.run(programs.compare, config, tmp_path / "run", ranks=ranks, variants=variants):
         stock, ours = rank["variants"]
         assert ours["steps"] == stock["steps"] and ours["report"]["device_elements"]
-
-
-@pytest.mark.engine
-def test_both_blocks_train_together(tmp_path: Path) -> None:
-    activations = {
-        "placement": "nvme",
-        "nvme_path": str(tmp_path),
-        "min_tensor_bytes": 1024,
-        "io": {"backend": "posix"},
-    }
-    both = {"block": BLOCK, "config": {"activation_nvme_offload": activations}}
-    (result,) = forked.run(programs.compare, ds_config(**BF16), tmp_path / "run", variants=[{}, both])
-    stock, ours = result["variants"]
-    assert ours["steps"] == stock["steps"] and ours["report"]["device_elements"]
 
 
 @pytest.mark.engine
@@ -104,15 +94,6 @@ def test_the_report_is_there_while_training_runs(tmp_path: Path) -> None:
     assert report["state"] == "finished" and report["steps"] == found["report"]["steps"] == 4
     assert report["elements"] == found["report"]["elements"] > 0
     assert result["output"].count("optimizer updates of") >= 2 and "on host and device" in result["output"]
-
-
-@pytest.mark.engine
-def test_universal_checkpoints_with_the_block_and_without_it_go_on_alike(tmp_path: Path) -> None:
-    (found,) = forked.run(programs.universal, ds_config(**BF16), tmp_path, saved_in=str(tmp_path), block=BLOCK)
-    found.pop("output")
-    expected = found["stock loads stock"]
-    assert [step["step 0"] for step in expected] == [4, 5]
-    assert len(found) == 4 and {name for name, steps in found.items() if steps != expected} == set()
 
 
 @pytest.mark.engine

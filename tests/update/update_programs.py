@@ -12,13 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from support.late_device import LateDevice
 from torch import nn
 from torch.utils.data import DataLoader
@@ -200,27 +194,6 @@ def resume(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> d
             found[f"{name} loads {other}"] = steps(engine, 3, seed=2)
             engine.destroy()
     return found
-
-
-def states(config: dict[str, Any], *, block: dict[str, Any] | None) -> dict[str, Any]:
-    """What DeepSpeed's functions for one parameter show and set, after backward and after the step."""
-    engine = build({**config, **({BLOCK: block} if block is not None else {})}, "decay")
-    generator, found = torch.Generator().manual_seed(3), []
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    for number in range(3):
-        loss = engine(torch.randn(4, 37, generator=generator).to(trained[0].dtype), number != 1)
-        engine.backward(loss)
-        found.append([digest(safe_get_full_grad(parameter)) for parameter in trained])
-        engine.step()
-        found.append([digest(safe_get_full_grad(parameter)) for parameter in trained])
-        for parameter in trained:
-            master = safe_get_full_fp32_param(parameter)
-            moment = safe_get_full_optimizer_state(parameter, "exp_avg")
-            found.append([digest(master), digest(moment), loss.item().hex()])
-            safe_set_full_fp32_param(parameter, master * 0.99)
-            safe_set_full_optimizer_state(parameter, moment * 0.5, "exp_avg")
-    engine.destroy()
-    return {"found": found}
 
 
 def universal(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> dict[str, Any]:
