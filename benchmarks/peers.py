@@ -34,13 +34,11 @@ from benchmarking import MIB, first_line, markdown_table, provenance, race_parse
 from curves.device import Device, hold_freed_memory
 from curves.models import Workload
 from curves.points import point
-from curves.turns import AGAIN, PLAIN, Contender, Race, Runner, StepTaken, parameters_of
+from curves.turns import AGAIN, PLAIN, Contender, PeakMeter, Race, Runner, StepTaken, parameters_of
 from gpu.results import version
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-
-from ds_tba.cli.plan.dry_run import PeakMeter
 
 ENOUGH = 100.0  # an overhead that no plan reaches: the budget decides
 DROPOUT = 0.1

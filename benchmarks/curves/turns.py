@@ -24,13 +24,12 @@ from planners import PLANNERS
 from curves.device import Device
 from curves.models import Workload
 from curves.throttled import opened
-from ds_tba.cli.plan.dry_run import PeakMeter
+from ds_tba.cli.plan.dry_run import OpClock
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
 from ds_tba.storage.backends import IoBackend
 
-Meter = TypeVar("Meter", bound=PeakMeter)
 MAX_STEPS_TO_A_PLAN = 20
 STEPS_AFTER_A_PLAN = 2
 # The plan of one that may choose is made again from what its steps take: it has come to rest after so many of them.
@@ -38,6 +37,27 @@ STEPS_AT_REST, MAX_STEPS_TO_REST = 17, 80
 LEARNING_RATE = 1e-3
 # Read when CUDA's matrix library starts, which is refused without it where kernels must be deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+class PeakMeter(OpClock):  # type: ignore[no-untyped-call]
+    """Peak bytes of the storages that the operations inside read or make, but for those that existed before.
+
+    Takes time at every operation, so a step under this meter must not be timed. On a CPU a tensor that was read back
+    lies in a slot of staging; its storage counts, as it would in device memory.
+    """
+
+    def __init__(self, ignored: Iterable[torch.UntypedStorage] = ()) -> None:
+        super().__init__(flops_per_s=1.0, memory_bytes_per_s=1.0)
+        self.peak_bytes = 0
+        self.ignore(ignored)
+
+    def __torch_dispatch__(self, *call: Any) -> Any:
+        result = super().__torch_dispatch__(*call)
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        return result
+
+
+Meter = TypeVar("Meter", bound=PeakMeter)
 
 
 @dataclass(frozen=True)
