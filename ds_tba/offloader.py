@@ -1,6 +1,6 @@
-"""The object at ``engine.activation_offloader``: wires the core and the rooms that its config asks for.
+"""The object at ``engine.activation_offloader``: wires the core and the parts that its config asks for.
 
-The core (cache, tiers, report) is always there. Every other room is imported here, and only where its key asks for it.
+The core (cache, tiers, report) is always there. Every other part is imported here, and only where its key asks for it.
 Decides nothing itself; cannot see DeepSpeed's engine (``engine.py`` ties the two together).
 """
 
@@ -165,7 +165,7 @@ class ActivationOffloader:
         atexit.register(self.close)
         ENGINES.open.append(self)
 
-    # ---- the rooms that keys ask for, each of them loaded where the first such key is seen -----------------------
+    # ---- the parts that keys ask for, each of them loaded where the first such key is seen -----------------------
 
     @cached_property
     def _running(self) -> RunningModule:
@@ -359,9 +359,9 @@ class ActivationOffloader:
         """Record that an optimizer step is done; reports every ``report.every_steps`` of them."""
         if self.cache.is_forked:
             return
-        for room in (self._sites, self.controller, self._samples):
-            if room is not None:
-                room.end_step()
+        for part in (self._sites, self.controller, self._samples):
+            if part is not None:
+                part.end_step()
         self._reporter.end_step(0 if self.controller is None else self.controller.plans)
 
     def give_back(self) -> None:

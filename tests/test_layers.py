@@ -43,7 +43,7 @@ TESTED_ELSEWHERE = {
 }
 CORE = {"core", "storage", "device", "stats", "report", "config", "errors"}
 LONGEST_CHAIN = 8
-FILES, LINES = 91, 18_000  # comments included; the goal of the house is 80 and 17,000
+FILES, LINES = 73, 17_000  # comments included; the goal of the house is 80 and 17,000
 AIR = 1.05
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path

@@ -404,7 +404,7 @@ class TensorCache(Residency):
 
     def place(self, record: SavedStorage, ticket: Ticket | None = None) -> None:
         """Have the store that issued a ticket, else a store of the record's choice, take its bytes; or keep them."""
-        choice, record.choice = record.choice, STAYS
+        choice, record.choice = record.choice, STAYS  # no longer leaving: a budget may evict it from now on
         if ticket is not None:
             self.give(record, ticket)
         elif choice.stores and not record.may_leave:

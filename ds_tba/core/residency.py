@@ -387,7 +387,7 @@ class Residency(Keeper, Poisoned):
         if loaded is None:
             return
         storage = loaded.data.untyped_storage()
-        is_saved = self.memory_of(storage) is record.memory  # a store has held it until now
+        is_saved = self.memory_of(storage) is record.memory  # a store may give the very storage that was saved
         memory = record.memory if is_saved else self.count(storage, record.nbytes)
         self.count_until_free(storage)
         # The same list that join() adds to: when the host releases it, it tells which streams may still use the memory.

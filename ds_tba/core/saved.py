@@ -156,7 +156,7 @@ class SavedStorage(StateMachine):
         origin: how it could be rematerialized; None where that is not known.
         loading: the load under way.
         loaded: the bytes, while they are in device memory again.
-        kept_views: views that may hold the bytes.
+        kept_views: what tells the ends of the views that may hold the bytes.
         memory: the account of the storage that was saved.
         refusal: in the report's words, why it has stayed although it was to leave; empty if it has not.
         index: in its micro-step.

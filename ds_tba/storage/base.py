@@ -194,7 +194,7 @@ class Policy(Protocol):
     """The choices for one micro-step."""
 
     def choose(self, key: Hashable, nbytes: int) -> Choice:
-        """Decide where a storage goes; asked at every save, also for a storage that is placed already."""
+        """Decide where a storage goes; asked once for each storage of a forward."""
         ...
 
 

@@ -287,7 +287,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
         Called under the lock, which each wait releases.
         """
-        # A lane may have failed at the copy into staging of what is still to be written.
+        # What is still to be written is in staging, unless a lane has failed, maybe at the copy into it.
         if part.error is None and (self.lane_error or part.state not in BEFORE_WRITTEN):
             started = time.perf_counter()
             if self.read_ahead.pop(part, False):  # from here on it is ours, and cannot be given up

@@ -64,7 +64,7 @@ class Part(StateMachine):
     Attributes:
         start: offset of its bytes in the storage.
         pieces: the places in the file of what is stored, once it is written.
-        copy: into the slot; with ``uses``, events of copies out of it: the slot is free after both.
+        copy: into the slot; with ``uses``, events of copies from there: the slot is free after both.
         arrival: the copy into its place on the device, which may be under way.
         host: memory outside of staging, of a read for which there was no slot.
         error: the reason why its bytes are lost, whatever its state is.

@@ -108,7 +108,7 @@ class StagingRing:
     Only an urgent read without room takes memory beside it.
 
     Args:
-        backend: says whether that is host memory (huge pages, or pinned) or device memory.
+        backend: allocates it in huge pages or on the device, where it is not pinned by the accelerator.
         lanes: how many need a buffer of their own, which are at the end of this memory and in no slot.
 
     Raises:
