@@ -35,7 +35,7 @@ from ds_tba.storage.backends import IoBackend
 from ds_tba.storage.base import ASKED_TOO_LATE, Loaded, Refusal, Span, Store, padded
 from ds_tba.storage.integrity import Codec, Integrity, PieceIo
 from ds_tba.storage.path import LANE_CHECK_S, URGENT, SwapFile, SwapPath
-from ds_tba.storage.space import BEFORE_WRITTEN, GIVEN_UP, OVER, Part, PartState, SwapSpace, SwapTicket
+from ds_tba.storage.space import BEFORE_WRITTEN, GIVEN_UP, OVER, Ahead, Part, PartState, SwapSpace, SwapTicket
 from ds_tba.storage.staging import CLOSED, StagingRing
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
                 self.changed.wait(COPY_POLL_S if copies.under_way or slots.has_spans_in_copies else LANE_CHECK_S)
             elif not (wait and self._give_up_read_ahead()):
                 break
-            self._tell_if_slow("forward", self.writes or self.read_ahead, started)
+            self._tell_if_slow("forward", self.writes or self.read_ahead.newest_first(), started)
             self.settle_copies()
             slot = slots.allocate(nbytes) if self.is_open else None  # else a put would copy into staging that is gone
         self.stats.stall_s += time.perf_counter() - started
@@ -199,7 +199,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
 
     def _give_up_read_ahead(self) -> bool:
         """Give up the newest read ahead, or wait for one that is under way; False if there is neither."""
-        parts = list(reversed(self.read_ahead))  # backward needs the newest last
+        parts = self.read_ahead.newest_first()
         if parts and not any(self.cancel_read_ahead(part) for part in parts):
             self.changed.wait(LANE_CHECK_S)
         return bool(parts)
@@ -276,7 +276,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
             self.stats.cancelled_bytes += part.nbytes
             self.give_up(part)  # the lane skips it: the write is cancelled
             return
-        self.read_ahead.pop(part, None)
+        self.read_ahead.end(part)
         if part.state is _S.LOADED:
             part.host = None
             part.move(_S.STORED)
@@ -290,7 +290,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         # What is still to be written is in staging, unless a lane has failed, maybe at the copy into it.
         if part.error is None and (self.lane_error or part.state not in BEFORE_WRITTEN):
             started = time.perf_counter()
-            if self.read_ahead.pop(part, False):  # from here on it is ours, and cannot be given up
+            if self.read_ahead.end(part) is Ahead.STAYED:  # from here on it is ours, and cannot be given up
                 self.stats.forwarded_bytes += part.nbytes
             if part.state is _S.STORED and not self.closed:
                 self._begin_urgent_read(part)
@@ -351,7 +351,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         with self.lock:
             for part in ticket.parts:
                 if part.state in (_S.WRITING, _S.READING):  # see [Note: Who frees a slot]
-                    self.read_ahead.pop(part, None)  # or its bytes would count for ever
+                    self.read_ahead.end(part)  # or its bytes would count against the bound for ever
                     part.move(_S.ABANDONED)
                     continue
                 if part.state is not _S.ABANDONED:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from enum import Enum
 from functools import partial
 from typing import ClassVar
 
@@ -138,21 +139,66 @@ class SwapTicket(Ticket):
         return None if destination is None else destination.part(part.start, part.nbytes)
 
 
-class ReadAhead(dict[Part, bool]):
-    """The parts that prefetching has come to, in the order in which they were asked for; True if never read.
+class Ahead(Enum):
+    """Whence bytes are in memory ahead of need."""
+
+    UNWRITTEN = "still to be written"
+    STAYED = "written, and never gone"
+    READ = "read, or about to be"
+
+
+class ReadAhead:
+    """The parts that prefetching has come to, and the bytes that they take: nobody else knows this of a part.
 
     Most are read. Of those that were still to be written when prefetching came the bytes stay in memory when the write
-    ends, and from then on count as if they were read. Bytes that were read ahead on an asynchronous device wait in
-    device memory, and count until backward takes them.
+    ends, and from then on count as if they were read.
+
+    Args:
+        capacity_bytes: bytes of staging, which bound all of it. Bytes that were read ahead on an asynchronous device
+            wait in device memory, and count until backward takes them.
     """
 
-    @property
-    def prefetched_bytes(self) -> int:
-        return sum(part.extent.nbytes for part in self if part.state not in BEFORE_WRITTEN)
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self.prefetched_bytes = 0
+        self.unwritten_bytes = 0
+        self._parts: dict[Part, Ahead] = {}  # in the order in which they were asked for
 
-    @property
-    def unwritten_bytes(self) -> int:
-        return sum(part.extent.nbytes for part in self if part.state in BEFORE_WRITTEN)
+    def __contains__(self, part: Part) -> bool:
+        return part in self._parts
+
+    def has_room(self, part: Part, *, beside_writes: bool) -> bool:
+        """Return whether one part more may be ahead; the first that is read always may; beside writes, less."""
+        ahead_bytes = self.prefetched_bytes + part.extent.nbytes
+        fits = ahead_bytes + self.unwritten_bytes <= self._capacity_bytes
+        if part.state in BEFORE_WRITTEN:
+            # It has a slot, and so the share that is left to writes does not matter. If it did, bytes that are being
+            # written when backward begins would hold up the reads behind them.
+            return fits
+        bound_bytes = self._capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if beside_writes else 1)
+        return (fits and ahead_bytes <= bound_bytes) or not self.prefetched_bytes
+
+    def add(self, part: Part, whence: Ahead) -> None:
+        """Count a part as ahead from here on."""
+        self._parts[part] = whence
+        self._count(whence, part.extent.nbytes)
+
+    def _count(self, whence: Ahead, nbytes: int) -> None:
+        if whence is Ahead.UNWRITTEN:
+            self.unwritten_bytes += nbytes
+        else:
+            self.prefetched_bytes += nbytes
+
+    def end(self, part: Part) -> Ahead | None:
+        """Count a part as ahead no more; return whence it was, or None if it was not."""
+        whence = self._parts.pop(part, None)
+        if whence is not None:
+            self._count(whence, -part.extent.nbytes)
+        return whence
+
+    def newest_first(self) -> list[Part]:
+        """Return the parts that are ahead; backward needs the newest last."""
+        return list(reversed(self._parts))
 
 
 class SwapSpace:
@@ -180,7 +226,7 @@ class SwapSpace:
         self.ring = ring
         self.copies = Copies(ring.accelerator)
         self.io = io
-        self.read_ahead = ReadAhead()
+        self.read_ahead = ReadAhead(ring.slots.capacity_bytes)
         self.writes: set[Part] = set()
 
     @property
@@ -229,13 +275,13 @@ class SwapSpace:
         The latter stays in its slot, or is copied to the device: then its slot is free with the end of its write.
         """
         self.settle_copies()
-        if not self._may_be_ahead(part):
+        if not self.read_ahead.has_room(part, beside_writes=bool(self.writes)):
             return False
         if part.state is _S.STORED:
             part.slot = self.ring.slots.allocate(part.extent.nbytes)
             if part.slot is None:
                 return False
-            self.read_ahead[part] = False
+            self.read_ahead.add(part, Ahead.READ)
             part.move(_S.READ_QUEUED)
             self.queue_read(ticket, part)
             return True
@@ -245,20 +291,8 @@ class SwapSpace:
                 part.arrival = self.copy_in(part, place)
             if part.arrival is None:
                 return False
-        self.read_ahead[part] = True
+        self.read_ahead.add(part, Ahead.UNWRITTEN)
         return True
-
-    def _may_be_ahead(self, part: Part) -> bool:
-        """Return whether one part more may be ahead; the first that is read always may; beside writes, less."""
-        capacity_bytes, prefetched_bytes = self.ring.slots.capacity_bytes, self.read_ahead.prefetched_bytes
-        ahead_bytes = prefetched_bytes + part.extent.nbytes
-        fits = ahead_bytes + self.read_ahead.unwritten_bytes <= capacity_bytes
-        if part.state in BEFORE_WRITTEN:
-            # It has a slot, and so the share that is left to writes does not matter. If it did, bytes that are being
-            # written when backward begins would hold up the reads behind them.
-            return fits
-        bound_bytes = capacity_bytes * (PREFETCH_FRACTION_OF_STAGING if self.writes else 1)
-        return (fits and ahead_bytes <= bound_bytes) or not prefetched_bytes
 
     def copy_in(self, part: Part, place: Destination) -> Arrival:
         """Queue the copy of a part that is in host memory to its place on the device."""
@@ -273,7 +307,7 @@ class SwapSpace:
         """Give up bytes that are ahead, or are about to be; False where there is nothing to give up now."""
         if part not in self.read_ahead or part.state is _S.READING:  # the drive writes into its slot
             return False
-        del self.read_ahead[part]
+        self.read_ahead.end(part)
         self.drop_arrival(part)
         part.host = None
         if part.state not in BEFORE_WRITTEN:  # else the slot is freed when the write ends
@@ -301,7 +335,7 @@ class SwapSpace:
     def give_up(self, part: Part) -> None:
         """Release a part whose memory no lane uses. A write that has not begun is cancelled."""
         self.writes.discard(part)
-        self.read_ahead.pop(part, None)
+        self.read_ahead.end(part)
         part.move(_S.RELEASED)
         part.host = None
         self.free_slot(part)
@@ -341,18 +375,23 @@ class SwapSpace:
                 path.meter.stop(transfer, moved=failure is None, drive_bytes=part.stored_bytes)
             self.writes.discard(part)
             if part.pieces:
-                stays = part in self.read_ahead  # or what backward wants next would be read from the drive
-                self._end_work(part, _S.LOADED if stays else _S.STORED)
-                if not stays or part.arrival is not None:
-                    self.free_slot(part)
+                self._end_write(part)
             else:
                 self._end_failed_write(ticket, part, failure)
             self.settle_copies()
             self.changed.notify_all()
 
+    def _end_write(self, part: Part) -> None:
+        stays = self.read_ahead.end(part) is not None  # or what backward wants next would be read from the drive
+        if stays:
+            self.read_ahead.add(part, Ahead.STAYED)
+        self._end_work(part, _S.LOADED if stays else _S.STORED)
+        if not stays or part.arrival is not None:
+            self.free_slot(part)
+
     def _end_failed_write(self, ticket: SwapTicket, part: Part, failure: Exception | None) -> None:
         """Keep bytes in their slot that could not be written."""
-        self.read_ahead.pop(part, None)
+        self.read_ahead.end(part)
         if failure is not None:
             part.path.fail("a write failed", failure)
         is_first = not any(one.state is _S.RESCUED for one in ticket.parts)
@@ -381,7 +420,7 @@ class SwapSpace:
         with self.changed:
             part.error = error
             if error is not None:
-                self.read_ahead.pop(part, None)
+                self.read_ahead.end(part)
             self._end_work(part, _S.LOADED if error is None else _S.STORED)
             if error is not None or part.arrival is not None:
                 part.host = None
