@@ -10,8 +10,9 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 from packaging.specifiers import SpecifierSet
@@ -99,7 +100,7 @@ def _not_per_cent(value: float) -> float:
 def _path_or_paths(value: object) -> object:
     """Refuse with one message for the union; pydantic would print one for each branch."""
     paths = value if isinstance(value, list) else [value]
-    if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
+    if not paths or not all(isinstance(path, str) and path.strip() and "\0" not in path for path in paths):
         raise refusal("it must be a directory or a non-empty list of directories")
     return value
 
@@ -110,7 +111,7 @@ Bytes = Count
 Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number), AfterValidator(_not_per_cent)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(number)]
-Text = Annotated[StrictStr, Field(min_length=1)]
+Text = Annotated[StrictStr, Field(min_length=1, pattern=r"^[^\x00]*$")]  # no path has a NUL
 Patterns = Annotated[list[Text], Field(min_length=1)]
 
 
@@ -321,7 +322,7 @@ def refuse_misnamed(ds_config: DsConfig) -> None:
     """
     for keys, value in _entries(ds_config):
         name, outer = keys[-1], keys[:-1]
-        if value in (None, False) or is_off(value) or (name in BLOCKS and not outer):
+        if value is None or value is False or is_off(value) or (name in BLOCKS and not outer):
             continue
         if name in BLOCKS:
             raise ConfigError(
@@ -367,13 +368,14 @@ def parse_keywords(keys: DsConfig, call: str) -> OffloadConfig:
         return os.fspath(one) if isinstance(one, os.PathLike) else one.item()
 
     # No keyword of Python may be "except".
-    named = {"except" if key == "except_" else key: value for key, value in keys.items()}
-    try:
-        block = json.loads(json.dumps(named, default=plain))
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{call}(...) has a value that no JSON file could have ({error}): give text, numbers, lists or objects."
-        ) from error
+    block: dict[str, object] = {}
+    for key, value in keys.items():
+        try:
+            block["except" if key == "except_" else key] = json.loads(json.dumps(value, default=plain))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{call}({key}=...) is {value!r}, which no JSON file could have: give text, numbers, lists or objects."
+            ) from error
     return validate(OffloadConfig, block, call, refused=f"{call}(...)")
 
 
@@ -398,7 +400,7 @@ def _explain(model: type[BaseModel], detail: ErrorDetails, at: str) -> str:
     if steps[:1] in (["rematerialize"], ["recompute"]):
         del steps[1:2]  # pydantic has the branch of the union there, which is no key
     key = ".".join([at, *map(str, steps)])
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return f'"{key}" is "auto": this block has no "auto"; leave the key out for its default.'
     if kind == "extra_forbidden":
         keys = _keys_at(model, steps[:-1])
@@ -428,7 +430,7 @@ def _hint(value: object) -> str:
     text = value.strip().lower() if isinstance(value, str) else ""
     try:
         return f"; drop the quotes: {text}" if isinstance(json.loads(text), (int, float)) else ""
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
 
 
@@ -450,3 +452,22 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _did_you_mean(word: str, choices: list[str]) -> str:
     close = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.6)
     return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def matching(paths: Sequence[str], patterns: Sequence[str], key: str) -> list[str]:
+    """Return the paths that the patterns of a key name; the path of a container names its members.
+
+    Raises:
+        ConfigError: a pattern names none.
+    """
+    named: set[str] = set()
+    for pattern in patterns:
+        its_paths = {path for path in paths if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")}
+        if not its_paths:
+            close = ", ".join(difflib.get_close_matches(pattern, paths, n=3, cutoff=0))
+            raise ConfigError(
+                f'"{BLOCK}.{key}" has {pattern!r}, which matches no module of the model: the nearest are '
+                f"{close or 'none, so name the layers in blocks'}."
+            )
+        named |= its_paths
+    return [path for path in paths if path in named]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ds_tba.config import BLOCK, AioConfig, OffloadConfig
+from ds_tba.config import BLOCK, AioConfig, OffloadConfig, matching
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.hooks import OPEN_HOOKS, ForwardHooks, innermost_hooks
 from ds_tba.core.tensors import mark_inputs
@@ -257,7 +257,7 @@ class ActivationOffloader:
         from ds_tba.plan.agreement import Planning
         from ds_tba.plan.controller import Controller
         from ds_tba.plan.search import adaptive
-        from ds_tba.recompute import Blocks, find_blocks, matching
+        from ds_tba.recompute import Blocks, find_blocks
 
         config, plans, chosen = self.config, self.config.placement == "adaptive", self._chosen
         machine = self._open_machine(everyone)

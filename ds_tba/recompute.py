@@ -2,33 +2,30 @@
 
 A checkpoint (``torch.utils.checkpoint``, ``use_reentrant=False``) restores PyTorch's random numbers and autocast. It
 cannot see state: a block that reads or changes more than its arguments gives other bytes when it runs again. So a
-digest of the output of each pass is compared with that of the run in backward; as a device answers late, it is asked at
-the end of the micro-step. Therefore a block runs again to its end; a checkpoint of the user's inside of it stops where
-it stops without us.
+digest of the output of each pass is compared with that of the run in backward, on a CPU at once, and on a device, which
+answers late, as the micro-step ends. Therefore a block runs again to its end; a checkpoint of the user's inside of it
+stops where it stops without us.
 
 [Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
 one sibling of the same class and shape, and with modules inside. The outermost win: the experts of a mixture are part
 of their layer. But stages that differ in shape (Swin, ResNet) are no layers, nor is a ``Sequential`` in which something
 repeats; what repeats inside of them is. A lone layer that is called many times (ALBERT's) has to be named.
 
-[Note: In the place of forward] Our forward stands in the place of a block's own from the start. It hands on outside of
-our forwards, in compiled code and in a checkpoint of the model's. The model does not hold its engine by it.
+[Note: In the place of forward] Our forward stands in the place of a block's own only while the model's forward runs:
+outside of that the model is the user's, to copy, inspect or change. Code that ``torch.compile`` compiles runs without.
 
 [Note: Parameters] ZeRO-3 gathers a parameter when backward needs it, and frees it after the forward of its module. So
 parameters never get to the checkpoint, which would hold the memory that is freed; and what backward has gathered stays
-while a block runs again (:func:`_gathered_stay`). A Function reads the parameter itself (``functions.py``, [Note:
+while a block runs again (:func:`_gathered_stay`). A Function reads the parameter itself (``hooks.py``, [Note:
 Originals]): the checkpoint's own alias would become ``.grad`` where a backward returns it.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from fnmatch import fnmatchcase
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -37,17 +34,18 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
-from ds_tba.config import BLOCK
+from ds_tba.config import matching
 from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
-from ds_tba.errors import ConfigError, RecomputationError
+from ds_tba.errors import RecomputationError
 
 # Containers that nobody calls, and those that hold layers.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
+_NO_BACKWARD = -1  # autograd's number of the backward in this thread when there is none
 _OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
 _COLUMNS = 1024
 
@@ -87,25 +85,6 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, n
     return found
 
 
-def matching(paths: Sequence[str], patterns: Sequence[str], key: str) -> list[str]:
-    """Return the paths that the patterns of a key name; the path of a container names its members.
-
-    Raises:
-        ConfigError: a pattern names none.
-    """
-    named: set[str] = set()
-    for pattern in patterns:
-        its_paths = {path for path in paths if fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")}
-        if not its_paths:
-            close = ", ".join(difflib.get_close_matches(pattern, paths, n=3, cutoff=0))
-            raise ConfigError(
-                f'"{BLOCK}.{key}" has {pattern!r}, which matches no module of the model: the nearest are '
-                f"{close or 'none, so name the layers in blocks'}."
-            )
-        named |= its_paths
-    return [path for path in paths if path in named]
-
-
 def _repeated(container: nn.Module) -> Iterator[nn.Module]:
     """Yield the members of which a neighbour of the same class has half of the parameters, by name and shape.
 
@@ -143,19 +122,25 @@ class Blocks:
         self.cache = cache
         self.open = threading.local()  # with a ``listener``, perhaps None, while a forward of the thread is open
         self.passes: list[tuple[str, _Digests, _Digests]] = []  # of blocks: what it has returned, and what it did again
-        for path, block in blocks.items():
-            # Past __setattr__, which torch.compile's module hands on.
-            block.__dict__["forward"] = _InPlace(self, path, block)
+        self._places = [_InPlace(self, path, block) for path, block in blocks.items()]
 
     @contextmanager
     def forward(self, listener: Listener | None = None) -> Iterator[None]:
         """Open the forward of a micro-step. With a listener it is told of all passes, and none is checkpointed."""
         skip_frames((_InPlace.__call__,))
         self.open.listener = listener
-        try:
+        with ExitStack() as places:
+            places.callback(vars(self.open).pop, "listener", None)  # one inside of it has ended both
+            for one in self._places:
+                if listener is not None or one.path in self.chosen:
+                    places.enter_context(one.placed())
             yield
-        finally:
-            vars(self.open).pop("listener", None)  # one inside of it has ended both
+
+    def compare(self, path: str, first: _Digests, again: _Digests) -> None:
+        """Compare what a pass has returned with what it returns again: on a CPU at once, else when backward is over."""
+        self.passes.append((path, first, again))
+        if all(one.device.type == "cpu" for one in (*first.values(), *again.values())):
+            self._read()
 
     def end_backward(self) -> None:
         """End the recomputations of a backward, and compare what they have returned.
@@ -164,6 +149,9 @@ class Blocks:
             RecomputationError: a block returned other bytes when it ran again, and the gradients are wrong.
         """
         self.cache.end_recomputations()
+        self._read()
+
+    def _read(self) -> None:
         passes, self.passes = self.passes, []
         for path, first, again in passes:
             if first.keys() != again.keys() or not all(torch.equal(first[form], again[form]) for form in first):
@@ -173,33 +161,46 @@ class Blocks:
 
 
 class _InPlace:
-    """Stands in the place of a block's ``forward``; see [Note: In the place of forward]."""
+    """Stands in the place of a block's ``forward``: one object for all forwards, or compiled code is compiled again."""
 
     def __init__(self, blocks: Blocks, path: str, block: nn.Module) -> None:
         self.path = path
         self.block = block
-        self.blocks = weakref.ref(blocks)
+        self.blocks = blocks
         self.own: Any = block.forward
-        while isinstance(self.own, _InPlace) and self.own.blocks() is None:  # of an engine that is gone
-            self.own = self.own.own
         functools.update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
 
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """Take the place, and leave it as it was, unless somebody has taken it meanwhile."""
+        attributes = self.block.__dict__  # past __setattr__, which torch.compile's module hands on
+        if attributes.get("forward") is self:  # a forward around this one has the place
+            yield
+            return
+        before = {"forward": attributes["forward"]} if "forward" in attributes else {}
+        self.own, attributes["forward"] = self.block.forward, self
+        try:
+            yield
+        finally:
+            if attributes.get("forward") is self:
+                del attributes["forward"]
+                attributes.update(before)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own, blocks = self.own, self.blocks
         is_compiled = torch.compiler.is_compiling() or is_being_compiled()
-        blocks = None if is_compiled else self.blocks()
-        # Without a graph nothing is saved, and a checkpoint of the model's own runs the block again.
-        if blocks is None or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()) or is_in_checkpoint():
-            return self.own(*args, **kwargs)
+        # Without a graph nothing is saved; in backward, and in a checkpoint of the model's own, the block runs again.
+        is_again = torch._C._current_graph_task_id() != _NO_BACKWARD or is_in_checkpoint()
+        if is_compiled or is_again or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()):
+            return own(*args, **kwargs)
         # A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out.
         values, tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
-        if blocks.open.listener is not None:
-            with blocks.open.listener(self.path, [one for one in values if isinstance(one, torch.Tensor)]):
-                return self.own(*args, **kwargs)
-        if self.path not in blocks.chosen:
-            return self.own(*args, **kwargs)
-        return self._checkpointed(blocks, [(args, kwargs)], values, tree)
+        if blocks.open.listener is None:
+            return self._checkpointed(own, [(args, kwargs)], values, tree)
+        with blocks.open.listener(self.path, [one for one in values if isinstance(one, torch.Tensor)]):
+            return own(*args, **kwargs)
 
-    def _checkpointed(self, blocks: Blocks, given: list[Any], values: list[Any], tree: Any) -> Any:
+    def _checkpointed(self, own: Any, given: list[Any], values: list[Any], tree: Any) -> Any:
         """Run a pass under a checkpoint, which calls it in forward, and in backward with the values it has saved."""
         first: list[_Digests] = []  # none before forward is over, which may take a gradient of its own
         users_stop: Any = getattr(checkpointing, "_enable_checkpoint_early_stop", None)
@@ -208,14 +209,14 @@ class _InPlace:
             if given:
                 args, kwargs = given.pop()  # with lists of the caller's, to fill; and they are held no longer
                 with set_checkpoint_early_stop(users_stop), self._saving():
-                    output = self.own(*args, **kwargs)
+                    output = own(*args, **kwargs)
                 first.append(_digests(self.path, output))
                 return output
             args, kwargs = tree_unflatten(values, tree)
-            with _gathered_stay(self.block), self._saving(blocks.cache):
-                output = self.own(*args, **kwargs)
+            with _gathered_stay(self.block), self._saving(self.blocks.cache):
+                output = own(*args, **kwargs)
             if first:
-                blocks.passes.append((self.path, first[0], _digests(self.path, output)))
+                self.blocks.compare(self.path, first[0], _digests(self.path, output))
             return output
 
         with set_checkpoint_early_stop(False):
@@ -247,7 +248,7 @@ class _InPlace:
             yield
 
     def __reduce__(self) -> tuple[object, ...]:
-        return functools.partial, (self.own,)  # a deep copy runs its own
+        return functools.partial, (self.own,)  # a deep copy that is made in forward runs its own
 
 
 @contextmanager

@@ -290,7 +290,7 @@ def checked_path(key: str, path: str, rank: int) -> Path:
     directory = Path(os.path.realpath(target.parent))  # Path's raises for loops
     # The system's are also symlinks such as /dev/stdout: os.replace() would put a file in their place.
     is_of_system = directory == Path("/dev") or directory.is_relative_to("/proc")
-    if is_of_system or (target.exists() and not target.is_file()):
+    if is_of_system or (os.path.exists(target) and not os.path.isfile(target)):
         raise ConfigError(
             f"{key} {target} is a directory, a device, a pipe or a file of the system's: name a regular file."
         )

@@ -287,5 +287,5 @@ CIRCLE["itself"] = CIRCLE
     "value", [{(1, 2): 3}, CIRCLE, b"/tmp", {"/tmp"}, object()], ids=["key", "circle", "bytes", "set", "object"]
 )
 def test_what_no_json_file_could_have_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"^Offloader\(\.\.\.\) has a value that no JSON file could have"):
+    with pytest.raises(ConfigError, match=r"^Offloader\(nvme_path=\.\.\.\) is .*, which no JSON file could have"):
         parse_keywords({"nvme_path": value}, "Offloader")

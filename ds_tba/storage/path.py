@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, which may have failed, or have a slow drive
 URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
 Task: TypeAlias = Callable[[IoHandle], None]  # the work of a lane, with its handle
+Queues: TypeAlias = list["queue.SimpleQueue[Task | None]"]  # by priority
 GROW_STEP_BYTES = 1 << 30
 UNKNOWN_BYTES_PER_S = 1e9  # of a path that has moved nothing yet
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -83,7 +84,7 @@ class LaneGroup:
         self.handles: list[IoHandle] = []
         self._threads: list[threading.Thread] = []
         # Queues that are written in C: a signal handler's exception leaves no lock of theirs taken.
-        self._tasks: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]  # by priority
+        self._tasks: Queues = [queue.SimpleQueue(), queue.SimpleQueue()]
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each task, or more
 
     def open(self, backend: IoBackend, fd: int) -> None:
@@ -94,7 +95,7 @@ class LaneGroup:
     def start(self, name: str, accelerator: Accelerator) -> None:
         """Start a thread for each handle, on the accelerator's device."""
         for handle in self.handles:
-            thread = new_thread(accelerator, partial(self._run, handle), name)
+            thread = new_thread(accelerator, partial(self._run, handle, self._tasks, self._wakes), name)
             self._threads.append(thread)  # first: where an interrupt comes while it starts, it has to end, too
             thread.start()
 
@@ -122,20 +123,21 @@ class LaneGroup:
         self._forget()
         return True
 
-    def _run(self, handle: IoHandle) -> None:
-        try:
-            while (task := self._next()) is not None:
+    def _run(self, handle: IoHandle, tasks: Queues, wakes: queue.SimpleQueue[None]) -> None:
+        try:  # with the queues of its start: an interrupt then may have had it forgotten before it ran
+            while (task := self._next(tasks, wakes)) is not None:
                 task(handle)
         except BaseException as error:  # noqa: BLE001 - see [Note: A lane that fails]
             self.error = error  # first: it takes no memory
             error.__traceback__ = None  # its frames have tensors
             self._path.fail("a lane failed", error)
 
-    def _next(self) -> Task | None:
+    @staticmethod
+    def _next(tasks: Queues, wakes: queue.SimpleQueue[None]) -> Task | None:
         """Wait for the next task; None where the lane is to end."""
         while True:
-            self._wakes.get()
-            for one in self._tasks:
+            wakes.get()
+            for one in tasks:
                 with suppress(queue.Empty):  # in all of them after a task whose queuing was interrupted
                     return one.get_nowait()
 

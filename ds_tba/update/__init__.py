@@ -74,9 +74,9 @@ def parse_update_block(ds_config: DsConfig) -> UpdateConfig | None:
     for key, found, needed in (("stage", zero.get("stage", 0), 3), ("offload_optimizer.device", device, "cpu")):
         if found != needed:
             raise ConfigError(
-                f'"zero_optimization.{key}" is {json.dumps(found)}: "{UPDATE_BLOCK}" needs {json.dumps(needed)}, '
-                "for it shares out the update of optimizer states that ZeRO-3 keeps in host memory; set it so, or "
-                f'remove "{UPDATE_BLOCK}".'
+                f'"zero_optimization.{key}" is {json.dumps(found, default=str)}: "{UPDATE_BLOCK}" needs '
+                f"{json.dumps(needed)}, for it shares out the update of optimizer states that ZeRO-3 keeps in host "
+                f'memory; set it so, or remove "{UPDATE_BLOCK}".'
             )
     return config
 

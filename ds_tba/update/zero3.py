@@ -222,6 +222,9 @@ class InterleavedUpdate:
     # ---- the methods that the loop of `step` calls --------------------------------------------------------------
 
     def _unscale(self, sub_group_id: int, total_norm: object) -> None:
+        if not self._overrides:  # given back, and called by somebody who has wrapped it
+            self._stock[_UNSCALE](sub_group_id, total_norm)
+            return
         if sub_group_id == 0:
             # Before the first change: an interrupt that comes between the two would leave a mixed model unmarked.
             setattr(self._zero, HALF_UPDATED, True)

@@ -37,8 +37,8 @@ def test_absent_or_disabled_is_nothing() -> None:
         ({"device_buffer_bytes": 1 << 20}, ["device_buffer_bytes", "335544320", "lower chunk_bytes"]),
         ({"device_shar": 1}, ["device_shar", "did you mean `device_share`?"]),
         ({"report": {"every_steps": -1}}, ["report.every_steps", "-1"]),
-        ({"report": {"path": "/a\0"}}, ["report.path", r"'/a\x00'", "NUL"]),
-        ([], ["must be an object", "enabled"]),
+        ({"report": {"path": "/a\0"}}, ["report.path", r"'/a\x00'", "pattern"]),
+        ([], ["is []: it must be an object"]),
     ],
 )
 def test_a_bad_value_is_named_with_the_rule_and_the_repair(block: Any, words: list[str]) -> None:
