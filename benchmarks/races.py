@@ -85,7 +85,7 @@ def enter_drives(race: Race, options: argparse.Namespace) -> None:
     race.enter([PLAIN, AGAIN, on("drive 1/1", drive=ThrottledBackend())])
     full = race.runners["drive 1/1"].offloader
     (path,) = full.report().bandwidth if full is not None else ()
-    rates = path["write_alone_bytes_per_s"], path["read_alone_bytes_per_s"]
+    rates = path["write_bytes_per_s"], path["read_bytes_per_s"]
     print(f"drive: {rates[0] / 1e9:.2f} GB/s of writes, {rates[1] / 1e9:.2f} of reads", flush=True)
     for part in PARTS[1:]:
         drive = ThrottledBackend()

@@ -336,17 +336,20 @@ class ReportFile:
         self.rank = rank
         self.path = None if path is None else checked_path(key, path, rank)
         self._written_at = -math.inf
+        self._own_s = time.time()  # what was written to the file later is another engine's
 
-    def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False) -> None:
-        """Write what ``make`` returns if the file is old, or ``now``: seldom in a steady run, for it takes a ms."""
+    def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False, yields: bool = False) -> None:
+        """Write what ``make`` returns if the file is old, or ``now``; ``yields`` to one that another engine wrote."""
         if self.path is not None and (now or time.monotonic() - self._written_at >= REPORT_AGE_S):
-            self.write_text(json.dumps(make(), indent=2) + "\n")
+            self.write_text(json.dumps(make(), indent=2) + "\n", yields=yields)
 
-    def write_text(self, text: str) -> None:
+    def write_text(self, text: str, *, yields: bool = False) -> None:
         if self.path is None:
             return
         try:
+            if yields and self.path.is_file() and self.path.stat().st_mtime > self._own_s:
+                return
             write_file(self.path, text)
         except OSError as error:
             logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
-        self._written_at = time.monotonic()
+        self._written_at, self._own_s = time.monotonic(), time.time()

@@ -110,7 +110,8 @@ class Reporter:
 
     def refresh(self, *, now: bool = False) -> None:
         """Write the JSON at ``report.path`` again where it is old, or ``now``."""
-        self._file.refresh(lambda: self.report().to_dict(), now=now)
+        # An engine without a step, such as a reference, leaves the path to one that trains beside it.
+        self._file.refresh(lambda: self.report().to_dict(), now=now, yields=not self.steps)
 
     def report(self) -> OffloadReport:
         """Return the counters of all parts as they are now."""

@@ -1,7 +1,6 @@
 """Counters of the stores and the cache, the rates of each path, and the wear of drives at such a rate.
 
-The lock of the part that is counted guards its counters. A path has rates of writes and of reads, each alone and
-concurrent with the other kind.
+The lock of the part that is counted guards its counters. A path has a rate of writes and one of reads.
 
 [Note: Whose time] While several transfers of a kind are under way, each is charged its share of the time. Bytes over
 charged time are then the rate of the path and not of one lane, in whatever order the transfers end. Idle time is
@@ -154,7 +153,6 @@ class Transfer:
     nbytes: int
     busy_s: float
     charged_s: float
-    concurrent_s: float
     started_s: float
     lane_s: float  # of the thread's processor time
 
@@ -165,20 +163,18 @@ class KindMeter:
     Attributes:
         name: of the kind.
         recent: the rate, whatever else was under way.
-        alone, concurrent: the rate without and with transfers of the other kind; one that ran partly with them counts
-            for both, in the proportion of the times.
         moved_bytes: of transfers that succeeded.
         drive_bytes: the same as the drive counts them, which a codec makes fewer.
-        busy_s, concurrent_s: in which one was under way, and of that beside the other kind.
+        busy_s: in which one was under way.
         charged_s: the share of ``busy_s`` that each of them is charged.
         lane_s: processor time that the lanes' threads took for ``moved_bytes``.
     """
 
     def __init__(self, name: str, lanes: int) -> None:
         self.name = name
-        self.recent, self.alone, self.concurrent = RecentRate(), RecentRate(), RecentRate()
+        self.recent = RecentRate()
         self.moved_bytes = self.drive_bytes = self.active = 0
-        self.busy_s = self.charged_s = self.concurrent_s = self.lane_s = 0.0
+        self.busy_s = self.charged_s = self.lane_s = 0.0
         self._lanes = lanes
 
     @property
@@ -186,21 +182,16 @@ class KindMeter:
         """Processor time for a byte; 0 before the first."""
         return self.lane_s / self.moved_bytes if self.moved_bytes else 0.0
 
-    def charge(self, passed_s: float, *, is_concurrent: bool) -> None:
+    def charge(self, passed_s: float) -> None:
         """Charge ``passed_s`` to the transfers under way."""
         if self.active:
             self.busy_s += passed_s
             self.charged_s += passed_s / self.active
-            self.concurrent_s += passed_s if is_concurrent else 0.0
 
     def learn(self, transfer: Transfer) -> None:
         """Add a transfer that has ended to the rates."""
         busy_s, charged_s = self.busy_s - transfer.busy_s, self.charged_s - transfer.charged_s
-        if busy_s <= 0:  # shorter than the clock tells: a division by it would end the lane
-            return
-        beside = (self.concurrent_s - transfer.concurrent_s) / busy_s
-        for rate, part in ((self.recent, 1.0), (self.alone, 1 - beside), (self.concurrent, beside)):
-            rate.add(transfer.nbytes * part, busy_s * part / self._lanes, charged_s * part)
+        self.recent.add(transfer.nbytes, busy_s / self._lanes, charged_s)
 
 
 class PathMeter:
@@ -226,7 +217,7 @@ class PathMeter:
         """Record that a transfer of a kind begins, in the thread that does it."""
         self._charge()
         one.active += 1
-        return Transfer(one, nbytes, one.busy_s, one.charged_s, one.concurrent_s, self._now_s, time.thread_time())
+        return Transfer(one, nbytes, one.busy_s, one.charged_s, self._now_s, time.thread_time())
 
     def stop(self, transfer: Transfer, *, moved: bool = True, drive_bytes: int | None = None) -> None:
         """Record that a transfer ends, in the same thread.
@@ -253,9 +244,8 @@ class PathMeter:
     def _charge(self) -> None:
         now_s = self._clock()
         passed_s, self._now_s = now_s - self._now_s, now_s
-        is_concurrent = self.writes.active > 0 and self.reads.active > 0
-        self.writes.charge(passed_s, is_concurrent=is_concurrent)
-        self.reads.charge(passed_s, is_concurrent=is_concurrent)
+        self.writes.charge(passed_s)
+        self.reads.charge(passed_s)
 
 
 # ---- wear of drives -------------------------------------------------------------------------------------------------

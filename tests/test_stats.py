@@ -1,4 +1,4 @@
-"""The rates of a path: whose time counts, alone and concurrent, fading, a lane without work; and wear."""
+"""The rates of a path: whose time counts, fading, a lane without work; and wear."""
 
 from __future__ import annotations
 
@@ -40,18 +40,15 @@ class Drive:
     def wait(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    def move(self, kind: KindMeter, mib: float, seconds: float, *, concurrent: bool = False, times: int = 1) -> None:
-        """One transfer after the other, concurrent with a transfer of the other kind that never ends well."""
-        other = self.meter.start(self.reads if kind is self.writes else self.writes, MIB) if concurrent else None
+    def move(self, kind: KindMeter, mib: float, seconds: float, *, times: int = 1) -> None:
+        """One transfer after the other."""
         for _ in range(times):
             transfer = self.meter.start(kind, int(mib * MIB))
             self.wait(seconds)
             self.meter.stop(transfer)
-        if other is not None:
-            self.meter.stop(other, moved=False)
 
-    def mib_per_s(self, kind: KindMeter, *, concurrent: bool = False) -> float:
-        return (kind.concurrent if concurrent else kind.alone).bytes_per_s / MIB
+    def mib_per_s(self, kind: KindMeter) -> float:
+        return kind.recent.bytes_per_s / MIB
 
 
 def test_idle_time_does_not_count_and_failures_are_no_rate() -> None:
@@ -64,7 +61,7 @@ def test_idle_time_does_not_count_and_failures_are_no_rate() -> None:
     drive.wait(1e-6)
     drive.meter.stop(failed, moved=False)
     assert drive.mib_per_s(drive.writes) == pytest.approx(4.0) and drive.meter.writes.moved_bytes == 10 * MIB
-    assert drive.mib_per_s(drive.writes, concurrent=True) == drive.mib_per_s(drive.reads) == 0.0
+    assert drive.mib_per_s(drive.reads) == 0.0
 
 
 @pytest.mark.parametrize("lag_s", [0.0, 1.0])
@@ -82,44 +79,14 @@ def test_the_rate_is_that_of_all_lanes_whatever_the_order_in_which_they_end(lag_
     assert drive.mib_per_s(drive.writes) == pytest.approx(8.0, rel=0.01)
 
 
-def test_alone_and_concurrent_rates_are_told_apart() -> None:
-    drive = Drive()
-    for kind in (drive.writes, drive.reads):
-        drive.move(kind, 1, 0.1, times=20)
-        drive.move(kind, 1, 0.25, concurrent=True, times=20)
-    for kind in (drive.writes, drive.reads):
-        assert drive.mib_per_s(kind) == pytest.approx(10.0)
-        assert drive.mib_per_s(kind, concurrent=True) == pytest.approx(4.0)
-    assert 4.0 < drive.meter.writes.recent.bytes_per_s / MIB < 10.0
-
-
-@pytest.mark.parametrize("slower", [1.0, 10.0])
-def test_a_transfer_that_is_concurrent_for_a_part_of_its_time_counts_for_both(slower: float) -> None:
-    drive = Drive()
-    drive.move(drive.writes, 1, 0.1, times=20)
-    drive.move(drive.writes, 1, 0.2, concurrent=True, times=20)
-    for _ in range(400):  # 1 s at 10 MiB/s, and 1 s at 5 MiB/s
-        write = drive.meter.start(drive.writes, int(15 * MIB / slower))
-        drive.wait(1.0)
-        read = drive.meter.start(drive.reads, MIB)
-        drive.wait(1.0)
-        drive.meter.stop(write)
-        drive.meter.stop(read, moved=False)
-    alone, concurrent = drive.mib_per_s(drive.writes), drive.mib_per_s(drive.writes, concurrent=True)
-    assert alone + concurrent == pytest.approx(15.0 / slower, rel=0.05)
-    assert alone == pytest.approx(10.0 / slower, rel=0.25)  # one such transfer says little about which was slow
-
-
 def test_a_drive_that_gets_slower_is_seen_within_some_hundred_mib_and_what_is_not_measured_stays() -> None:
     drive = Drive()
     drive.move(drive.writes, 1, 0.001, times=1000)
-    drive.move(drive.writes, 1, 0.002, concurrent=True, times=1000)
     drive.move(drive.reads, 1, 0.001, times=1000)
     drive.move(drive.writes, 1, 0.010, times=128)
     assert 100.0 < drive.mib_per_s(drive.writes) < 150.0
     drive.move(drive.writes, 1, 0.010, times=128)
     assert drive.mib_per_s(drive.writes) == pytest.approx(100.0, rel=0.1)
-    assert drive.mib_per_s(drive.writes, concurrent=True) == pytest.approx(500.0)
     assert drive.mib_per_s(drive.reads) == pytest.approx(1000.0)
     drive.move(drive.writes, 1, 0.001, times=512)
     assert drive.mib_per_s(drive.writes) == pytest.approx(1000.0, rel=0.1)
@@ -194,7 +161,7 @@ def test_the_copy_into_staging_is_not_the_time_of_the_drive(make_store: StoreFac
     clock.now_s += 100.0
     copied.set()
     wait_for_writes(store)
-    assert store.paths[0].meter.writes.alone.bytes_per_s == pytest.approx(2 * MIB)
+    assert store.paths[0].meter.writes.recent.bytes_per_s == pytest.approx(2 * MIB)
 
 
 # ---- wear -----------------------------------------------------------------------------------------------------------

@@ -154,8 +154,12 @@ def held_memory(tensor: torch.Tensor, device: torch.device) -> tuple[torch.Untyp
     return storages[0] if storages else None, nbytes if tensor.device == device else 0
 
 
-_COMPRESSED_BY_ROW = frozenset({torch.sparse_csr, torch.sparse_bsr})
-_COMPRESSED_BY_COLUMN = frozenset({torch.sparse_csc, torch.sparse_bsc})
+_BY_ROW, _BY_COLUMN = ("values", "crow_indices", "col_indices"), ("values", "ccol_indices", "row_indices")
+# By layout, the names of the tensors inside, or of the methods that return them; none of libraries' own layouts.
+_INSIDE = {
+    torch.jagged: ("_values", "_offsets", "_lengths"), torch.sparse_coo: ("_values", "_indices"),
+    torch.sparse_csr: _BY_ROW, torch.sparse_bsr: _BY_ROW, torch.sparse_csc: _BY_COLUMN, torch.sparse_bsc: _BY_COLUMN,
+}  # fmt: skip
 
 
 def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -164,16 +168,9 @@ def components_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if layout is torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return []
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        if layout is torch.jagged:
-            found = [getattr(tensor, name, None) for name in ("_values", "_offsets", "_lengths")]
-        elif layout is torch.sparse_coo:
-            found = [tensor._values(), tensor._indices()]
-        elif layout in _COMPRESSED_BY_ROW:
-            found = [tensor.values(), tensor.crow_indices(), tensor.col_indices()]
-        elif layout in _COMPRESSED_BY_COLUMN:
-            found = [tensor.values(), tensor.ccol_indices(), tensor.row_indices()]
-        else:  # of a library with a memory of its own
-            found = []
+        found = [getattr(tensor, name, None) for name in _INSIDE.get(layout, ())]
+        if layout is not torch.jagged:
+            found = [inside() for inside in found if inside is not None]
     plain = [one for one in found if isinstance(one, torch.Tensor) and has_plain_storage(one)]
     return sorted(plain, key=lambda one: one.untyped_storage().nbytes(), reverse=True)
 

@@ -523,11 +523,6 @@ class Arrival:
         # The host has queued the copy by now. Memory of the user's inference mode, for a measurement, has no version.
         self.version = -1 if data.is_inference() else data._version
 
-    @property
-    def is_done(self) -> bool:
-        """True if the device has made the copy. Never blocks."""
-        return bool(self.event.query())
-
     def join(self) -> torch.Tensor:
         """Return the memory (uint8, 1-D) for the calling thread's current stream, which waits for the copy."""
         consumer = self._accelerator.current_stream()
@@ -537,3 +532,7 @@ class Arrival:
             self._accelerator.share(self._data, consumer)
             self.consumers.append(consumer)
         return self._data
+
+    def wait(self) -> None:
+        """Block the calling host thread until the copy is done."""
+        self.event.synchronize()

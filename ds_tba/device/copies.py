@@ -114,7 +114,7 @@ class Copies:
         Call it under the store's lock.
         """
         # A finalizer may run while its thread captures a graph, which a question to an event would spoil.
-        if self._accelerator.is_capturing() or not arrival.is_done:
+        if self._accelerator.is_capturing() or not arrival.event.query():
             self._dropped.append(arrival)
 
     def whole(self, destination: Destination, parts: Sequence[Arrival]) -> Arrival:
@@ -131,7 +131,7 @@ class Copies:
         """Free the device memory of copies that are done. Never blocks. Call it under the store's lock."""
         while self._pending and self._pending[0].free_if_done():
             self._pending.popleft()
-        self._dropped = [arrival for arrival in self._dropped if not arrival.is_done]
+        self._dropped = [arrival for arrival in self._dropped if not arrival.event.query()]
 
     def finish(self) -> None:
         """Block until nothing of a store that is closed is copied any more. Call it under the store's lock."""

@@ -58,18 +58,26 @@ class PendingComparison(PendingCopy):
         ticket: of that storage.
     """
 
-    __slots__ = ("comparison", "record", "ticket")
+    __slots__ = ("_queue", "comparison", "record", "ticket")
 
     def __init__(
-        self, comparison: Comparison, record: SavedStorage | None = None, ticket: RecipeTicket | None = None
+        self,
+        queue: deque[PendingComparison],
+        comparison: Comparison,
+        record: SavedStorage | None = None,
+        ticket: RecipeTicket | None = None,
     ) -> None:
+        self._queue = queue
         self.comparison = comparison
         self.record = record
         self.ticket = ticket
         self.nbytes, self.storage = 0 if record is None else record.nbytes, None
 
     def wait(self) -> None:
-        self.comparison.done.synchronize()
+        """Wait for this answer, and for those before it: :meth:`RematStore.copies_out` reads them in order."""
+        waiting = (*self._queue,)  # another thread adds and reads
+        for pending in waiting[: waiting.index(self) + 1] if self in waiting else ():
+            pending.comparison.done.synchronize()
 
 
 class RematStore(TensorStore[RecipeTicket]):
@@ -122,7 +130,7 @@ class RematStore(TensorStore[RecipeTicket]):
         if not was_proven:
             return RecipeTicket(self, own, comparison)
         self.sites.left_out(own)  # nothing of this forward waits for the answer
-        self._pending.append(PendingComparison(comparison))
+        self._pending.append(PendingComparison(self._pending, comparison))
         return RecipeTicket(self, own)
 
     def _may_prove(self, tensor: torch.Tensor, recipe: Recipe) -> bool:
@@ -149,7 +157,7 @@ class RematStore(TensorStore[RecipeTicket]):
         if ticket.comparison is None:
             self._give(record, ticket)
         else:
-            self._pending.append(PendingComparison(ticket.comparison, record, ticket))
+            self._pending.append(PendingComparison(self._pending, ticket.comparison, record, ticket))
 
     def _give(self, record: SavedStorage, ticket: RecipeTicket) -> None:
         self._cache.place(record, ticket)

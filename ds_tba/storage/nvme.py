@@ -263,7 +263,7 @@ class NvmeStore(SwapSpace, Store[SwapTicket]):
         self.lock.release()  # or lanes would wait for a device that is behind; nobody else is at this part
         try:
             arrival = self.copy_in(part, place)
-            arrival.event.synchronize()  # the memory beside staging may go now
+            arrival.wait()  # the memory beside staging may go now
         finally:
             self.lock.acquire()
         part.arrival = arrival

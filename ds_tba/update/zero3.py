@@ -222,10 +222,7 @@ class InterleavedUpdate:
     # ---- the methods that the loop of `step` calls --------------------------------------------------------------
 
     def _unscale(self, sub_group_id: int, total_norm: object) -> None:
-        if not self._overrides:  # given back, and called by somebody who has wrapped it
-            self._stock[_UNSCALE](sub_group_id, total_norm)
-            return
-        if sub_group_id == 0:
+        if self._overrides and sub_group_id == 0:
             # Before the first change: an interrupt that comes between the two would leave a mixed model unmarked.
             setattr(self._zero, HALF_UPDATED, True)
             self._is_in_loop = True
@@ -235,7 +232,7 @@ class InterleavedUpdate:
             if problem is not None:
                 self._updater.counts.stock_steps += 1
                 self._updater.counts.fall_back(*problem)
-        if not self._is_ours:
+        if not (self._overrides and self._is_ours):  # or given back, and called by somebody who has wrapped it
             self._stock[_UNSCALE](sub_group_id, total_norm)
             return
         # DeepSpeed's own method multiplies a single 1: that gives the factor without a copy of its rule.

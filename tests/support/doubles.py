@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -168,7 +169,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
     """A function that raises this, whatever it is called with."""
 
     def fail(*_: object, **__: object) -> Any:
-        raise error
+        raise copy(error)  # one alone would hold the frames in which it was raised
 
     return fail
 
