@@ -18,8 +18,7 @@ HOSTILE = '</title></style><script>alert(1)</script><img src=x onerror="alert(1)
 
 def report(**changed: Any) -> dict[str, Any]:
     """A report of a steady run, as its JSON has it."""
-    rates = {"write_alone": 4e9, "read_alone": 6e9, "write_beside_read": 2e9, "read_beside_write": 3e9}
-    start = {"path": "/nvme", **{f"{name}_bytes_per_s": rate for name, rate in rates.items()}}
+    start = {"path": "/nvme", "write_bytes_per_s": 4e9, "read_bytes_per_s": 6e9}
     plan = {
         "planner": "adaptive", "bytes": {"keep": GIB, "nvme": 9 * GIB}, "kept_step_s": 2.0, "step_s": 2.02,
         "measured_step_s": 2.05, "peak_saved_bytes": 2 * GIB, "stall_s": 0.01, "written_bytes": 9 * GIB,
@@ -40,7 +39,7 @@ def report(**changed: Any) -> dict[str, Any]:
         deduplicated_bytes=0, kept_bytes=100 * GIB, host_bytes=0, recomputed_bytes=0, peak_staging_bytes=GIB,
         swap_file_bytes=GIB, peak_saved_bytes=2 * GIB, peak_saved_bytes_without=10 * GIB, budget_excess_bytes=0,
         fallbacks=3, write_bytes_per_s=4e9, read_bytes_per_s=5e9, stall_s=1.0, kept_bytes_by_reason={"small": 60 * GIB},
-        fallbacks_by_reason={"staging full": 3}, bandwidth=[{**start, "write_alone_bytes_per_s": 2e9}],
+        fallbacks_by_reason={"staging full": 3}, bandwidth=[{**start, "write_bytes_per_s": 2e9}],
         bandwidth_at_start=[start], wear=[wear], plan=plan, plans=1,
     )  # fmt: skip
     return {**found.to_dict(), "holders": [holder], "timeline_path": "/elsewhere/step.json", **changed}

@@ -65,7 +65,7 @@ def test_two_hosts(tmp_path: Path, row_says: Callable[[str], None]) -> None:
     reports = [json.loads((tmp_path / f"report.json{rank}").read_text()) for rank in ("", ".rank1", ".rank2", ".rank3")]
     paths = [report["bandwidth"][0] for report in reports]
     assert [path["path"] for path in paths] == [str(drives[0])] * 2 + [str(drives[1])] * 2
-    alone = [path["write_alone_bytes_per_s"] for path in paths]
+    alone = [path["write_bytes_per_s"] for path in paths]
     assert max(alone[2:]) < 2 * 100e6 and min(alone[:2]) > max(alone[2:]), "the drives are as fast as each other"
     assert [plan_of(report) for report in reports] == [plan_of(reports[0])] * 4
     moved_bytes = sum(report["offloaded_bytes"] for report in reports)

@@ -102,7 +102,7 @@ def check(directory: Path, case: str) -> list[dict[str, Any]]:
 
 def test_the_slowest_drive_decides_for_both(tmp_path: Path) -> None:
     found = check(tmp_path, "drives")
-    own = [rank["report"]["bandwidth"][0]["write_alone_bytes_per_s"] for rank in found]
+    own = [rank["report"]["bandwidth"][0]["write_bytes_per_s"] for rank in found]
     assert own[0] > 3 * own[1] and own[1] < 1.2 * SLOW
     planned = [plan["write_bytes_per_s"] for plan in found[0]["plans"] if plan is not None]
     assert planned and max(planned) < 2 * SLOW < FAST / 2
