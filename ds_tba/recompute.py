@@ -188,10 +188,10 @@ class _InPlace:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, blocks = self.own, self.blocks
-        is_compiled = torch.compiler.is_compiling() or is_being_compiled()
-        # Without a graph nothing is saved; in backward, and in a checkpoint of the model's own, the block runs again.
-        is_again = torch._C._current_graph_task_id() != _NO_BACKWARD or is_in_checkpoint()
-        if is_compiled or is_again or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or is_being_compiled():  # first: what is called below would be compiled
+            return own(*args, **kwargs)
+        is_again = torch._C._current_graph_task_id() != _NO_BACKWARD or is_in_checkpoint()  # of the model's own
+        if is_again or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()):
             return own(*args, **kwargs)
         # A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out.
         values, tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))

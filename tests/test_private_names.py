@@ -59,6 +59,8 @@ NAMES = [
     Name("._use_count", ALL, "torch.Tensor._use_count"),
     Name("._is_zerotensor", ALL, "torch.Tensor._is_zerotensor"),
     Name("._indices", "the memory of sparse tensors: it would count as 0 bytes", "torch.Tensor._indices"),
+    *(Name(f"._{what}", "the memory of jagged tensors: a part would not count",
+           "source of torch.nested._internal.nested_tensor") for what in ("offsets", "lengths")),
     Name("._cdata", "the memory of CUDA graphs: it would be moved in vain", "storage._cdata"),
     Name("torch._C._storage_Use_Count", ALL),
     Name("torch._C._host_emptyCache", "pinned memory of closed engines: it stays pinned",

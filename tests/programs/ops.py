@@ -138,7 +138,8 @@ def unary(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
 @CHEAP.op(16)
 def saved(state: State, r: random.Random, a: Tensor, b: Tensor) -> Tensor:
     """The result of one is saved by the next."""
-    return UNARY[r.choice(["sin", "silu", "gelu", "square", "relu"])](UNARY[r.choice(list(UNARY))](a))
+    inner = r.choice(["copy", "neg", "half", "shifted", *UNARY])
+    return UNARY[r.choice(["sin", "silu", "gelu", "square", "relu"])](UNARY[inner](a))
 
 
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -47,8 +47,8 @@ EXACT, LOST, REFUSED, WRONG, UNSEEN, OTHER = 0, 3, 4, 5, 6, 7
 ENDS = {EXACT: "exact", LOST: "lost", REFUSED: "refused", WRONG: "wrong"}
 
 
-class Interrupted(Exception):
-    """Raised by the user's handler, for the training loop to catch."""
+class Interrupted(BaseException):
+    """Raised by the user's handler, for the training loop to catch, as Ctrl-C and ``sys.exit`` do."""
 
 
 def say(line: str) -> None:
