@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.config import matching
-from ds_tba.core.hooks import innermost_hooks, is_being_compiled, is_in_checkpoint, skip_frames, uncompiled_hooks
+from ds_tba.core.hooks import innermost_hooks, is_being_compiled, runs_again, skip_frames, uncompiled_hooks
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
@@ -45,7 +45,6 @@ from ds_tba.errors import RecomputationError
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
-_NO_BACKWARD = -1  # autograd's number of the backward in this thread when there is none
 _OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
 _COLUMNS = 1024
 
@@ -105,7 +104,7 @@ def _repeated(container: nn.Module) -> Iterator[nn.Module]:
 # ---- running them ---------------------------------------------------------------------------------------------------
 
 _Digests: TypeAlias = dict[tuple[object, ...], torch.Tensor]
-"""Of all tensors that a block returns: a digest on the tensor's device, by number, dtype and shape."""
+"""The digests of all tensors that a block returns, each on its tensor's device, by number, dtype and shape."""
 Listener: TypeAlias = Callable[[str, list[torch.Tensor]], AbstractContextManager[None]]
 """Returns the context of a pass through a block, from the block's path and inputs; see ``Recorder.passing``."""
 
@@ -190,8 +189,7 @@ class _InPlace:
         own, blocks = self.own, self.blocks
         if torch.compiler.is_compiling() or is_being_compiled():  # first: what is called below would be compiled
             return own(*args, **kwargs)
-        is_again = torch._C._current_graph_task_id() != _NO_BACKWARD or is_in_checkpoint()  # of the model's own
-        if is_again or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()):
+        if runs_again() or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()):
             return own(*args, **kwargs)
         # A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out.
         values, tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))

@@ -204,7 +204,7 @@ class OffloadReport:
         """
         try:
             report = cls(**_known(cls, json.loads(path.read_text())))
-            # What commands show is made of these, and would end in the middle of a text.
+            # Commands show these, and would end in the middle of a text.
             report.summary(), report.rows(), report.holder_lines()
         except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             why = getattr(error, "strerror", None) or str(error)[:100]

@@ -1,4 +1,4 @@
-"""What PyTorch calls of ours: saved-tensor hooks, and the saves and reads of Python Functions and checkpoints.
+"""PyTorch calls these: saved-tensor hooks, and what saves and reads for Python Functions and for checkpoints.
 
 Knows the hooks of this thread, ``torch.autograd.Function``, checkpoints and the compiler; cannot see where storages go.
 
@@ -146,6 +146,7 @@ class ForwardHooks(saved_tensors_hooks):
 
 
 _CHECKPOINT_HOOK = checkpointing._checkpoint_hook.__qualname__
+NO_BACKWARD = -1  # PyTorch's number of the backward in this thread when there is none
 
 
 def innermost_hooks() -> tuple[Pack, Unpack] | None:
@@ -153,10 +154,11 @@ def innermost_hooks() -> tuple[Pack, Unpack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def is_in_checkpoint() -> bool:
-    """Return whether autograd hands what is saved at this point to a non-reentrant checkpoint."""
+def runs_again() -> bool:
+    """Return whether this is in a backward, or autograd hands what is saved here to a non-reentrant checkpoint."""
     hooks = innermost_hooks()
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOK)
+    is_in_checkpoint = hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOK)
+    return is_in_checkpoint or torch._C._current_graph_task_id() != NO_BACKWARD
 
 
 def is_being_compiled() -> bool:

@@ -320,7 +320,7 @@ class Controller:
             self._blocks.chosen = found.recomputed
         self._trace, self.in_force = found.trace, found
         held_bytes = found.limits.activation_budget_bytes
-        # Of a room that the user has not set, and that no plan fits, the plan's own warning tells.
+        # The plan's own warning tells where no plan fits a room that the user has not set.
         self._cache.limit(held_bytes, "activation_budget_bytes" if held_bytes == self._budget_bytes else "")
         self.feedback.planned(found, self._machine.tiers.rates())
         if not is_new:

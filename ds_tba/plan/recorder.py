@@ -32,6 +32,7 @@ from statistics import median
 import torch
 
 from ds_tba.core.accounts import Ends, Notice
+from ds_tba.core.hooks import NO_BACKWARD
 from ds_tba.core.saved import (
     Hooks,
     Origin,
@@ -49,7 +50,6 @@ from ds_tba.remat.where import RunningModule
 RECORDINGS = 2
 # Steps that are recorded at most until there are so many.
 MAX_RECORDED_STEPS = 5
-NO_BACKWARD = -1  # of PyTorch, outside of backwards
 # Fraction of the time since the pause before.
 HAIR = 2.0**-10
 

@@ -189,7 +189,7 @@ class Sites:
                 self.accelerator.copy(flags.view(torch.uint8), host)
                 flags = host.view(torch.bool)
         except (NoRecipeError, LookupError, RuntimeError, ValueError, TypeError) as error:
-            # Of another site, whose answer came while room was made, it must be heard.
+            # The error of another site, whose answer came while room was made, must be heard.
             if isinstance(error, RematerializationError) or is_out_of_memory(error):
                 raise
             if isinstance(error, StorageError):  # backward will want the operand, too
