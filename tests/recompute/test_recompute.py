@@ -193,6 +193,33 @@ def test_a_block_that_the_model_checkpoints_runs_again_under_its_checkpoint_alon
     assert bench.saved_again() == 0
 
 
+class TakesForce(Net):
+    """Takes the gradient of its energy in forward, through blocks that it checkpoints."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=False)
+        energy = h.pow(2).mean()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy + force.pow(2).sum()
+
+
+class TakesStep(TakesForce):
+    """Has a backward of its own in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        Net.forward(self, x).backward()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("net", [TakesForce, TakesStep])
+def test_a_backward_in_the_middle_of_forward_runs_blocks_under_the_models_checkpoint(net: type[Net]) -> None:
+    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)), net=net)
+    for seed in (1, 2):
+        bench.check(0, 1, 2, 3, seed=seed)
+
+
 def test_in_a_recorded_forward_all_passes_are_told_of_and_none_is_recomputed() -> None:
     bench, diary = Bench(depth=2), Diary()
     bench.blocks.chosen = frozenset({"layers.1"})
