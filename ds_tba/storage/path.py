@@ -45,7 +45,7 @@ from ds_tba.storage.base import SpanAllocator, padded
 logger = logging.getLogger(__name__)
 
 LANE_CHECK_S = 1.0  # between two looks of a thread that waits for a lane, which may have failed, or have a slow drive
-URGENT, AHEAD = 0, 1  # priorities: backward waits for what is urgent
+URGENT, LATER = 0, 1  # priorities: backward waits for what is urgent
 Task: TypeAlias = Callable[[IoHandle], None]  # the work of a lane, with its handle
 Queues: TypeAlias = list["queue.SimpleQueue[Task | None]"]  # by priority
 GROW_STEP_BYTES = 1 << 30
@@ -99,8 +99,8 @@ class LaneGroup:
             self._threads.append(thread)  # first: where an interrupt comes while it starts, it has to end, too
             thread.start()
 
-    def put(self, task: Task | None, priority: int = AHEAD) -> None:
-        """Queue a task: ``URGENT`` for bytes that backward waits for, ``AHEAD`` for all else; None ends a lane."""
+    def put(self, task: Task | None, priority: int = LATER) -> None:
+        """Queue a task: ``URGENT`` for bytes that backward waits for, else ``LATER``; None ends a lane."""
         try:
             self._tasks[priority].put(task)
         finally:  # a task that no lane is woken for would be waited for without end

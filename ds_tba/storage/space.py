@@ -30,7 +30,7 @@ from ds_tba.stats import StoreStats
 from ds_tba.storage.backends import IoHandle
 from ds_tba.storage.base import Span, State, StateMachine, Store, Ticket
 from ds_tba.storage.integrity import Piece, PieceIo
-from ds_tba.storage.path import AHEAD, SwapPath
+from ds_tba.storage.path import LATER, SwapPath
 from ds_tba.storage.staging import StagingRing
 
 
@@ -349,7 +349,7 @@ class SwapSpace:
 
     # ---- tasks of lanes -----------------------------------------------------------------------------------------
 
-    def queue_read(self, ticket: SwapTicket, part: Part, priority: int = AHEAD) -> None:
+    def queue_read(self, ticket: SwapTicket, part: Part, priority: int = LATER) -> None:
         """Have a lane read a part that waits for that; by which of several tasks is nothing to whoever waits."""
         part.path.reads.put(partial(self._read, ticket, part), priority)
 
