@@ -252,7 +252,7 @@ EXPANDABLE = "expandable_segments:True"
 def test_gradients_are_exact_in_a_process_with_another_allocator(rig: Rig, setting: str) -> None:
     """The setting counts before CUDA starts; the double has no such allocator, but the same program.
 
-    What the program runs over the double ``test_gradients_are_exact`` runs in this process.
+    What the program runs over the double ``test_gradients_are_exact_on_a_late_device`` runs in this process.
     """
     here = [str(TESTS), str(TESTS.parent / "benchmarks"), str(TESTS.parent)]
     paths = os.pathsep.join([*here, os.environ.get("PYTHONPATH", "")])

@@ -54,7 +54,7 @@ stores = pytest.mark.parametrize(
 
 @scenarios
 @stores
-def test_gradients_are_exact(
+def test_gradients_are_exact_on_a_late_device(
     make_device: DeviceFactory, make_store: StoreFactory, make: Make, scenario: Scenario
 ) -> None:
     device = make_device(longest_pause_s=0.001)

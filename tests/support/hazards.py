@@ -853,18 +853,15 @@ def operands_that_backward_overwrites(saving: Saving) -> list[Tensor]:
 
     overwrites = function(lambda a, b: (nn.functional.silu(a) * b, [a, b]), gradients)
     with saving():
-        a, b = x * 2, y.cos()
-        other = overwrites(a, b)
-        total = a + b
-        product = a * b
-        scale = y.mean(1, keepdim=True) * 2
-        scaled = x * scale
-        of_scale = overwrites(scale, scale.exp())
-        loss = (other * other).sum() + of_scale.sum()
-        later = [(one * one * one).sum() for one in (total, product, scaled)]
-    loss.backward(retain_graph=True)
-    seen = [torch.autograd.grad(one, over)[0] for one, over in zip(later, (total, product, scaled), strict=True)]
-    return [*seen, *grads(x, y)]
+        a, b, scale = x * 2, y.cos(), y.mean(1, keepdim=True) * 2
+        saves_them = a.sin().sum() + b.sin().sum() + scale.sin().sum()  # backward does not come there
+        total, scaled = a + b, x.detach() * scale
+        loss = (total * total * total).sum() + (scaled * scaled * scaled).sum()
+        loss = loss + overwrites(a, b).pow(2).sum() + overwrites(scale, scale.exp()).sum()
+        del a, b, scale, total, scaled
+    loss.backward()  # comes to the Functions first
+    del saves_them
+    return grads(x, y)
 
 
 def a_saved_tensor_that_becomes_a_gradient_after_another_read(saving: Saving) -> list[Tensor]:
