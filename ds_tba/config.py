@@ -106,7 +106,7 @@ def _path_or_paths(value: object) -> object:
 
 
 Validated = TypeVar("Validated", bound=BaseModel)
-Count = Annotated[int, Field(ge=0), BeforeValidator(number)]
+Count = Annotated[int, Field(ge=0, lt=1 << 62), BeforeValidator(number)]
 Bytes = Count
 Lanes = Annotated[int, Field(ge=1, le=64), BeforeValidator(number)]
 Fraction = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(number), AfterValidator(_not_per_cent)]
@@ -132,8 +132,8 @@ class IoConfig(Block):
     backend: BackendName | None = None
     write_lanes: Lanes = 2
     read_lanes: Lanes = 2
-    staging_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
-    swap_file_bytes: Annotated[int, Field(ge=1 << 20), BeforeValidator(number)] | None = None
+    staging_bytes: Annotated[int, Field(ge=1 << 20, lt=1 << 62), BeforeValidator(number)] | None = None
+    swap_file_bytes: Annotated[int, Field(ge=1 << 20, lt=1 << 62), BeforeValidator(number)] | None = None
     integrity: Integrity = "sampled"
     compression: Compression | None = None
 
@@ -171,6 +171,16 @@ class AioConfig(BaseModel):
     queue_depth: Annotated[int, Field(ge=1, le=65536), BeforeValidator(number)] = 8
     single_submit: StrictBool = False
     overlap_events: StrictBool = True
+
+    @model_validator(mode="after")
+    def _fits_an_int(self) -> AioConfig:
+        """Refuse what overflows in DeepSpeed's C++ (``deepspeed_aio_common.cpp``), which reads past a buffer then."""
+        if not self.overlap_events and self.block_size * self.queue_depth >= 1 << 31:
+            raise refusal(
+                f"block_size {self.block_size} times queue_depth {self.queue_depth} must be below 2147483648 without "
+                'overlap_events, or reads overwrite other memory: lower one of them, or set "overlap_events": true'
+            )
+        return self
 
 
 # The kinds of ``rematerialize`` and ``recompute``: without them pydantic would print the errors of all branches.
@@ -217,11 +227,6 @@ class OffloadConfig(Block):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
-    def rematerialize_exclude(self) -> frozenset[str]:
-        """Ops whose outputs are not rematerialized."""
-        return frozenset(() if isinstance(self.rematerialize, bool) else self.rematerialize.exclude)
-
-    @property
     def patterns(self) -> dict[str, list[str]]:
         """The patterns of modules' paths that choose what may leave device memory, by their key."""
         return {key: found for key, found in (("only", self.only), ("except", self.except_)) if found is not None}
@@ -263,6 +268,9 @@ class OffloadConfig(Block):
                 'host_budget_bytes is 0: placement "host" needs the bytes of host memory that it may take, or null for '
                 "half of what is free"
             )
+        files = [one for one in (self.report.path, self.report.trace_path, self.report.timeline_path) if one]
+        if len({*files}) < len(files):
+            raise refusal("report has one path for two files, of which only the last would stay: name one for each")
         if self.ssd.min_life_days is not None and self.ssd.rated_endurance_tbw is None:
             raise refusal(
                 f"ssd.min_life_days is {self.ssd.min_life_days} without ssd.rated_endurance_tbw: a drive's life "
@@ -301,8 +309,9 @@ def zero_block(ds_config: DsConfig) -> DsConfig:
 def zero_paths(ds_config: DsConfig) -> tuple[str, ...]:
     """Return the directories of ZeRO's own offload to NVMe."""
     zero = zero_block(ds_config)
-    offloads = [zero.get(key) or {} for key in ("offload_param", "offload_optimizer")]
-    return tuple(str(one.get("nvme_path")) for one in offloads if one.get("device") == "nvme")
+    offloads = [zero.get(key) for key in ("offload_param", "offload_optimizer")]
+    found = [one for one in offloads if isinstance(one, Mapping)]
+    return tuple(str(one.get("nvme_path")) for one in found if one.get("device") == "nvme")
 
 
 def block_of(ds_config: DsConfig, name: str, model: type[Validated]) -> Validated | None:

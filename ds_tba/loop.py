@@ -90,9 +90,10 @@ class Offloader:
             inputs: tensors (or lists and dicts of them) that the loop refills between steps, such as static buffers.
 
         Raises:
-            StateError: the offloader is closed.
+            StateError: the offloader is closed, or an exception came in the middle of our bookkeeping.
         """
         self._refuse_closed("saving")
+        self._offloader.cache.refuse_broken()  # before its lock is asked for, which an interrupt may have left taken
         skip_frames(())
         if self._model is not None:
             mark_all_owned(self._model)
@@ -184,8 +185,12 @@ def _accelerator_of(model: nn.Module | None, named: torch.device | str | None) -
     if named is None:
         named = parameter.device if parameter is not None else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(named)
-    if device.type not in KINDS:
-        raise IncompatibleError(f"the device is {device}, and ds_tba serves the CPU and CUDA: train there without it.")
+    devices = 1 if device.type == "cpu" else torch.cuda.device_count()
+    if device.type not in KINDS or (device.index or 0) >= devices:
+        raise IncompatibleError(
+            f"the device is {device}, and ds_tba serves the CPU and the CUDA devices of this process: train there "
+            "without it."
+        )
     if device.type == "cpu":
         return accelerator_of("cpu")
     with torch.cuda.device(device):  # the accelerator is of the device that is current

@@ -246,7 +246,8 @@ class ActivationOffloader:
         from ds_tba.remat.sites import Sites
         from ds_tba.remat.store import RematStore
 
-        sites = Sites(self.cache, self._accelerator, self.config.rematerialize_exclude, self._running)
+        excluded = getattr(self.config.rematerialize, "exclude", ())
+        sites = Sites(self.cache, self._accelerator, frozenset(excluded), self._running)
         self.cache.rematerialize(RematStore(self.cache, sites))
         self._reporter.add(sites)
         return sites

@@ -3,8 +3,7 @@
 A checkpoint (``torch.utils.checkpoint``, ``use_reentrant=False``) restores PyTorch's random numbers and autocast. It
 cannot see state: a block that reads or changes more than its arguments gives other bytes when it runs again. So a
 digest of the output of each pass is compared with that of the run in backward, on a CPU at once, and on a device, which
-answers late, as the micro-step ends. Therefore a block runs again to its end; a checkpoint of the user's inside of it
-stops where it stops without us.
+answers late, as the micro-step ends. So a block runs again to its end, and a user's checkpoint in it as it does alone.
 
 [Note: Repeated layers] A repeated layer is a child of a ``ModuleList``, ``Sequential`` or ``ModuleDict`` with at least
 one sibling of the same class and shape, and with modules inside. The outermost win: the experts of a mixture are part
@@ -12,7 +11,8 @@ of their layer. But stages that differ in shape (Swin, ResNet) are no layers, no
 repeats; what repeats inside of them is. A lone layer that is called many times (ALBERT's) has to be named.
 
 [Note: In the place of forward] Our forward stands in the place of a block's own only while the model's forward runs:
-outside of that the model is the user's, to copy, inspect or change. Code that ``torch.compile`` compiles runs without.
+outside of that the model is the user's, to copy, inspect or change. It does nothing in code that ``torch.compile``
+compiles, nor where others' hooks are inside of ours: in a checkpoint of the user's, say, or in another block.
 
 [Note: Parameters] ZeRO-3 gathers a parameter when backward needs it, and frees it after the forward of its module. So
 parameters never get to the checkpoint, which would hold the memory that is freed; and what backward has gathered stays
@@ -22,10 +22,10 @@ Originals]): the checkpoint's own alias would become ``.grad`` where a backward 
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, update_wrapper
 from typing import Any, TypeAlias
 
 import torch
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ds_tba.config import matching
-from ds_tba.core.hooks import innermost_hooks, is_being_compiled, runs_again, skip_frames, uncompiled_hooks
+from ds_tba.core.hooks import innermost_hooks, is_being_compiled, saves_through_ours, skip_frames, uncompiled
 from ds_tba.core.residency import Residency
 from ds_tba.core.saved import PassedThrough
 from ds_tba.core.tensors import has_plain_storage, integers_of
@@ -45,6 +45,7 @@ from ds_tba.errors import RecomputationError
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (*_UNCALLED, nn.Sequential)
 
+_NO_TENSORS = (type(None), int, float, complex, str, bytes)  # in a block's output
 _OUR_NUMBER = -1  # among those that ZeRO-3 gives to modules, which start at 0
 _COLUMNS = 1024
 
@@ -167,7 +168,7 @@ class _InPlace:
         self.block = block
         self.blocks = blocks
         self.own: Any = block.forward
-        functools.update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
+        update_wrapper(self, self.own, updated=())  # whoever inspects the signature sees the module's own
 
     @contextmanager
     def placed(self) -> Iterator[None]:
@@ -187,9 +188,8 @@ class _InPlace:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own, blocks = self.own, self.blocks
-        if torch.compiler.is_compiling() or is_being_compiled():  # first: what is called below would be compiled
-            return own(*args, **kwargs)
-        if runs_again() or not (hasattr(blocks.open, "listener") and torch.is_grad_enabled()):
+        is_compiled = torch.compiler.is_compiling() or is_being_compiled()  # first: what is called below would be, too
+        if is_compiled or not (saves_through_ours() and hasattr(blocks.open, "listener") and torch.is_grad_enabled()):
             return own(*args, **kwargs)
         # A checkpoint saves tensors only where they are arguments by position: so those of containers are taken out.
         values, tree = tree_flatten((args, kwargs), is_leaf=lambda one: type(one) not in (tuple, list, dict))
@@ -236,17 +236,17 @@ class _InPlace:
             try:
                 return held.restore() if isinstance(held, PassedThrough) else checkpoint_unpack(held)
             except CheckpointError as error:
-                why = f"{' '.join(str(error).split())} {_REPAIR}"
-                raise RecomputationError(f"PyTorch cannot recompute the block {self.path!r}: {why}") from error
+                why = f"PyTorch cannot recompute the block {self.path!r}: {' '.join(str(error).split())}"
+                raise RecomputationError(f"{why} {_REPAIR}") from error
 
-        inside: Any = uncompiled_hooks(pack, unpack)
+        inside: Any = torch.autograd.graph.saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
         # To a selective checkpoint inside they are none of a user's hooks, and what it saves stays with it.
         inside.pack_hook._checkpoint_internal, inside.pack_hook._user_hooks = True, None
         with inside:
             yield
 
     def __reduce__(self) -> tuple[object, ...]:
-        return functools.partial, (self.own,)  # a deep copy that is made in forward runs its own
+        return partial, (self.own,)  # a deep copy that is made in forward runs its own
 
 
 @contextmanager
@@ -255,8 +255,8 @@ def _gathered_stay(module: nn.Module) -> Iterator[None]:
 
     ZeRO-3 keeps at a parameter the numbers of the modules that use it. We are one more, and leave the set as it was.
     """
-    of_each = (getattr(one, "ds_active_sub_modules", None) for one in module.parameters())
-    before = [(users, {*users}) for users in of_each if users]
+    all_users = (getattr(one, "ds_active_sub_modules", None) for one in module.parameters())
+    before = [(users, {*users}) for users in all_users if users]
     for users, _ in before:
         users.add(_OUR_NUMBER)
     try:
@@ -274,18 +274,21 @@ def _digests(path: str, output: object) -> _Digests:
     """Return the digests of all tensors that a block returns.
 
     Raises:
-        RecomputationError: one is no plain tensor, so that its bytes cannot be compared.
+        RecomputationError: it returns an object in which tensors may be, or one that is no plain tensor, so that their
+            bytes cannot be compared.
     """
     digests: _Digests = {}
-    for tensor in filter(torch.is_tensor, tree_flatten(output)[0]):
+    for one in tree_flatten(output)[0]:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            plain = tensor.detach()  # a parameter, say, is one
-            if not has_plain_storage(plain) or plain.is_quantized:
+            plain = one.detach() if torch.is_tensor(one) else None  # a parameter, say, is plain then
+            if plain is not None and has_plain_storage(plain) and not plain.is_quantized:
+                digests[len(digests), plain.dtype, plain.shape] = digest_of(plain)
+            elif not isinstance(one, _NO_TENSORS):
                 raise RecomputationError(
-                    f"the block {path!r} returns a tensor of type {type(tensor).__name__} and layout {tensor.layout}, "
-                    f"whose bytes cannot be compared when it runs again. {_LEAVE_OUT}."
+                    f"the block {path!r} returns a {type(one).__name__} ({getattr(one, 'layout', 'no tensor')}), which "
+                    "cannot be compared when it runs again: have it return plain tensors, in tuples, lists or dicts. "
+                    f"{_LEAVE_OUT}."
                 )
-            digests[len(digests), plain.dtype, plain.shape] = digest_of(plain)
     return digests
 
 

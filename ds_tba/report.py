@@ -205,8 +205,8 @@ class OffloadReport:
         try:
             report = cls(**_known(cls, json.loads(path.read_text())))
             # Commands show these, and would end in the middle of a text.
-            report.summary(), report.rows(), report.holder_lines()
-        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+            report.summary(), report.rows(), report.holder_lines(), report.held()
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError, ArithmeticError) as error:
             why = getattr(error, "strerror", None) or str(error)[:100]
             raise ReportError(f"{path} is no report of ds_tba ({why}): name the file of report.path.") from error
         return report
@@ -335,7 +335,7 @@ class ReportFile:
         self._key = key
         self.rank = rank
         self.path = None if path is None else checked_path(key, path, rank)
-        self._written_at = -math.inf
+        self._written_at, self._has_failed = -math.inf, False
         self._own_s = time.time()  # what was written to the file later is another engine's
 
     def refresh(self, make: Callable[[], Mapping[str, object]], *, now: bool = False, yields: bool = False) -> None:
@@ -350,6 +350,9 @@ class ReportFile:
             if yields and self.path.is_file() and self.path.stat().st_mtime > self._own_s:
                 return
             write_file(self.path, text)
+            self._has_failed = False
         except OSError as error:
-            logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
+            if not self._has_failed:  # or a long run would say it without end
+                logger.warning("%s %s cannot be written: %s", self._key, self.path, error)
+            self._has_failed = True
         self._written_at, self._own_s = time.monotonic(), time.time()

@@ -191,11 +191,14 @@ def show_log() -> None:
 def start_line(config: OffloadConfig, tiers: Places) -> str:
     """Return the start-up line of the log: where activations go, and by which rule."""
     parts = tiers.describe()
+    of_plans = ("activation_budget_bytes", "recompute", "blocks")
+    unread = " and ".join(key for key in of_plans if getattr(config, key) is not type(config).model_fields[key].default)
+    unplanned = f", without a plan, so that nobody reads {unread}" if unread else ""
     if not parts:
         again = ", and made again where that is cheap" if config.rematerialize is not False else ""
-        return f'placement "keep": activations are measured, not moved{again}'
+        return f'placement "keep": activations are measured, not moved{again}{unplanned}'
     if config.placement != "adaptive":
-        rule = f'placement "{config.placement}" is a rule, not a plan'
+        rule = f'placement "{config.placement}" is a rule, not a plan{unplanned}'
     elif config.activation_budget_bytes is not None:
         rule = f"least time within {readable(config.activation_budget_bytes)}"
     else:

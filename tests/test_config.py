@@ -187,6 +187,20 @@ def test_the_old_form_of_zero_optimization_says_no_stage(zero: bool) -> None:
         parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": zero})
 
 
+def test_aio_blocks_that_overflow_in_deepspeeds_op_are_refused() -> None:
+    """It reads and writes beyond its buffers then, and gradients were wrong."""
+    for block_size, queue_depth in ((2 << 20, 1024), (1 << 20, 4096), (1 << 30, 3)):
+        aio = {"block_size": block_size, "queue_depth": queue_depth}
+        assert parse_block({BLOCK: GOOD, "aio": aio}) is not None
+        message = refusal(GOOD, aio={**aio, "overlap_events": False})
+        assert f"{block_size} times queue_depth {queue_depth} must be below" in message and "lower one" in message
+    assert parse_block({BLOCK: GOOD, "aio": {"block_size": 16 << 20, "queue_depth": 127, "overlap_events": False}})
+
+
+def test_two_files_of_the_report_have_two_paths() -> None:
+    assert "one path for two files" in refusal({**GOOD, "report": {"path": "/a", "trace_path": "/a"}})
+
+
 def test_aio_block_size_must_be_aligned() -> None:
     message = refusal(GOOD, aio={"block_size": 5000})
     assert '"aio.block_size" is 5000: it must be a multiple of 4096' in message
@@ -274,7 +288,7 @@ def test_the_directories_of_zero_s_own_offload_are_those_on_nvme() -> None:
     nvme, cpu = {"device": "nvme", "nvme_path": "/a"}, {"device": "cpu", "nvme_path": "/b"}
     assert zero_paths({"zero_optimization": {"offload_param": nvme, "offload_optimizer": cpu}}) == ("/a",)
     assert zero_paths({"zero_optimization": {"offload_param": nvme, "offload_optimizer": nvme}}) == ("/a", "/a")
-    for zero in ({"offload_param": None}, {"stage": 3}, True):
+    for zero in ({"offload_param": None}, {"offload_param": "nvme"}, {"stage": 3}, True):
         assert zero_paths({"zero_optimization": zero}) == ()
     assert zero_paths({}) == ()
 

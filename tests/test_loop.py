@@ -188,8 +188,9 @@ def test_values_of_a_program_are_those_of_a_file(tmp_path: Path) -> None:
 
 
 def test_another_device_is_refused_by_name() -> None:
-    with pytest.raises(IncompatibleError, match="the device is meta, and ds_tba serves the CPU"):
-        Offloader(device="meta", placement="keep")
+    for device in ("meta", f"cuda:{torch.cuda.device_count()}"):
+        with pytest.raises(IncompatibleError, match=f"the device is {device}, and ds_tba serves the CPU"):
+            Offloader(device=device, placement="keep")
 
 
 def test_aio_without_deepspeed_names_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,6 @@ NAMES = [
     Name("torch.optim.optimizer._global_optimizer_pre_hooks", UPDATE),
     Name("torch.optim.optimizer._global_optimizer_post_hooks", UPDATE),
     # PyTorch: the graph
-    Name("torch.utils.checkpoint._checkpoint_hook", ALL),
     Name(".unpack_hook", AGAIN, "saved.unpack_hook"),
     Name(".data", AGAIN, "saved.data"),
     Name("torch.autograd._get_sequence_nr", ALL),

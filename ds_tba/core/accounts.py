@@ -52,21 +52,21 @@ class Ends:
 
     Attributes:
         left: the notices of objects that are gone; empty if there is nothing to act on.
+        tell: the callback of a notice.
     """
 
     def __init__(self, act_on: Callable[[Any], None]) -> None:
         self._act_on = act_on
         self.left: deque[Notice] = deque()
-        self._tell: Callable[[Any], None] = self.left.append
+        self.tell: Callable[[Any], None] = self.left.append
         self._watched: set[Notice] = set()  # a weak reference that is gone itself tells nobody
 
-    def watch(self, watched: object, kind: type[OneNotice]) -> OneNotice:
-        """Return a notice that is left when an object, which is equal to itself only, is gone, whoever lets go of it.
+    def watch(self, notice: OneNotice) -> OneNotice:
+        """Have a notice left when its object, which is equal to itself only, is gone, whoever lets go of it.
 
         Args:
-            kind: of the notice, one of those that ``act_on`` deals with.
+            notice: complete, or an interrupt could leave one that nobody can act on; its callback is :attr:`tell`.
         """
-        notice = kind(watched, self._tell)
         self._watched.add(notice)
         return notice
 
@@ -293,8 +293,9 @@ class Accounts(ABC):
 
     def watch_user(self, user: object, memory: CountedMemory, micro_step: MicroStep | None) -> None:
         """Have the end of a user without a record end its count; see :meth:`count_kept`."""
-        notice = self.ends.watch(user, CountedGone)
+        notice = CountedGone(user, self.ends.tell)
         notice.memory, notice.micro_step = memory, micro_step
+        self.ends.watch(notice)
         if micro_step is None:
             memory.lent += 1
         else:
@@ -304,8 +305,9 @@ class Accounts(ABC):
         """Count the memory of a storage no longer than until it is free: a user does not hold it."""
         memory = self.memory_of(storage)
         if memory is not None and not memory.is_watched:
-            memory.is_watched = True
-            self.ends.watch(storage, MemoryGone).memory = memory
+            memory.is_watched, notice = True, MemoryGone(storage, self.ends.tell)
+            notice.memory = memory
+            self.ends.watch(notice)
 
     def uncount(self, memory: CountedMemory) -> None:
         """Take a user away; with the last one the memory is counted no longer."""

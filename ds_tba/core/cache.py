@@ -75,7 +75,6 @@ from ds_tba.device.accelerator import Accelerator, moment
 from ds_tba.stats import CacheStats
 from ds_tba.storage.base import STAYS, Always, AnyStore, Choice, Policy, Ticket
 
-STATS_LIMIT_S = 1.0
 # Passed through: they hold no memory of the training device.
 _FOREIGN = frozenset({Eligibility.NO_STORAGE, Eligibility.OTHER_DEVICE})
 # The whole storage counts, also where a view of it is saved.
@@ -145,10 +144,8 @@ class TensorCache(Residency):
 
     @property
     def stats(self) -> CacheStats:
-        """The figures as they are now, without what is gone; with it if the lock stays taken."""
-        # This thread may have it, interrupted by the signal handler that asks.
-        if self.ends.left and self.lock.acquire(timeout=STATS_LIMIT_S):
-            self.lock.release()
+        """The figures as they are now, without what is gone; with it while the lock is taken."""
+        if not self.lock.locked():  # by this thread, perhaps, interrupted by the signal handler that asks
             self.act_on_ends()
         return self.meter
 

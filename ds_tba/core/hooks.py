@@ -49,7 +49,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeAlias
 
 import torch
@@ -99,11 +99,6 @@ def uncompiled(function: Callable[..., Any], *args: Any) -> Any:
         set_eval_frame(before)
 
 
-def uncompiled_hooks(pack: Pack, unpack: Unpack) -> saved_tensors_hooks:
-    """Saved-tensor hooks that ``torch.compile`` leaves alone."""
-    return saved_tensors_hooks(partial(uncompiled, pack), partial(uncompiled, unpack))
-
-
 class ForwardHooks(saved_tensors_hooks):
     """The hooks of a forward, or of what comes between it and its backward; see [Note: Passing through].
 
@@ -145,7 +140,6 @@ class ForwardHooks(saved_tensors_hooks):
             self.__exit__()
 
 
-_CHECKPOINT_HOOK = checkpointing._checkpoint_hook.__qualname__
 NO_BACKWARD = -1  # PyTorch's number of the backward in this thread when there is none
 
 
@@ -154,11 +148,14 @@ def innermost_hooks() -> tuple[Pack, Unpack] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def runs_again() -> bool:
-    """Return whether this is in a backward, or autograd hands what is saved here to a non-reentrant checkpoint."""
-    hooks = innermost_hooks()
-    is_in_checkpoint = hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_CHECKPOINT_HOOK)
-    return is_in_checkpoint or torch._C._current_graph_task_id() != NO_BACKWARD
+def saves_through_ours() -> bool:
+    """Return whether this is in no backward, and autograd hands what is saved here to our hooks, not to others."""
+    return are_ours(innermost_hooks()) and torch._C._current_graph_task_id() == NO_BACKWARD
+
+
+def are_ours(hooks: tuple[Pack, Unpack] | None) -> bool:
+    """Return whether hooks are ours; else they are a user's, or a checkpoint's."""
+    return hooks is not None and getattr(hooks[0], "__func__", None) is ForwardHooks.pack_hook
 
 
 def is_being_compiled() -> bool:
@@ -183,25 +180,20 @@ class SelectiveCheckpoints:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         hooks, context_fn = getattr(checkpointing, _IN_SCOPE)(), options.get("context_fn")
-        is_ours = hooks is not None and getattr(hooks[0], "__func__", None) is ForwardHooks.pack_hook  # else a user's
         is_selective = context_fn not in (None, checkpointing.noop_context_fn)
-        if is_ours and is_selective and options.get(_RESPECT) is None:  # what it says stays
+        if are_ours(hooks) and is_selective and options.get(_RESPECT) is None:  # what it says stays
             _, recomputation = contexts = options["context_fn"]()
             options["context_fn"] = lambda: contexts  # a second call would make other contexts than those judged here
             options[_RESPECT] = not getattr(recomputation, "allow_cache_entry_mutation", False)  # wants changes
         return self._checkpoint(*args, **options)
 
 
-def _hear_selective_checkpoints() -> None:
-    behind = getattr(checkpointing, _CHECKPOINT, None)
-    if behind is not None and hasattr(checkpointing, _IN_SCOPE) and not isinstance(behind, SelectiveCheckpoints):
-        setattr(checkpointing, _CHECKPOINT, SelectiveCheckpoints(behind))
-
-
 @contextmanager
 def hooks_of_forward(hooks: ForwardHooks) -> Iterator[None]:
     """Open these hooks for a forward; they also get what selective checkpoints save."""
-    _hear_selective_checkpoints()
+    behind = getattr(checkpointing, _CHECKPOINT, None)
+    if behind is not None and hasattr(checkpointing, _IN_SCOPE) and not isinstance(behind, SelectiveCheckpoints):
+        setattr(checkpointing, _CHECKPOINT, SelectiveCheckpoints(behind))
     try:
         with hooks:
             yield

@@ -350,7 +350,8 @@ class SavedView:
         self.attributes = attributes_of(tensor, is_of_function=record.key.function > 0) if vars(tensor) else None
         self.cache = cache
         self.record = record
-        self.state = cache.ends.watch(self, ViewGone).of(record, is_away=offloaded, is_lent=False)
+        gone = ViewGone(self, cache.ends.tell).of(record, is_away=offloaded, is_lent=False)
+        self.state = cache.ends.watch(gone)
         if offloaded:
             self._spec, self._counter = ViewSpec.of(tensor), counter_of(tensor)  # autograd compares no version
         else:
@@ -412,7 +413,8 @@ class SavedView:
         record.lent += 1
         record.memory.lent += 1
         record.node = next_sequence_number()  # backward wants it for what is made of it
-        other.state = self.cache.ends.watch(other, ViewGone).of(record, is_away=self.state.is_away, is_lent=True)
+        gone = ViewGone(other, self.cache.ends.tell).of(record, is_away=self.state.is_away, is_lent=True)
+        other.state = self.cache.ends.watch(gone)
         if other.held is not None:
             record.kept_views.append(other.state)  # or it would hold the bytes when they leave
         return other

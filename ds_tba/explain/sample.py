@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -165,7 +164,7 @@ class StepSamples:
     def _see(self, key: SavedStorage | CountedMemory, tensor: torch.Tensor, nbytes: int) -> None:
         seen = self._seen.get(key)
         if seen is None:
-            module = LAYER_NUMBER.sub("*", self.running.path()) or f"({line_of(_caller())})"
+            module = LAYER_NUMBER.sub("*", self.running.path()) or f"({line_of_the_program()})"
             self._seen[key] = Holder(module, _op(tensor), saved_bytes=nbytes, largest=form_of(tensor))
         elif not seen.op:  # saved by the op that made it, which had no node yet
             seen.op = _op(tensor)
@@ -267,22 +266,9 @@ def _op(tensor: torch.Tensor) -> str:
 # ---- where in the program -------------------------------------------------------------------------------------------
 
 
-def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield a frame and those that have called it."""
-    while frame is not None:
-        yield frame
+def line_of_the_program() -> str:
+    """Return the innermost line that runs and is not of a library, as ``train.py:57``."""
+    frame = inspect.currentframe()
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES:
         frame = frame.f_back
-
-
-def _caller() -> FrameType | None:
-    """Return the innermost frame that is not ours: the caller of our hook."""
-    frames = frames_from(inspect.currentframe())
-    return next((one for one in frames if not str(one.f_globals.get("__name__")).startswith("ds_tba.")), None)
-
-
-def line_of(frame: FrameType | None) -> str:
-    """Return the innermost line of the program, not of a library, from a frame on outwards, as ``train.py:57``."""
-    for one in frames_from(frame):
-        if str(one.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
-            return f"{Path(one.f_code.co_filename).name}:{one.f_lineno}"
-    return "outside of modules"
+    return "outside of modules" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

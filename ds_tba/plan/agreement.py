@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
-from ds_tba.plan.plan import Limits, Plan, Planner
+from ds_tba.plan.plan import WEAR_TOLERANCE, Limits, Plan, Planner
 from ds_tba.plan.trace import Resources, Trace, slowest
 
 logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Planning:
                 "Tensors that do not fit are moved as they are saved, which takes time. A larger budget, smaller "
                 f"micro-batches, {advice}or a faster drive would help",
             )
-        if found.exceeds_wear:
+        if found.prediction.written_bytes > WEAR_TOLERANCE * found.limits.write_limit_bytes_per_step:
             self._warn_once(
                 "wear",
                 f"ssd.min_life_days gives way: {bound} {budget_bytes} takes more writes. For a longer life set "

@@ -150,11 +150,6 @@ class Plan:
             sizes[placement] += storage.nbytes
         return [(placement, nbytes) for placement, nbytes in sizes.items() if nbytes]
 
-    @property
-    def exceeds_wear(self) -> bool:
-        """True if a step writes more than the limit of wear."""
-        return self.prediction.written_bytes > WEAR_TOLERANCE * self.limits.write_limit_bytes_per_step
-
     def describe(self, reason: str) -> str:
         """Describe the plan in one line.
 

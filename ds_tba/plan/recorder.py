@@ -285,8 +285,9 @@ class Recorder:
 
     def _watch(self, watched: object, storage: _Storage, *, in_forward: bool) -> None:
         """Note the end of an object as an end of a storage."""
-        notice = self._ends.watch(watched, _Ended)
+        notice = _Ended(watched, self._ends.tell)
         notice.storage, notice.in_forward = storage, in_forward
+        self._ends.watch(notice)
 
     def _note(self, notice: _Ended) -> None:
         if self.ended is not None:

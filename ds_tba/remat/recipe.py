@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeGuard
@@ -136,18 +136,20 @@ def kernels() -> tuple[int, bool, bool]:
     return torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes_denormals
 
 
-@contextmanager
-def as_in_forward() -> Iterator[None]:
-    """Run without graph, autocast (which has acted in forward) and the user's modes."""
-    with ExitStack() as state:
-        state.enter_context(torch.no_grad())
-        state.enter_context(torch._C.DisableTorchFunction())
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                state.enter_context(torch.autocast(kind, enabled=False))
-        if torch._C._len_torch_dispatch_stack():
-            state.enter_context(_disable_current_modes())
-        yield
+class AsInForward(ExitStack):
+    """Runs without graph, autocast (which has acted in forward) and the user's modes."""
+
+    def __enter__(self) -> AsInForward:  # no generator: an interrupt could end it late, and it would leave its modes on
+        with ExitStack() as state:
+            state.enter_context(torch.no_grad())
+            state.enter_context(torch._C.DisableTorchFunction())
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    state.enter_context(torch.autocast(kind, enabled=False))
+            if torch._C._len_torch_dispatch_stack():
+                state.enter_context(_disable_current_modes())
+            self.push(state.pop_all())
+        return self
 
 
 class Step(NamedTuple):
@@ -261,7 +263,7 @@ class Recipe:
         return replace(self, steps=tuple(steps))
 
     def make(self, restored: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the output of the op, laid out as in forward. Called :func:`as_in_forward`.
+        """Return the output of the op, laid out as in forward. Called inside of :class:`AsInForward`.
 
         Args:
             restored: the tensors that are held, by the ids of what holds them.

@@ -33,7 +33,7 @@ from ds_tba.core.saved import Keeper
 from ds_tba.core.tensors import ViewSpec, as_uint8, base_of, integers_of, nbytes_of, next_sequence_number
 from ds_tba.device.accelerator import Accelerator, is_out_of_memory, moment
 from ds_tba.errors import ActivationModifiedError, ConfigError, RematerializationError, StateError, StorageError
-from ds_tba.remat.recipe import Comparison, Recipe, Search, Site, as_in_forward, is_of_a_module, kernels, past_hooks
+from ds_tba.remat.recipe import AsInForward, Comparison, Recipe, Search, Site, is_of_a_module, kernels, past_hooks
 from ds_tba.remat.rules import OPS, RULES, NoRecipeError
 from ds_tba.remat.where import RunningModule, position_in_code
 
@@ -171,7 +171,7 @@ class Sites:
         """
         site, accelerator = recipe.site, self.accelerator
         try:
-            with as_in_forward():
+            with AsInForward():
                 restored = self._restore(recipe)
                 before = accelerator.mark()
                 made = recipe.make(restored)
@@ -246,7 +246,7 @@ class Sites:
                 f"of steps, or {_remedy(recipe)}."
             )
         try:
-            with as_in_forward():
+            with AsInForward():
                 made = as_uint8(recipe.make(self._restore(recipe)).untyped_storage())
         except ActivationModifiedError as error:  # perhaps of a tensor that nobody else wants any more
             raise ActivationModifiedError(

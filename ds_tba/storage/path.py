@@ -401,9 +401,9 @@ def check_directories(
     """
     directories: list[SwapDirectory] = []
     seen: dict[Path, Path] = {}
-    for path in map(expanded, paths):
+    for path in paths:
         try:
-            directory = _check(path, needed_bytes, ranks_on_node, lower)
+            directory = _check(expanded(path), needed_bytes, ranks_on_node, lower)
         except OSError as error:
             raise PathError(
                 f"nvme_path {path} cannot be examined ({error.strerror}): check it and its parents."

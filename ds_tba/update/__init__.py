@@ -7,6 +7,7 @@ is asked before each forward and save, whether or not the update itself is loade
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field, StrictBool, model_validator
@@ -70,7 +71,8 @@ def parse_update_block(ds_config: DsConfig) -> UpdateConfig | None:
     if config is None:
         return None
     zero = zero_block(ds_config)
-    device = (zero.get("offload_optimizer") or {}).get("device")
+    offload = zero.get("offload_optimizer")
+    device = offload.get("device") if isinstance(offload, Mapping) else None
     for key, found, needed in (("stage", zero.get("stage", 0), 3), ("offload_optimizer.device", device, "cpu")):
         if found != needed:
             raise ConfigError(

@@ -236,11 +236,6 @@ class Updater:
                 "pinned_bytes to what it can pin",
             )
 
-    def unpin_others(self, arrays: Sequence[torch.Tensor]) -> None:
-        """Unpin the arrays that a checkpoint has replaced, or their memory would stay until the next step."""
-        if self.registry is not None:
-            self.registry.keep(arrays)
-
     def report(self) -> UpdateReport:
         """Return the counts so far, with the figures that follow from them."""
         counts, pipeline = self.counts, self.pipeline

@@ -212,7 +212,8 @@ class InterleavedUpdate:
         self, state_dict_list: object, load_optimizer_states: bool = True, *rest: object, **more: object
     ) -> None:
         self._stock["load_state_dict"](state_dict_list, load_optimizer_states, *rest, **more)
-        self._updater.unpin_others(self._pinnable())
+        if self._updater.registry is not None:  # arrays that were replaced would stay until the next step
+            self._updater.registry.keep(self._pinnable())
         # Without them the moments are still those of the interrupted step.
         if load_optimizer_states:
             setattr(self._zero, HALF_UPDATED, False)

@@ -28,8 +28,10 @@ def test_an_object_ends_without_a_line_of_ours() -> None:
     ends = Ends(lambda gone: acted.append(gone.number))
     one, other = Watched(), Watched()
     other.itself = other  # type: ignore[attr-defined]
-    ends.watch(one, Gone).number = 1
-    ends.watch(other, Gone).number = 2
+    for number, watched in enumerate((one, other), 1):
+        notice = Gone(watched, ends.tell)
+        notice.number = number
+        ends.watch(notice)
 
     def trace(frame: FrameType, event: str, _argument: object) -> None:
         lines.append(f"{event} {frame.f_code.co_name}")
@@ -38,7 +40,7 @@ def test_an_object_ends_without_a_line_of_ours() -> None:
     gc.collect()
     sys.setprofile(trace)
     try:
-        del one, other
+        del one, other, watched
         gc.collect()
     finally:
         sys.setprofile(None)

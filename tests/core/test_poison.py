@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import re
+import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from support import runs
 from support.doubles import raising
 from support.offloaders import make
 
-from ds_tba.core.accounts import CountedGone
+from ds_tba.core.accounts import CountedGone, Notice
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 
@@ -32,6 +35,30 @@ def test_figures_can_be_read_by_a_handler_that_has_interrupted_the_holder_of_the
     with cache.lock:
         assert cache.ends.left and cache.stats.saved.now > 0
     assert cache.stats.saved.now == 0
+
+
+class Watched:
+    pass
+
+
+def test_an_interrupt_while_figures_are_read_leaves_no_lock_taken() -> None:
+    """The next forward waited for ever: a handler may run right after a call has taken the lock."""
+    cache, random_s = TensorCache([], "cpu", 1), random.Random(0)
+    before = signal.signal(signal.SIGALRM, raising(AlarmError()))
+    try:
+        for _ in range(100):
+            with suppress(AlarmError):
+                signal.setitimer(signal.ITIMER_REAL, random_s.uniform(5e-5, 5e-4))
+                for _ in range(1000):  # an exception in a finalizer of PyTorch's would be dropped
+                    one = Watched()
+                    cache.ends.watch(Notice(one, cache.ends.tell))
+                    del one
+                    assert cache.stats is cache.meter
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert not cache.lock.locked()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.long
@@ -95,7 +122,7 @@ def test_an_exception_in_our_bookkeeping_poisons_unless_it_is_a_refusal(
             with pytest.raises(type(error)):
                 cache.pack(x * 3)
     if where != "pack":
-        cache.ends.watch(held, CountedGone)
+        cache.ends.watch(CountedGone(held, cache.ends.tell))
         monkeypatch.setattr(cache.ends, "act", fail)
         monkeypatch.setattr(cache.ends, "left", [1])
         with pytest.raises(type(error)):

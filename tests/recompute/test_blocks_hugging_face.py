@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_tba.core.cache import TensorCache
 from ds_tba.errors import RecomputationError
 from ds_tba.recompute import Blocks, find_blocks
 
@@ -65,7 +66,7 @@ def check(name: str, **more: Any) -> None:
     assert [*found] == [f"{stack}.{index}" for stack in MODELS[name][2] for index in range(LAYERS)]
     blocks = Blocks(found, memory, found)
     for seed in range(3):
-        with blocks.forward():
+        with TensorCache([], "cpu", 1).saving(), blocks.forward():
             ours = train(model, seed, **more)
         blocks.end_backward()
         theirs = train(twin, seed, **more)

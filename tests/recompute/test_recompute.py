@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.core.hooks import keep_originals
+from ds_tba.core.hooks import ForwardHooks, keep_originals
 from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.recompute import Blocks, digest_of, find_blocks
 
@@ -117,7 +118,7 @@ class Bench:
         torch.manual_seed(3)
         self.model = net(make, depth)
         self.twin = copy.deepcopy(self.model)
-        self.memory = Memory()
+        self.memory, self.cache = Memory(), TensorCache([], "cpu", 1)
         found = find_blocks(self.model, ["layers"])
         self.paths, self.blocks = [*found], Blocks(found, self.memory)
         self.passes = 0
@@ -132,8 +133,10 @@ class Bench:
         return found
 
     @contextmanager
-    def forward(self, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Iterator[None]:
-        with around(), self.blocks.forward():
+    def forward(
+        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext, listener: Any = None
+    ) -> Iterator[None]:
+        with self.cache.saving(), around(), self.blocks.forward(listener):
             yield
 
     def check(self, *wanted: int, **more: Any) -> None:
@@ -193,6 +196,58 @@ def test_a_block_that_the_model_checkpoints_runs_again_under_its_checkpoint_alon
     assert bench.saved_again() == 0
 
 
+class Squared(nn.Module):
+    """Saves two tensors that a checkpoint could take for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) * self.right(x)
+
+
+def test_a_block_under_deepspeeds_own_checkpoint_runs_as_it_does_without_us() -> None:
+    """DeepSpeed tells the saved tensors of both runs apart by their order alone."""
+    import deepspeed
+
+    bench = Bench(Squared, net=around_each(deepspeed.checkpointing.non_reentrant_checkpoint))
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again() == 0
+
+
+class Recursive(Linear):
+    """Calls itself, and with that the forward that is in its place."""
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = self.linear(x).tanh()
+        return x if depth == 0 else x * self(x, depth - 1)
+
+
+class CallsEarlier(Net):
+    """Its last layer calls its first, which is a chosen block, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[-1].earlier = [self.layers[0]]
+        return super().forward(x)
+
+
+class Later(Linear):
+    earlier: Sequence[nn.Module] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.earlier:
+            x = x * one(x)
+        return self.linear(x).tanh()
+
+
+@pytest.mark.parametrize(("make", "net"), [(Recursive, Net), (Later, CallsEarlier)])
+def test_a_block_that_another_one_calls_runs_again_with_that_one_alone(make: Any, net: type[Net]) -> None:
+    bench = Bench(make, net=net)
+    bench.check(0, 1, 2, 3)
+    assert bench.saved_again()
+
+
 class TakesForce(Net):
     """Takes the gradient of its energy in forward, through blocks that it checkpoints."""
 
@@ -223,9 +278,9 @@ def test_a_backward_in_the_middle_of_forward_runs_blocks_under_the_models_checkp
 def test_in_a_recorded_forward_all_passes_are_told_of_and_none_is_recomputed() -> None:
     bench, diary = Bench(depth=2), Diary()
     bench.blocks.chosen = frozenset({"layers.1"})
-    with bench.blocks.forward(diary.passing), torch.no_grad():
+    with torch.no_grad(), bench.forward(listener=diary.passing):
         bench.model(torch.ones(1, LENGTH, WIDTH))
-    with bench.blocks.forward(diary.passing):
+    with bench.forward(listener=diary.passing):
         loss = bench.model(torch.ones(1, LENGTH, WIDTH))
     loss.backward()
     assert diary.events == [("layers.0", 1), ("left", 0), ("layers.1", 1), ("left", 0)] and not bench.saved_again()
@@ -233,7 +288,7 @@ def test_in_a_recorded_forward_all_passes_are_told_of_and_none_is_recomputed() -
 
 def test_other_threads_are_not_listened_to() -> None:
     bench, diary = Bench(), Diary()
-    with bench.blocks.forward(diary.passing):
+    with bench.forward(listener=diary.passing):
         other = threading.Thread(target=run, args=(bench.model, 1))
         other.start()
         other.join()
@@ -269,7 +324,7 @@ def test_the_inputs_alone_are_saved_outside_and_freed_in_forward() -> None:
 
     bench = Bench(Ends, depth=3, net=around_each(lambda layer, x: layer(x)))
     bench.blocks.chosen = frozenset({"layers.0", "layers.1", "layers.2"})
-    with torch.autograd.graph.saved_tensors_hooks(Put, lambda put: put.copy), bench.blocks.forward():
+    with ForwardHooks(Put, lambda put: put.copy), bench.blocks.forward():
         loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
     assert [one() is None for one in held] == [True] * len(held) and len(held) <= 8
     loss.backward()
@@ -635,8 +690,9 @@ class Returns(Linear):
         lambda y: torch.nested.as_nested_tensor(list(y.unbind()), layout=torch.jagged),
         Tensor.to_sparse,
         lambda y: torch.quantize_per_tensor(y.detach(), 0.1, 0, torch.qint8),
+        lambda y: SimpleNamespace(y=y),
     ],
-    ids=["jagged", "sparse", "quantized"],
+    ids=["jagged", "sparse", "quantized", "an object of the user's"],
 )
 def test_an_output_that_is_no_plain_tensor_is_refused_with_the_repair(returns: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(RecomputationError, match=r"'layers.0'.* cannot be compared .* Leave it out by naming"):

@@ -18,7 +18,7 @@ from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import mark_inputs, mark_owned
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import StateError
-from ds_tba.remat.recipe import Recipe, as_in_forward
+from ds_tba.remat.recipe import AsInForward, Recipe
 from ds_tba.remat.rules import RULES, NoRecipeError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
@@ -127,7 +127,7 @@ def names(recipe: Recipe) -> set[str]:
 
 
 def made_by(recipe: Recipe) -> Tensor:
-    with as_in_forward():
+    with AsInForward():
         return recipe.make({id(one): one.restore() for one in recipe.held})
 
 

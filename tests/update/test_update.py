@@ -57,6 +57,7 @@ def test_no_device_buffer_is_needed_where_all_is_on_the_host() -> None:
         (None, ["zero_optimization.stage", "is 0", "needs 3"]),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, ["zero_optimization.stage", "is 2"]),
         ({"stage": 3}, ["offload_optimizer.device", "is null", 'needs "cpu"']),
+        ({"stage": 3, "offload_optimizer": "cpu"}, ["offload_optimizer.device", "is null", 'needs "cpu"']),
         ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, ["offload_optimizer.device", '"nvme"']),
     ],
 )

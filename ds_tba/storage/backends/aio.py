@@ -263,6 +263,7 @@ def _contexts() -> int:
 
 
 def _load_op() -> Any:
+    _is_installed(OP)  # first: it names the way out where DeepSpeed cannot be imported
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     builder, instead = AsyncIOBuilder(), 'or set "io": {"backend": "posix"}.'
