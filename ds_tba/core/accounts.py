@@ -39,6 +39,7 @@ class Notice(weakref.ref[Any]):
     """
 
     __slots__ = ()
+    __hash__, __eq__ = object.__hash__, object.__eq__  # those of a weak reference ask its object, which may be gone
 
 
 OneNotice = TypeVar("OneNotice", bound=Notice)
@@ -62,11 +63,7 @@ class Ends:
         self._watched: set[Notice] = set()  # a weak reference that is gone itself tells nobody
 
     def watch(self, notice: OneNotice) -> OneNotice:
-        """Have a notice left when its object, which is equal to itself only, is gone, whoever lets go of it.
-
-        Args:
-            notice: complete, or an interrupt could leave one that nobody can act on; its callback is :attr:`tell`.
-        """
+        """Have a complete notice left when its object is gone, whoever lets go of that."""
         self._watched.add(notice)
         return notice
 
@@ -77,8 +74,9 @@ class Ends:
                 notice = self.left.popleft()
             except IndexError:  # a queue without a lock of its own: another thread has taken the last one
                 return
-            self._watched.discard(notice)
-            self._act_on(notice)
+            if notice in self._watched:  # else an interrupt came before that, and its object is not counted
+                self._watched.remove(notice)
+                self._act_on(notice)
 
 
 # ---- memory that the host has freed ---------------------------------------------------------------------------------

@@ -51,6 +51,16 @@ def test_an_object_ends_without_a_line_of_ours() -> None:
     assert acted == [1, 2] and not ends.left
 
 
+def test_the_end_of_an_object_that_an_interrupt_kept_from_being_watched_is_nobodys() -> None:
+    acted = list[Notice]()
+    ends, one = Ends(acted.append), Watched()
+    notice = Gone(one, ends.tell)  # held by the traceback
+    del one
+    assert [*ends.left] == [notice]
+    ends.act()
+    assert not acted and not ends.left
+
+
 _IN_PYTHON = ("__del__", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet")
 _NEVER = ("core", "device", "explain", "plan", "recompute", "remat", "storage")
 
