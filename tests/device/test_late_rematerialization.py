@@ -171,12 +171,14 @@ class Watched:
     def __enter__(self) -> None:
         self.acquire()
 
-    def acquire(self, timeout: float = -1) -> bool:
+    def acquire(self) -> None:
         me = threading.get_ident()
         assert all(lock._owner != me for lock in self._after), "the cache's lock is taken after a store's"
-        is_taken = self._lock.acquire(timeout=timeout)
-        self._owner = me if is_taken else self._owner
-        return is_taken
+        self._lock.acquire()
+        self._owner = me
+
+    def locked(self) -> bool:
+        return self._lock.locked()
 
     def release(self) -> None:
         self._owner = 0
