@@ -17,8 +17,7 @@ from programs.trainings import Program, Step
 
 KIB, MIB = 1 << 10, 1 << 20
 COLUMNS = 64  # the usual width of a program
-# So many of the largest storages may be in use at once, by the frames of forward and by an operation. Each further
-# forward before the backward has an input more, which has no graph and stays.
+# So many of the largest storages may be in use at once, by the frames of forward and by an operation.
 HOLDABLE = 9
 
 
@@ -72,8 +71,7 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
     outcome, side = running.run(program, directory)
     peak_bytes, budget_bytes = max(side.peaks), program.budget_bytes or 0
     excuses = [text for text in side.warnings.texts if GIVES_WAY in text]
-    further = max(len(forwards) for step in program.steps for forwards in step.forwards) - 1
-    is_holdable = budget_bytes >= (HOLDABLE + further) * largest_bytes(program)
+    is_holdable = budget_bytes >= HOLDABLE * largest_bytes(program)
     # Graphs that are kept hold what never leaves: their inputs, which have no graph, and slices of less than a quarter.
     keeps = [0, *(step.keeps for step in program.steps)]
     alone = [peak for peak, *kept in zip(side.peaks, keeps, keeps[1:], strict=False) if not any(kept)]
