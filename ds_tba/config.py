@@ -227,6 +227,11 @@ class OffloadConfig(Block):
         return (self.nvme_path,) if isinstance(self.nvme_path, str) else tuple(self.nvme_path)
 
     @property
+    def rematerialize_exclude(self) -> frozenset[str]:
+        """Ops whose outputs are not rematerialized."""
+        return frozenset(() if isinstance(self.rematerialize, bool) else self.rematerialize.exclude)
+
+    @property
     def patterns(self) -> dict[str, list[str]]:
         """The patterns of modules' paths that choose what may leave device memory, by their key."""
         return {key: found for key, found in (("only", self.only), ("except", self.except_)) if found is not None}
@@ -308,8 +313,7 @@ def zero_block(ds_config: DsConfig) -> DsConfig:
 
 def zero_paths(ds_config: DsConfig) -> tuple[str, ...]:
     """Return the directories of ZeRO's own offload to NVMe."""
-    zero = zero_block(ds_config)
-    offloads = [zero.get(key) for key in ("offload_param", "offload_optimizer")]
+    offloads = [zero_block(ds_config).get(key) for key in ("offload_param", "offload_optimizer")]
     found = [one for one in offloads if isinstance(one, Mapping)]
     return tuple(str(one.get("nvme_path")) for one in found if one.get("device") == "nvme")
 

@@ -246,8 +246,7 @@ class ActivationOffloader:
         from ds_tba.remat.sites import Sites
         from ds_tba.remat.store import RematStore
 
-        excluded = getattr(self.config.rematerialize, "exclude", ())
-        sites = Sites(self.cache, self._accelerator, frozenset(excluded), self._running)
+        sites = Sites(self.cache, self._accelerator, self.config.rematerialize_exclude, self._running)
         self.cache.rematerialize(RematStore(self.cache, sites))
         self._reporter.add(sites)
         return sites

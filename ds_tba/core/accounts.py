@@ -74,7 +74,7 @@ class Ends:
                 notice = self.left.popleft()
             except IndexError:  # a queue without a lock of its own: another thread has taken the last one
                 return
-            if notice in self._watched:  # else an interrupt came before that, and its object is not counted
+            if notice in self._watched:  # else an interrupt came before it was, and its object is not counted
                 self._watched.remove(notice)
                 self._act_on(notice)
 

@@ -145,7 +145,7 @@ class TensorCache(Residency):
     @property
     def stats(self) -> CacheStats:
         """The figures as they are now, without what is gone; with it while the lock is taken."""
-        if not self.lock.locked():  # by this thread, perhaps, interrupted by the signal handler that asks
+        if not self.lock.locked():  # this thread may have it, interrupted by the signal handler that asks
             self.act_on_ends()
         return self.meter
 

@@ -350,8 +350,7 @@ class SavedView:
         self.attributes = attributes_of(tensor, is_of_function=record.key.function > 0) if vars(tensor) else None
         self.cache = cache
         self.record = record
-        gone = ViewGone(self, cache.ends.tell).of(record, is_away=offloaded, is_lent=False)
-        self.state = cache.ends.watch(gone)
+        self.state = cache.ends.watch(ViewGone(self, cache.ends.tell).of(record, is_away=offloaded, is_lent=False))
         if offloaded:
             self._spec, self._counter = ViewSpec.of(tensor), counter_of(tensor)  # autograd compares no version
         else:

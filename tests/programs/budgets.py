@@ -17,7 +17,7 @@ from programs.trainings import Program, Step
 
 KIB, MIB = 1 << 10, 1 << 20
 COLUMNS = 64  # the usual width of a program
-# So many of the largest storages may be in use at once, by the frames of forward and by an operation.
+# The frames of forward and an operation may use so many of the largest storages at once.
 HOLDABLE = 9
 
 

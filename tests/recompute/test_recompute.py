@@ -341,7 +341,7 @@ def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
 
 @pytest.mark.parametrize("changes", ["the class", "an attribute"])
 def test_a_forward_that_is_changed_between_steps_is_run_changed(monkeypatch: pytest.MonkeyPatch, changes: str) -> None:
-    """As libraries do that patch a model's layers after the engine was made: the block ran its forward of before."""
+    """Libraries patch the layers of a model after its engine was made; the block ran the forward of before that."""
     bench = Bench()
     bench.check(0, 1, 2, 3)
     kind = type(bench.model.layers[0])
