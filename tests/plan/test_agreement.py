@@ -1,55 +1,93 @@
-"""What ranks agree on: real processes, and one alone."""
+"""One plan of all ranks: for the slowest of them, with what the budget leaves to choose."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-from support import runs
+import pytest
+from planners import PLANNERS
+from support.doubles import raising
+from support.traces import SIZE, TRACE, one_block, resources, storage
 
-PROGRAM = """
-import json, os, sys
-import torch.distributed as dist
-from ds_tba.plan.agreement import Ranks
-rank, meeting = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=3)
-ranks = Ranks()
-found = [
-    ranks.rank,
-    ranks.all_reduce_max([1, 4, 2][rank]),
-    ranks.all_reduce_max([3, 0, 0][rank]),
-    ranks.all_gather({"rank": rank, "of": "x" * (1000 * rank)}),
-    ranks.broadcast([rank, None], 2),
-    ranks.broadcast("from 0" if rank == 0 else "from another", 0),
-]
-part = Ranks.of_stage([[1], [0, 2]])
-found += [part.rank, part.size, part.where, part.all_reduce_max(rank), part.all_gather(rank)]
-found += [part.broadcast(rank, part.size - 1)]
-print(json.dumps(found), flush=True)
-dist.barrier()
-os._exit(0)  # gloo's own threads may abort at interpreter exit, also without us
-"""
+from ds_tba.plan.agreement import Alone, Offer, Planning
+from ds_tba.plan.plan import Limits, Plan, Planner
+from ds_tba.plan.search import adaptive
+from ds_tba.plan.trace import Trace
 
 
-def test_all_ranks_have_the_highest_value_every_value_and_the_leaders_value(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(rank), str(tmp_path / "meeting")],
-            env=runs.environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    everyone = [{"rank": rank, "of": "x" * (1000 * rank)} for rank in range(3)]
-    for rank, output in enumerate(outputs):
-        part = [0, 1, " of stage 0", 1, [1], 1] if rank == 1 else [rank // 2, 2, " of stage 1", 2, [0, 2], 2]
-        assert json.loads(output) == [rank, 4, 3, everyone, [2, None], "from 0", *part]
+class Besides(Alone):
+    """One of two ranks; what the other offers is made of what this one does."""
+
+    size, where = 2, " of stage 3"
+
+    def __init__(self, other: Callable[[Offer], Offer | None]) -> None:
+        self.other = other
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, self.other(value)]
+
+
+def made(planner: Planner, agreement: Alone | None = None, **limits: Any) -> Plan:
+    found = Planning(planner, agreement or Alone()).make(TRACE, Limits(**limits))
+    assert isinstance(found, Plan)
+    return found
+
+
+def test_the_slowest_rank_counts() -> None:
+    slow = replace(resources(), compute_s_per_byte=5e-9, staging_bytes=1000)
+    found = made(PLANNERS["recompute"], Besides(lambda offer: replace(offer, resources=slow)))
+    assert found.trace.resources == slow and found.recomputed_blocks == (True, True)
+
+
+def test_the_least_room_and_the_drives_that_may_write_least_count() -> None:
+    """Those of another machine may be more worn."""
+    room_bytes = made(adaptive).prediction.peak_saved_bytes - 1
+    other = Limits(room_bytes=room_bytes, write_limit_bytes_per_step=1000.0)
+    found = made(adaptive, Besides(lambda offer: replace(offer, limits=other)), movable_share=0.25)
+    assert found.limits.activation_budget_bytes == room_bytes
+    assert (found.limits.write_limit_bytes_per_step, found.limits.movable_share) == (1000.0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("planner", "agreement", "trace", "why"),
+    [
+        (PLANNERS["keep"], Besides(lambda _: None), TRACE, "rank 1 of stage 3 has no part in one (its log says why)"),
+        (PLANNERS["keep"], Alone(), None, "rank 0 has no part in one (its log says why)"),
+        (raising(ZeroDivisionError("a bug")), Alone(), TRACE, "rank 0 could not plan (ZeroDivisionError: a bug)"),
+    ],
+)
+def test_what_one_rank_lacks_or_fails_at_delays_the_plan_on_all(
+    caplog: pytest.LogCaptureFixture, planner: Planner, agreement: Alone, trace: Trace | None, why: str
+) -> None:
+    planning = Planning(planner, agreement)
+    assert [planning.make(trace, Limits()) for _ in range(2)] == [None, None]
+    assert [one.message for one in caplog.records] == [f"no new plan now, because {why}: tried again later"]
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_a_wear_limit_that_gives_way_is_said_once_with_the_bound_and_the_repair(
+    caplog: pytest.LogCaptureFixture, is_set: bool
+) -> None:
+    saved = [storage(0.1 * number, 2.9 - 0.1 * number) for number in range(8)]
+    trace = one_block(*saved, machine=resources(100 * SIZE, 100 * SIZE))
+    room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
+    limits = Limits(
+        activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
+        recompute=False, room_bytes=float("inf") if is_set else room_bytes,
+    )  # fmt: skip
+    made = Planning(adaptive, Alone())
+    for _ in range(3):
+        found = made.make(trace, limits)
+    assert isinstance(found, Plan) and found.prediction.written_bytes > 2 * limit_bytes
+    (said,) = [one.message for one in caplog.records if "gives way" in one.message]
+    bound = "activation_budget_bytes" if is_set else "the free memory of the device"
+    assert said.startswith(f"ssd.min_life_days gives way: {bound} {room_bytes} takes") and '"recompute": true' in said
+
+
+def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tight = Planning(PLANNERS["keep"], Alone())
+    for _ in range(3):
+        tight.make(TRACE, Limits(activation_budget_bytes=1))
+    assert sum("no plan fits 1 bytes" in record.message for record in caplog.records) == 1

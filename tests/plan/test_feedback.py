@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
+from typing import Any
 
 import pytest
-import torch
 from support.traces import SIZE, resources, storage
 
 from ds_tba.config import Placement
@@ -30,6 +30,7 @@ RATES = (100.0, 200.0)
 KEPT_S, OVERHEAD = 1.0, 0.02
 PLANNED_AT = 4
 STORAGES = 200
+HALF_BYTES = STORAGES * SIZE // 2
 TRACE = Trace(tuple(storage(0.0, 1.0, None, (-1,)) for _ in range(STORAGES)), (), resources(), KEPT_S)
 
 
@@ -44,24 +45,11 @@ def plan_of(
     return Plan("test", TRACE, limits, places, (), (), cost)
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A step; ``drift`` and ``missed`` are fractions of what the plan has saved."""
-
-    time_s: float = KEPT_S
-    rates: tuple[float, float] = RATES
-    unknown_saves: int = 0
-    drift: float = 0.0
-    growth: float = 0.0
-    missed: float = 0.0
-    more_micro_steps: int = 0
-
-
-def decided(feedback: Feedback, step: int, seen: Seen) -> Action:
-    count = 1 + seen.more_micro_steps
-    missed_bytes, drift_bytes = (int(one * count * TRACE.saved_bytes) for one in (seen.missed, seen.drift))
-    found = OptimizerStep(None, count, seen.unknown_saves, missed_bytes, drift_bytes, seen.growth)
-    return feedback.decide(step, seen.time_s, seen.rates, found)
+def decided(
+    feedback: Feedback, step: int, time_s: float = KEPT_S, rates: tuple[float, float] = RATES, **seen: Any
+) -> Action:
+    """Judge a step of one micro-step, but for what is given."""
+    return feedback.decide(step, time_s, rates, OptimizerStep(None, **{"micro_steps": 1, **seen}))
 
 
 @dataclass
@@ -83,21 +71,22 @@ class World:
     noise_s: float = 0.0
     plan: Callable[[float], Plan] = plan_of
     feedback: Feedback = field(default_factory=Feedback)
+    rates: tuple[float, float] = RATES
     times_s: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
     step: int = PLANNED_AT
     chance: random.Random = field(default_factory=lambda: random.Random(5))
 
     def __post_init__(self) -> None:
         self.feedback.recorded(KEPT_S + self.known_s + self.unseen_s, self.known_s)
         self.feedback.change(Action.PLAN, self.step)
-        self._follow()
+        self.follow()
 
-    def _follow(self) -> None:
-        plan, kept_s = self.plan(self.feedback.share), self.feedback.kept_s
-        self.in_force = replace(plan, trace=plan.trace.scaled(kept_s / plan.trace.step_s))
-        self.feedback.planned(self.in_force, RATES)
+    def follow(self) -> None:
+        plan = self.plan(self.feedback.share)
+        self.in_force = replace(plan, trace=self.feedback.corrected(plan.trace))
+        self.feedback.planned(self.in_force, self.rates)
 
     def time_s(self) -> float:
         more_s = self.hidden_s * self.in_force.moved_share + self.in_force.prediction.rematerialized_s
@@ -107,12 +96,12 @@ class World:
         for _ in range(steps):
             self.step += 1
             self.times_s.append(self.time_s())
-            action = decided(self.feedback, self.step, Seen(self.times_s[-1]))
+            self.shares.append(self.in_force.moved_share)
+            action = decided(self.feedback, self.step, self.times_s[-1], self.rates)
             if action is not Action.GO_ON:
                 self.feedback.change(action, self.step)
                 self.actions.append(self.step)
-                self.reasons.append(self.feedback.reason)
-                self._follow()
+                self.follow()
 
 
 # ---- the share ------------------------------------------------------------------------------------------------------
@@ -131,11 +120,7 @@ def test_steps_end_within_the_overhead_whatever_moving_costs(hidden_s: float, no
 @pytest.mark.parametrize("storages", [5, 12, 24])
 def test_few_storages_of_which_a_small_share_moves_none_are_moved_again(storages: int) -> None:
     """A share of 0.1 moves nothing where there are ten storages: raising goes on to one that does."""
-
-    def plan(share: float) -> Plan:
-        return plan_of(share, moved=int(share * storages) / storages)
-
-    world = World(hidden_s=0.6, plan=plan)
+    world = World(hidden_s=0.6, plan=lambda share: plan_of(share, moved=int(share * storages) / storages))
     world.run(60)
     world.hidden_s = 0.0
     world.run(900)
@@ -148,10 +133,8 @@ def test_when_the_hidden_cost_disappears_everything_is_moved_again() -> None:
     world.run(200)
     assert world.in_force.moved_share <= 0.2
     world.hidden_s = 0.0
-    shares = []
-    for _ in range(300):
-        world.run(1)
-        shares.append(world.in_force.moved_share)
+    world.run(300)
+    shares = world.shares[-300:]
     assert shares[-1] == 1.0 and shares == sorted(shares)
     assert len(set(shares)) >= 4  # slowly: each time what steps have left room for
 
@@ -196,7 +179,7 @@ def test_shorter_steps_that_are_recorded_anew_are_no_end_of_a_slow_time() -> Non
     world.kept_s = KEPT_S
     world.feedback.recorded(KEPT_S, 0.0)
     world.feedback.change(Action.RECORD, world.step)
-    world._follow()
+    world.follow()
     actions = [*world.actions]
     world.run(400)
     assert world.actions == actions and world.in_force.moved_share == 1.0
@@ -291,12 +274,9 @@ def test_a_drive_that_zero_uses_gets_what_it_leaves_and_not_what_lanes_can_take_
     """From the idle drive's share on, every step is as long as the recorded ones, and none shows that."""
     now = SharedDrive(zero_s=zero_s, noise_s=noise_s, feedback=Feedback(is_drive_shared=True))
     assert now.in_force.moved_share == 1 / DECREASE
-    shares = []
-    for _ in range(400):
-        shares.append(now.in_force.moved_share)
-        now.run(1)
+    now.run(400)
     assert fmean(now.times_s) <= KEPT_S * (1 + 2 * OVERHEAD)  # it rises until steps are longer, and falls
-    assert fmean(shares) >= 0.5 * (KEPT_S - zero_s)
+    assert fmean(now.shares) >= 0.5 * (KEPT_S - zero_s)
 
 
 def test_a_shared_drive_with_room_for_all_is_used_for_all_soon() -> None:
@@ -308,79 +288,79 @@ def test_a_shared_drive_with_room_for_all_is_used_for_all_soon() -> None:
 # ---- reviews --------------------------------------------------------------------------------------------------------
 
 
-GOOD = Seen()
-
-
 @pytest.fixture
 def feedback() -> Feedback:
     return World().feedback
 
 
-def asked(feedback: Feedback, seen: Seen, steps: range) -> list[int]:
+def asked(feedback: Feedback, steps: range, **seen: Any) -> list[int]:
     """The steps after which it asks for something, and gets a plan."""
     found = []
     for step in steps:
-        action = decided(feedback, step, seen)
+        action = decided(feedback, step, **seen)
         if action is not Action.GO_ON:
             found.append(step)
             feedback.change(action, step)
-            feedback.planned(plan_of(feedback.share), seen.rates)
+            feedback.planned(plan_of(feedback.share), seen.get("rates", RATES))
     return found
 
 
 def test_steps_as_planned_ask_for_nothing(feedback: Feedback) -> None:
-    assert asked(feedback, GOOD, range(PLANNED_AT + 1, 2000)) == [] and feedback.reason == ""
+    assert asked(feedback, range(PLANNED_AT + 1, 2000)) == [] and feedback.reason == ""
 
 
 @pytest.mark.parametrize(
     "rates", [(RATES[0] * RATE_CHANGE * 1.01, RATES[1]), (RATES[0], RATES[1] / RATE_CHANGE * 0.99)]
 )
 def test_other_rates_of_the_drives_ask_for_a_plan_once(feedback: Feedback, rates: tuple[float, float]) -> None:
-    found = asked(feedback, replace(GOOD, rates=rates), range(PLANNED_AT + 1, 1000))
+    found = asked(feedback, range(PLANNED_AT + 1, 1000), rates=rates)
     assert found == [PLANNED_AT + MIN_STEPS] and feedback.reason == "the drives' rates have changed"
 
 
 @pytest.mark.parametrize(
     ("seen", "reason"),
     [
-        (replace(GOOD, unknown_saves=2), "1 micro-steps, 2 unknown saves, 0% missing"),
-        (replace(GOOD, missed=0.5, drift=0.5), "1 micro-steps, 0 unknown saves, 50% missing"),
-        (replace(GOOD, more_micro_steps=3, time_s=4.0), ": 4 micro-steps, "),
-        (replace(GOOD, more_micro_steps=-1), ": 0 micro-steps, "),
+        ({"unknown_saves": 2}, "1 micro-steps, 2 unknown saves, 0% missing"),
+        ({"missed_bytes": HALF_BYTES, "drift_bytes": HALF_BYTES}, "1 micro-steps, 0 unknown saves, 50% missing"),
+        ({"micro_steps": 4, "time_s": 4.0}, ": 4 micro-steps, "),
+        ({"micro_steps": 0}, ": 0 micro-steps, "),
     ],
 )
 def test_other_storages_or_micro_steps_than_planned_ask_for_a_recording(
-    feedback: Feedback, seen: Seen, reason: str
+    feedback: Feedback, seen: dict[str, Any], reason: str
 ) -> None:
     steps = range(PLANNED_AT + 1, PLANNED_AT + 1 + MIN_STEPS)
-    assert [decided(feedback, step, seen) for step in steps] == [Action.GO_ON] * 4 + [Action.RECORD]
+    assert [decided(feedback, step, **seen) for step in steps] == [Action.GO_ON] * 4 + [Action.RECORD]
     assert reason in feedback.reason
-    assert feedback.measured_step_s is None or not seen.more_micro_steps  # the time of such a step does not count
+    assert feedback.measured_step_s is None  # the time of such a step does not count
 
 
 def test_larger_storages_than_planned_ask_for_a_plan_at_once_and_smaller_ones_for_none(feedback: Feedback) -> None:
-    assert decided(feedback, PLANNED_AT + 1, replace(GOOD, drift=0.2, growth=0.2)) is Action.PLAN
+    assert decided(feedback, PLANNED_AT + 1, drift_bytes=HALF_BYTES, growth=0.2) is Action.PLAN
     assert "larger than those of the plan by 20%" in feedback.reason
-    smaller = replace(GOOD, time_s=0.1, drift=0.5)  # nor is the time of such a step held against the plan
-    assert asked(feedback, smaller, range(PLANNED_AT + 2, 700)) == [] and feedback.kept_s == KEPT_S
+    # Nor is the time of a step with smaller ones held against the plan.
+    assert asked(feedback, range(PLANNED_AT + 2, 700), time_s=0.1, drift_bytes=HALF_BYTES) == []
+    assert feedback.kept_s == KEPT_S
 
 
 def test_after_a_plan_that_could_not_be_made_nothing_is_asked_for_before_a_while(feedback: Feedback) -> None:
-    grown = replace(GOOD, growth=2 * MAX_DRIFT)
-    assert decided(feedback, 100, grown) is Action.PLAN
+    grown, grown_more = 2 * MAX_DRIFT, 3 * MAX_DRIFT
+    assert decided(feedback, 100, growth=grown) is Action.PLAN
     feedback.change(Action.PLAN, 100)
-    assert all(decided(feedback, step, grown) is Action.GO_ON for step in range(101, 100 + MIN_STEPS))
-    assert decided(feedback, 101, replace(grown, growth=3 * MAX_DRIFT)) is Action.PLAN  # larger than ever before
-    assert any(decided(feedback, step, grown) is Action.PLAN for step in range(101, 130))
+    assert all(decided(feedback, step, growth=grown) is Action.GO_ON for step in range(101, 100 + MIN_STEPS))
+    assert decided(feedback, 101, growth=grown_more) is Action.PLAN  # larger than ever before
+    assert any(decided(feedback, step, growth=grown) is Action.PLAN for step in range(101, 130))
+    # However often it was asked for: else steps would pass for longer ones, and hide what moving costs.
+    assert feedback.corrected(TRACE).step_s == pytest.approx((1 + grown_more) * KEPT_S)
 
 
 def test_whatever_asks_for_a_plan_or_a_recording_doubles_the_wait_for_all(feedback: Feedback) -> None:
     found, step = [], PLANNED_AT
-    for seen in [replace(GOOD, unknown_saves=2), replace(GOOD, rates=(1.0, 1.0))] * 5:
+    for seen in [{"unknown_saves": 2}, {"rates": (1.0, 1.0)}] * 5:
         since, action = step, Action.GO_ON
         while action is Action.GO_ON:
             step += 1
-            action = decided(feedback, step, seen)
+            action = decided(feedback, step, **seen)
         found.append((action, step - since))
         feedback.change(action, step)
         feedback.planned(plan_of(1.0), RATES)
@@ -393,38 +373,16 @@ def test_drives_that_change_all_the_time_keep_no_share_from_rising() -> None:
     world.run(60)
     assert world.feedback.share < 0.5
     world.hidden_s = 0.0
-    for step in range(world.step + 1, world.step + 1500):
-        now = (RATES[0] * (4 if step % 2 else 1), RATES[1])
-        action = decided(world.feedback, step, Seen(rates=now))
-        if action is not Action.GO_ON:
-            world.feedback.change(action, step)
-            world.feedback.planned(plan_of(world.feedback.share), now)
+    for number in range(1500):
+        world.rates = (RATES[0] * (4 if number % 2 else 1), RATES[1])
+        world.run(1)
     assert world.feedback.share == 1.0
 
 
 def test_what_steps_take_is_the_median_of_the_last_few_under_the_plan(feedback: Feedback) -> None:
     assert feedback.measured_step_s is None
     for step, time_s in enumerate([0.9, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5], PLANNED_AT + 1):
-        decided(feedback, step, replace(GOOD, time_s=time_s))
+        decided(feedback, step, time_s)
     assert feedback.measured_step_s == 0.4
     feedback.change(Action.PLAN, PLANNED_AT + 8)
     assert feedback.measured_step_s is None
-
-
-# ---- one step -------------------------------------------------------------------------------------------------------
-
-
-def test_a_step_knows_whether_something_was_compiled_in_it() -> None:
-    compiled = torch.compile(lambda x: x.sin() + 1, backend="aot_eager")
-    x = torch.ones(2, requires_grad=True)
-    first = OptimizerStep(0.0)
-    loss = compiled(x).sum()
-    first.end(1.0)
-    loss.backward()
-    second = OptimizerStep(0.0)
-    compiled(x).sum().backward()
-    second.end(1.0)
-    third = OptimizerStep(0.0)
-    compiled(torch.ones(3, requires_grad=True)).sum().backward()  # another shape
-    third.end(1.0)
-    assert [one.has_compiled for one in (first, second, third)] == [True, False, True]

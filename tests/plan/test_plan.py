@@ -40,12 +40,8 @@ def test_each_storage_goes_where_the_plan_says() -> None:
 def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
     # Storage 1 is made again; 2 is an input of the other block.
-    assert chosen(policy, "x0", "x0", "x2", "x3", "x4") == [
-        *[("nvme", "host")] * 2,
-        ("host", "nvme"),
-        ("nvme", "host"),
-        (),
-    ]
+    nvme, host = ("nvme", "host"), ("host", "nvme")
+    assert chosen(policy, "x0", "x0", "x2", "x3", "x4") == [nvme, nvme, host, nvme, ()]
     policy.end()
     assert policy._step == OptimizerStep(None)
 
@@ -85,12 +81,7 @@ def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() 
 def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
     policy = by_plan(REMATERIALIZE, KEEP, HOST, NVME, KEEP)
     choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "x1", "x2", "x3", "x4", "new")]
-    assert [one.rematerialize for one in choices] == [
-        True,
-        True,
-        *[False] * 4,
-        True,
-    ]  # the second is the first
+    assert [one.rematerialize for one in choices] == [True, True, *[False] * 4, True]  # the second is the first
     assert [choices[at].stores for at in (0, 2, -1)] == [("nvme", "host"), (), ("nvme", "host")]
     assert choices[0].wait and policy._step.unknown_saves == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,17 @@ from planners import PLANNERS
 from support import traces
 from support.doubles import EventAccelerator, wait_for_writes
 from support.prefetching import KIB, Spy, cache_over, chain
-from support.replays import ANY, cases, run
+from support.replays import ANY, cases
 from support.traces import SIZE, UNLIMITED, layers, storage
 
 from ds_tba.config import Placement
 from ds_tba.core.prefetch import MicroStep, Phase
-from ds_tba.plan.plan import Limits, Prediction
+from ds_tba.plan.plan import Limits
 from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive
 from ds_tba.plan.trace import BlockTrace, Resources, Trace
-from ds_tba.storage.base import Store, Ticket
 
-K, H, N = Placement.KEEP, Placement.HOST, Placement.NVME
+K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
 
 # ---- by hand --------------------------------------------------------------------------------------------------------
 
@@ -41,14 +41,9 @@ def evenly(count: int, resources: Resources) -> Trace:
     return Trace((*used, storage(0.0, 10.0, None, (-1,))), (), resources, 11.0 + count)
 
 
-def in_time(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[Replay, Prediction]:
-    again = np.array(recomputed or [False] * len(trace.blocks), bool)
-    outcome = Replay(Timeline(trace), Assignment(np.array(places, np.int8), again), distance=None)
-    return outcome, outcome.cost
-
-
 def distance_of(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[int, ...]:
-    return in_time(trace, *places, recomputed=recomputed)[0].prefetch_distance
+    again = np.array(recomputed or [False] * len(trace.blocks), bool)
+    return Replay(Timeline(trace), Assignment(np.array(places, np.int8), again), distance=None).prefetch_distance
 
 
 def test_what_comes_fast_is_asked_for_one_use_before_the_last_moment() -> None:
@@ -76,21 +71,13 @@ def test_what_is_kept_or_refused_has_no_part_in_it() -> None:
     assert distance_of(evenly(6, machine(read=2.5)), *[K] * 7) == ()
 
 
-def test_recomputation_gives_time() -> None:
+def test_recomputation_and_rematerialization_give_time() -> None:
     trace = replace(evenly(4, machine(read=0.5)), blocks=(BlockTrace("a", 0.0, 5.0, 12.5, 14.5),))
     assert distance_of(trace, *[N] * 4, K) == (3, 3, 2, 1)
     # From 12.5 on all is 5 s later: the last two are used at 18 and 19, and begin at 14 and 16.5, when two were used.
     assert distance_of(trace, *[N] * 4, K, recomputed=(True,)) == (2, 2, 2, 1)
-
-
-def test_just_in_time_nothing_waits_and_less_lies_on_the_device() -> None:
-    trace = evenly(6, machine(read=10.0))
-    suffix = [storage(9.0, 10.5, 12.9, (-1,)) for _ in range(4)]
-    trace = replace(trace, storages=(*trace.storages, *suffix))
-    places = [N] * 6 + [K] * 5
-    early, late = run(trace, *places)[1], in_time(trace, *places)[1]
-    assert early.stall_s == late.stall_s == 0.0 and early.read_bytes == late.read_bytes
-    assert (early.peak_saved_bytes, late.peak_saved_bytes) == (10 * SIZE, 7 * SIZE)  # 7 in forward
+    made = replace(storage(0.0, 12.5, None, (-1,)), rematerialize_s=5.0)
+    assert distance_of(replace(trace, storages=(*trace.storages, made)), *[N] * 4, K, M) == (2, 2, 2, 1)
 
 
 # ---- for any trace --------------------------------------------------------------------------------------------------
@@ -130,53 +117,34 @@ def test_a_plan_reads_as_far_ahead_as_may_be_where_that_costs_nothing(name: str)
     assert PLANNERS[name](trace, Limits()).prefetch_distance == ()
 
 
-def test_of_two_ways_that_cost_the_same_the_one_that_cannot_come_too_late_is_chosen() -> None:
-    trace = evenly(6, machine(read=10.0))
-    suffix = [replace(storage(9.0, 10.02, 10.05, (-1,)), is_movable=False) for _ in range(4)]
-    plan = adaptive(replace(trace, storages=(*trace.storages, *suffix)), Limits())
-    # Seven lie there at the beginning of forward, and eleven would in the end; in backward it is six at most.
-    assert plan.prediction.peak_saved_bytes == 7 * SIZE and plan.placements.count(N) >= 4
-    assert plan.prefetch_distance == ()
-
-
 # ---- in the cache ---------------------------------------------------------------------------------------------------
 
 
-class Asked(Store[Ticket]):
-    """Tells for which tickets prefetching was asked, as far as there is room."""
+class Course:
+    """A micro-step, and the indices of the records that were asked for, of which so many find room."""
 
-    def __init__(self, room: int = 1 << 30) -> None:
-        self.room = room
-        self.tickets: list[Ticket] = []
+    def __init__(self, distance: tuple[int, ...] = (), room: int = 100, *, is_interleaved: bool = False) -> None:
+        self.step, self.room, self.asked = MicroStep(is_interleaved=is_interleaved), room, list[int]()
+        self._distance = distance
 
-    def prefetch(self, ticket: Ticket) -> bool:
-        if len(self.tickets) < self.room:
-            self.tickets.append(ticket)
+    def forward(self, *nodes: int) -> None:
+        """One record for each node."""
+        self.step.begin_forward(self._distance)
+        for node in nodes:
+            record = SimpleNamespace(node=node)
+            record.index = self.step.add(record)
+        self.step.phase = Phase.WAITING
+
+    def use(self, index: int | None) -> list[int]:
+        """What was asked for by then."""
+        self.step.read_ahead(self._ask, after=index)
+        return self.asked
+
+    def _ask(self, record: Any) -> bool:
+        if len(self.asked) < self.room:
+            self.asked.append(record.index)
             return True
         return False
-
-    put = get = release = settle = close = cancel_prefetch = copies_out = None  # type: ignore[assignment]
-
-
-class Record:
-    def __init__(self, store: Asked) -> None:
-        self.ticket: Ticket | None = Ticket(1, store)
-        self.nbytes = self.pending = 1
-        self.node = 0
-
-
-def prefetched(record: Any) -> bool:
-    return bool(record.ticket.store.prefetch(record.ticket))
-
-
-def five(store: Asked, prefetch_distance: tuple[int, ...]) -> tuple[MicroStep, list[Record]]:
-    step, records = MicroStep(), [Record(store) for _ in range(5)]
-    for node, record in enumerate(records):
-        record.node = node
-        step.add(record)
-    step.prefetch_distance = prefetch_distance
-    step.phase = Phase.WAITING
-    return step, records
 
 
 @pytest.mark.parametrize(
@@ -191,75 +159,46 @@ def five(store: Asked, prefetch_distance: tuple[int, ...]) -> tuple[MicroStep, l
 def test_the_cache_asks_for_no_more_than_the_distance_says_and_beyond_its_end_for_all(
     distance: tuple[int, ...], counts: list[int]
 ) -> None:
-    store, found = Asked(), list[int]()
-    step, records = five(store, distance)
-    for used in (None, 4, 3, 2, 1, 0):
-        step.read_ahead(prefetched, used)
-        found.append(len(store.tickets))
-    assert found == counts and store.tickets == [record.ticket for record in reversed(records)]
+    course = Course(distance)
+    course.forward(*range(5))
+    assert [len(course.use(used)) for used in (None, 4, 3, 2, 1, 0)] == counts
+    assert course.asked == [4, 3, 2, 1, 0]
 
 
-def test_the_bounds_of_the_store_hold_with_a_distance_too() -> None:
-    store = Asked(room=2)
-    step, _ = five(store, (5, 4, 3, 2, 1))
-    step.read_ahead(prefetched)
-    assert len(store.tickets) == 2
-    store.room = 3
-    step.read_ahead(prefetched, after=4)
-    assert len(store.tickets) == 3
-
-
-class Interleaved:
-    """Three forwards of two records each, of which two are ahead of the first backward."""
-
-    def __init__(self, prefetch_distance: tuple[int, ...] = ()) -> None:
-        self.store, self.step = Asked(), MicroStep(is_interleaved=True)
-        self._lead, self._records = prefetch_distance, list[Record]()
-        self.forward()
-        self.forward()
-
-    def forward(self) -> None:
-        self.step.begin_forward(self._lead)
-        for record in (Record(self.store), Record(self.store)):
-            record.node = len(self._records)
-            self.step.add(record)
-            self._records.append(record)
-        self.step.phase = Phase.WAITING
-
-    def use(self, index: int | None) -> list[int]:
-        """What is asked for by now."""
-        self.step.read_ahead(prefetched, after=index)
-        numbers = {record.ticket: number for number, record in enumerate(self._records)}
-        return [numbers[ticket] for ticket in self.store.tickets]
-
-
-def test_of_interleaved_forwards_the_earliest_comes_back_first_and_a_later_one_in_its_turn() -> None:
-    schedule = Interleaved()
-    assert schedule.use(None) == [1, 0, 3, 2]
-    assert schedule.use(1) == schedule.use(0) == [1, 0, 3, 2]
-    schedule.forward()
-    assert schedule.use(3) == [1, 0, 3, 2, 5, 4]
+def test_what_finds_no_room_within_the_distance_is_asked_for_again() -> None:
+    course = Course((5, 4, 3, 2, 1), room=2)
+    course.forward(*range(5))
+    assert course.use(None) == [4, 3]
+    course.room = 3
+    assert course.use(4) == [4, 3, 2]
 
 
 def test_what_one_node_has_saved_comes_back_in_the_order_in_which_it_was_saved() -> None:
-    store, step = Asked(), MicroStep()
-    records = [Record(store) for _ in range(5)]
-    for record, node in zip(records, (7, 7, 8, 9, 9), strict=True):
-        record.node = node
-        step.add(record)
-    step.phase = Phase.WAITING
-    step.read_ahead(prefetched)
-    assert store.tickets == [records[at].ticket for at in (3, 4, 2, 0, 1)]
+    course = Course()
+    course.forward(7, 7, 8, 9, 9)
+    assert course.use(None) == [3, 4, 2, 0, 1]
+
+
+def test_of_interleaved_forwards_the_earliest_comes_back_first_and_a_later_one_in_its_turn() -> None:
+    course = Course(is_interleaved=True)
+    course.forward(0, 1)
+    course.forward(2, 3)
+    assert course.use(None) == [1, 0, 3, 2]
+    assert course.use(1) == course.use(0) == [1, 0, 3, 2]
+    course.forward(4, 5)
+    assert course.use(3) == [1, 0, 3, 2, 5, 4]
 
 
 def test_the_distance_goes_on_across_interleaved_forwards() -> None:
-    schedule = Interleaved(prefetch_distance=(1, 1, 2, 1, 1, 1))
-    assert schedule.use(None) == [1]
-    assert schedule.use(1) == [1, 0]
-    assert schedule.use(0) == [1, 0, 3, 2]  # of the next forward, before its backward begins
-    schedule.forward()
-    assert schedule.use(3) == [1, 0, 3, 2]
-    assert schedule.use(2) == [1, 0, 3, 2, 5]
+    course = Course((1, 1, 2, 1, 1, 1), is_interleaved=True)
+    course.forward(0, 1)
+    course.forward(2, 3)
+    assert course.use(None) == [1]
+    assert course.use(1) == [1, 0]
+    assert course.use(0) == [1, 0, 3, 2]  # of the next forward, before its backward begins
+    course.forward(4, 5)
+    assert course.use(3) == [1, 0, 3, 2]
+    assert course.use(2) == [1, 0, 3, 2, 5]
 
 
 def test_in_a_backward_no_more_lies_on_the_device_than_the_distance_says(make_store: StoreFactory) -> None:

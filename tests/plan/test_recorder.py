@@ -10,7 +10,6 @@ import torch
 from conftest import StoreFactory
 from support.recordings import MACHINE, MIN_BYTES, ROWS, WIDTH, Stack, Ticks, record, recorded
 from torch import nn
-from torch.nn.modules import module as module_hooks
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.plan.recorder import RECORDINGS, Recorder, Recording, Scene
@@ -104,46 +103,18 @@ def test_what_backward_never_touched_is_not_used(cache: TensorCache, ticks: Tick
 def test_a_small_tensor_that_every_block_saves_counts_once(make_store: StoreFactory) -> None:
     """As T5's position bias or rotary tables: a trace with a storage of no bytes would be refused."""
     shared = torch.randn(ROWS, 1)
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * shared) * self.weight
-
-    model = nn.Sequential(Scaled(), Scaled(), Scaled())
     cache = TensorCache([make_store()], "cpu", MIN_BYTES, wait_for_staging=True)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    with recorded(cache, Ticks(), model) as recorder:
-        for number, block in enumerate(model):
-            with recorder.passing(str(number), [x]):
-                x = block(x)
+    with recorded(cache, Ticks(), nn.Module()) as recorder:
+        for name in ("a", "b", "c"):
+            with recorder.passing(name, [x]):
+                x = (x * shared) * nn.Parameter(torch.ones(WIDTH))
         loss = x.sum()
     loss.backward()
     recorder.end()
     trace = recorder.trace(MACHINE)
+    assert len(trace.blocks) == 3
     assert sum(one.nbytes for one in trace.storages if not one.is_movable) == shared.nbytes
-
-
-def test_recording_leaves_the_hooks_on_modules_alone(cache: TensorCache, ticks: Ticks) -> None:
-    """They are guards of compiled code."""
-    model = Stack(ticks)
-    seen = []
-
-    def look() -> int:
-        on_all = [module_hooks._global_forward_pre_hooks, module_hooks._global_forward_hooks]
-        on_each = [hooks for one in model.modules() for hooks in (one._forward_pre_hooks, one._forward_hooks)]
-        return sum(map(len, on_all + on_each))
-
-    before = look()
-    with recorded(cache, ticks, model) as recorder:
-        pack = recorder.pack
-        recorder.pack = lambda tensor: (seen.append(look()), pack(tensor))[1]  # type: ignore[method-assign]
-        model(torch.randn(ROWS, WIDTH, requires_grad=True) * 1, recorder)
-        seen.append(look())
-    assert set(seen) == {before}
 
 
 def test_a_module_that_is_not_of_the_model_has_the_path_of_the_one_around_it(cache: TensorCache) -> None:
@@ -190,60 +161,39 @@ def test_a_pause_of_the_machine_in_one_of_two_does_not_count_but_of_two_shapes_t
     assert recording.recorded(MACHINE, 1).end_s == pytest.approx(end_s)
 
 
-class SlowHooks(TensorCache):
-    """Whose pack takes a second of the clock."""
+def test_a_trace_is_as_if_there_were_no_hooks(
+    cache: TensorCache, ticks: Ticks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = cache.pack
 
-    ticks: Ticks
+    def slow(tensor: torch.Tensor) -> Any:
+        ticks.now_s += 1.0
+        return pack(tensor)
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        self.ticks.now_s += 1.0
-        return super().pack(tensor)
-
-
-def test_a_trace_is_as_if_there_were_no_hooks(ticks: Ticks) -> None:
-    cache = SlowHooks([], "cpu", MIN_BYTES, wait_for_staging=True)
-    cache.ticks = ticks
+    monkeypatch.setattr(cache, "pack", slow)
     found = record(cache, ticks, Stack(ticks), torch.randn(ROWS, WIDTH))
     assert cache.stats.packed_tensors and found.trace(MACHINE).end_s == pytest.approx(7.0)
 
 
-def begun(recording: Recording) -> Any:
+def forward(recording: Recording, cache: TensorCache, model: Stack, x: torch.Tensor) -> torch.Tensor:
     recording.begin()
-    return recording.current
-
-
-def forward(recording: Recording, cache: TensorCache, model: Stack, x: torch.Tensor | None = None) -> torch.Tensor:
-    recorder = begun(recording)
-    with cache.saving(around=recorder.around):
-        return model(torch.randn(ROWS, WIDTH) if x is None else x, recorder)
-
-
-def record_one(recording: Recording, cache: TensorCache, model: Stack) -> None:
-    """A micro-step."""
-    forward(recording, cache, model).backward()
-    recording.end_micro_step()
+    assert recording.current is not None
+    with cache.saving(around=recording.current.around):
+        return model(x, recording.current)
 
 
 def test_a_recording_is_over_when_it_has_two(cache: TensorCache, ticks: Ticks, recording: Recording) -> None:
     model = Stack(ticks)
     for _ in range(RECORDINGS):
         assert not recording.is_over
-        record_one(recording, cache, model)
+        forward(recording, cache, model, torch.randn(ROWS, WIDTH)).backward()
+        recording.end_micro_step()
         ticks.now_s += 0.25
         recording.end_step(ticks.mark())
-    assert recording.is_over and begun(recording) is None
+    recording.begin()
+    assert recording.is_over and recording.current is None
     trace = recording.recorded(MACHINE, 1)
     assert (trace.end_s, trace.optimizer_s) == (pytest.approx(6.0), pytest.approx(0.25))
-
-
-def test_a_forward_without_backward_is_no_recording(cache: TensorCache, ticks: Ticks, recording: Recording) -> None:
-    model = Stack(ticks)
-    for _ in range(2):
-        forward(recording, cache, model)
-    recording.end_micro_step()
-    assert recording.recorded(MACHINE, 1) is None
-    recording.end_step(ticks.mark())
-    assert begun(recording) is not None and recording.steps == 1
 
 
 def test_a_backward_that_raises_is_no_recording(cache: TensorCache, ticks: Ticks, recording: Recording) -> None:

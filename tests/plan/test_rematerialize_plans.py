@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -11,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import traces
 from support.judging import GRACE_S, is_allowed, is_no_worse
-from support.replays import ANY, cost, run
+from support.replays import cost, run
 from support.traces import SIZE, UNLIMITED, layers, one_block, pipeline, storage
 
 from ds_tba.config import OffloadConfig, Placement
 from ds_tba.plan.plan import Limits, Plan, Prediction
-from ds_tba.plan.replay import Assignment, Replay, Timeline
+from ds_tba.plan.replay import Timeline
 from ds_tba.plan.search import SAME_STEP_FRACTION, adaptive
 from ds_tba.plan.trace import BlockTrace, StorageTrace, Trace
 
@@ -69,6 +68,14 @@ def test_in_a_chain_each_is_made_before_what_is_made_of_it(first: Placement) -> 
     assert needed_s(trace, first, M, K, K) == [2.0, 2.0, 1.5, 1.6]
 
 
+def test_what_is_made_again_is_gone_until_then_and_its_source_stays_for_it() -> None:
+    saved = storage(0.0, 1.0, 1.25), made(storage(0.25, 2.0), 0.5, 0)
+    short = one_block(*saved, storage(0.5, 1.0, 1.5), machine=traces.resources())
+    assert [cost(short, K, place, K).peak_saved_bytes for place in (K, M)] == [3 * SIZE, 2 * SIZE]
+    long = one_block(*saved, storage(0.5, 2.0), machine=traces.resources())
+    assert cost(long, K, M, K).peak_saved_bytes == 3 * SIZE  # at 2.0; alone the source would be gone at 1.25
+
+
 BLOCKS = (BlockTrace("a", 0.0, 0.5, 2.0, 3.0, (0,)), BlockTrace("b", 0.5, 1.0, 1.0, 2.0, (2,)))
 # 0: input of a; 1: made in a, from 0; 2: input of b, made of 1 in a; 3: in b, made of 2.
 TWO_BLOCKS = (
@@ -97,72 +104,6 @@ def test_the_input_of_a_recomputed_block_is_made_again_before_the_block_is() -> 
     _, found = run(trace, N, M, M, K, recomputed=(False, True))
     assert needed_s(trace, N, M, M, K, recomputed=(False, True))[:3] == [1.0, 1.0, 1.0]
     assert found.step_s == trace.step_s + 1.0 + 0.5 + 0.5  # 0 is read, 1 and 2 are made, the block runs
-
-
-def test_the_time_that_making_others_takes_is_time_for_reads() -> None:
-    machine = traces.resources(read=5 * SIZE)
-    moved = [storage(0.0, use_s) for use_s in (1.3, 1.15, 1.1)]
-    trace = one_block(*moved, storage(0.1, 1.0), made(storage(0.1, 1.2), 1.0), machine=machine)
-    kept, again = (
-        Replay(Timeline(trace), Assignment(np.array([N, N, N, K, place], np.int8), np.zeros(1, bool)), distance=None)
-        for place in (K, M)
-    )
-    # The last read takes 0.2 s: from the beginning on, or else once the first of the others is used.
-    assert (kept.prefetch_distance[0], again.prefetch_distance[0]) == (3, 2)
-    assert again.stalls == [one for one in kept.stalls if one[0] != 0]
-
-
-# ---- a replay, told again -------------------------------------------------------------------------------------------
-
-
-def told_again(trace: Trace, places: list[Placement]) -> tuple[list[Placement], int, float]:
-    """Where storages really are, the peak and a step, of storages that are kept or made again and no recomputation."""
-    rows = trace.storages
-    there = [bool(row.blocks) for row in rows]
-    again = [
-        number
-        for number, (row, place) in enumerate(zip(rows, places, strict=True))
-        if place is M and there[number] and row.rematerialize_s is not None and all(there[one] for one in row.sources)
-    ]
-
-    def need_s(number: int) -> float:
-        wanted = [need_s(one) for one in again if number in rows[one].sources]
-        return max(rows[number].last_forward_use_s, min([rows[number].first_backward_use_s, *wanted]))
-
-    def took_s(number: int) -> float:
-        return rows[number].rematerialize_s or 0.0
-
-    def later_s(at_s: float, up_to: float) -> float:
-        """So much later is the replay at a time of the trace, with what is made again up to another."""
-        return at_s + sum(took_s(one) for one in again if need_s(one) < up_to)
-
-    def after_s(at_s: float) -> float:
-        return later_s(at_s, np.nextafter(at_s, np.inf))
-
-    spans = []
-    for number, row in enumerate(rows):
-        if not there[number]:
-            continue
-        users = [need_s(one) for one in again if number in rows[one].sources]
-        end_s, begin_s = after_s(max([row.freed_s, *users])), later_s(row.pack_s, row.pack_s)
-        if number in again:
-            before = sum(took_s(one) for one in again if (need_s(one), one) < (need_s(number), number))
-            spans.append((begin_s, after_s(row.last_forward_use_s), row.nbytes))
-            begin_s = need_s(number) + before
-        spans.append((begin_s, max(begin_s, end_s), row.nbytes))
-    peak = max((sum(n for start, end, n in spans if start <= at <= end) for at, _, _ in spans), default=0)
-    effective = [M if number in again else K for number in range(len(rows))]
-    return effective, peak, trace.step_s + trace.micro_steps * sum(took_s(one) for one in again)
-
-
-@given(traces.rematerializable(), st.randoms(use_true_random=False))
-@ANY
-def test_a_replay_agrees_with_one_that_is_told_again(trace: Trace, chance: object) -> None:
-    places = [chance.choice([K, M, M]) for _ in trace.storages]  # type: ignore[attr-defined]
-    outcome, found = run(trace, *places)
-    effective, peak_bytes, step_s = told_again(trace, places)
-    assert outcome.assignment.placements.tolist() == effective
-    assert (found.peak_saved_bytes, found.step_s) == (peak_bytes, step_s)
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -236,18 +177,6 @@ def test_blocks_are_recomputed_besides_where_that_alone_does_not_fit() -> None:
     assert plan.prediction.step_s < alone.prediction.step_s
 
 
-@pytest.mark.parametrize("machine", [True, False])
-def test_more_room_more_time_and_cheaper_sites_are_never_worse(machine: bool) -> None:
-    trace = on(machine, with_sites(layers(6, 4, rate=1.0), seconds=0.02))
-    steps = [adaptive(trace, Limits(activation_budget_bytes=n * SIZE)).prediction.step_s for n in range(8, 25, 4)]
-    same = 1 + (SAME_STEP_FRACTION if machine else 0.0)
-    assert all(more <= same * less for less, more in itertools.pairwise(steps)) and steps[0] > steps[-1]
-    peaks = [adaptive(trace, Limits(max_step_overhead=part)).prediction.peak_saved_bytes for part in (0, 0.01, 0.1, 1)]
-    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
-    sites = [adaptive(with_sites(trace, seconds), Limits()).prediction.peak_saved_bytes for seconds in (0.0, 0.05, 1.0)]
-    assert sites == sorted(sites) and sites[0] < sites[-1]
-
-
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_forwards_in_turn_are_made_again_alike(ahead: int) -> None:
     trace = on(False, pipeline(8, ahead))
@@ -257,12 +186,6 @@ def test_forwards_in_turn_are_made_again_alike(ahead: int) -> None:
     again = (np.array(plan.placements) == M).reshape(8, 20)
     assert again[0].sum() >= 8 and (again == again[0]).all()
     assert plan.prediction.peak_saved_bytes <= 0.65 * 20 * ahead * SIZE
-
-
-def test_forwards_with_other_sites_are_not_alike() -> None:
-    trace, change = with_sites(pipeline(4, 2), 0.001), {"rematerialize_s": None, "sources": ()}
-    storages = tuple(replace(one, **change) if at == 25 else one for at, one in enumerate(trace.storages))
-    assert Timeline(replace(trace, storages=storages)).alike_forwards() == 1
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from support.traces import SIZE, UNLIMITED, one_block, storage
 from ds_tba.config import Placement
 from ds_tba.plan.plan import Prediction
 from ds_tba.plan.replay import Assignment, Replay, Timeline
-from ds_tba.plan.trace import BlockTrace, Resources, StorageTrace, Trace
+from ds_tba.plan.trace import BlockTrace, Resources, Trace
 
 K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
 
@@ -86,9 +85,8 @@ def test_what_stays_is_on_the_device_from_the_end_of_its_write_on() -> None:
     found = cost(trace, N, K, K)
     assert (found.forwarded_bytes, found.read_bytes, found.stall_s) == (SIZE, 0, 0.0)
     assert found.peak_saved_bytes == 2 * SIZE  # 3 if it were there from 1.0 on
-    assert cost(replace(trace, storages=(*trace.storages, storage(0.97, 1.0, 1.4))), N, K, K, K).peak_saved_bytes == (
-        3 * SIZE
-    )
+    later = replace(trace, storages=(*trace.storages, storage(0.97, 1.0, 1.4)))
+    assert cost(later, N, K, K, K).peak_saved_bytes == 3 * SIZE
 
 
 def test_what_is_to_stay_counts_within_staging_and_does_not_hold_up_reads_behind_it() -> None:
@@ -154,10 +152,8 @@ def test_a_slow_copy_holds_device_memory_and_delays_the_write() -> None:
     trace = one_block(storage(0.0, 2.9), storage(0.75, 1.0), machine=traces.resources(copy=2 * SIZE))
     found = cost(trace, N, K)
     assert found.peak_saved_bytes == SIZE  # gone at 0.5, before the other comes; back from 2.5 on
-    assert (
-        cost(one_block(storage(0.0, 2.9), storage(0.4, 1.0), machine=trace.resources), N, K).peak_saved_bytes
-        == 2 * SIZE
-    )
+    earlier = one_block(storage(0.0, 2.9), storage(0.4, 1.0), machine=trace.resources)
+    assert cost(earlier, N, K).peak_saved_bytes == 2 * SIZE
 
 
 def test_the_host_tier_costs_its_copies_only() -> None:
@@ -173,13 +169,6 @@ def test_a_synchronous_device_copies_in_the_training_thread() -> None:
     trace = one_block(storage(0.0, 2.0), storage(0.9, 1.0), machine=machine)
     assert cost(trace, H, K).stall_s == 0.5  # out and in
     assert cost(trace, N, K).stall_s == 0.5  # out, and in from staging, into which it is read from 1.25 to 2.25
-
-
-def test_a_recomputed_block_keeps_its_input_and_runs_its_forward_again() -> None:
-    trace = one_block(storage(0.0, 2.9), storage(0.2, 2.8), storage(0.4, 2.7), machine=traces.resources(), inputs=(0,))
-    found = cost(trace, K, K, K, recomputed=(True,))
-    assert (found.step_s, found.recomputed_s, found.stall_s) == (4.0, 1.0, 0.0)
-    assert found.peak_saved_bytes == 3 * SIZE  # all are back after the second forward
 
 
 def test_recomputed_blocks_hold_only_inputs_until_their_backward() -> None:
@@ -212,19 +201,7 @@ def test_a_storage_that_two_blocks_share_is_not_dropped() -> None:
     assert not outcome.dropped.any() and found.peak_saved_bytes == SIZE
 
 
-def test_a_step_has_its_micro_steps_and_its_rest() -> None:
-    trace = replace(one_block(storage(0.5, 2.0), machine=traces.resources()), micro_steps=3, optimizer_s=0.5)
-    found = cost(trace, N)
-    assert (found.step_s, found.stall_s, found.written_bytes) == (12.5, 3.0, 3 * SIZE)
-    assert found.peak_saved_bytes == SIZE
-
-
 # ---- for any trace --------------------------------------------------------------------------------------------------
-
-
-def both(trace: Trace, assignment: Assignment) -> tuple[Replay, Prediction]:
-    outcome = Replay(Timeline(trace), assignment)
-    return outcome, outcome.cost
 
 
 @given(traces.traces())
@@ -233,14 +210,15 @@ def test_keeping_everything_costs_nothing_and_peaks_where_most_lies(trace: Trace
     saved = [one for one in trace.storages if one.blocks]
     times = {one.pack_s for one in saved}
     peak = max((sum(one.nbytes for one in saved if one.pack_s <= at <= one.freed_s) for at in times), default=0)
-    assert both(trace, Timeline(trace).kept)[1] == Prediction(peak, trace.step_s, 0.0, 0.0, 0, 0, 0, 0, 0)
+    assert Replay(Timeline(trace), Timeline(trace).kept).cost == Prediction(peak, trace.step_s, 0.0, 0.0, 0, 0, 0, 0, 0)
 
 
 @given(cases())
 @ANY
 def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     trace, assignment = case
-    outcome, found = both(trace, assignment)
+    outcome = Replay(Timeline(trace), assignment)
+    found = outcome.cost
     sizes = np.array([one.nbytes for one in trace.storages])[outcome.exists]
     assert sizes.max(initial=0) <= found.peak_saved_bytes <= 2 * sizes.sum()
     assert found.step_s == pytest.approx(trace.step_s + found.stall_s + found.recomputed_s + found.rematerialized_s)
@@ -259,28 +237,15 @@ def test_figures_agree_with_each_other(case: tuple[Trace, Assignment]) -> None:
     assert moved - found.forwarded_bytes - 4096 * 2 * 7 < found.written_bytes <= moved
     assert found.forwarded_bytes or found.written_bytes == found.read_bytes == moved
     # A replay is deterministic, and its assignment is what it did.
-    assert both(trace, assignment)[1] == both(trace, outcome.assignment)[1] == found
+    assert all(Replay(Timeline(trace), one).cost == found for one in (assignment, outcome.assignment))
     # Where everything is unlimited nothing waits.
     machine = Resources(*[UNLIMITED] * 4, trace.resources.staging_bytes, trace.resources.is_synchronous)
-    assert both(replace(trace, resources=machine), assignment)[1].stall_s == 0.0
-
-
-Timed = TypeVar("Timed", StorageTrace, BlockTrace, Trace)
-
-
-def later(one: Timed, factor: float, **others: Any) -> Timed:
-    """With other fields, and all times, whose names end in ``_s``, ``factor`` times as late."""
-    times = {field.name: getattr(one, field.name) for field in fields(one) if field.name.endswith("_s")}
-    slow = {name: at_s * factor for name, at_s in times.items() if at_s is not None}
-    return replace(one, **slow, **others)
+    assert Replay(Timeline(replace(trace, resources=machine)), assignment).cost.stall_s == 0.0
 
 
 def slowed(trace: Trace, factor: float) -> Trace:
     """Everything takes ``factor`` times as long."""
-    storages = tuple(later(one, factor) for one in trace.storages)
-    blocks = tuple(later(one, factor) for one in trace.blocks)
-    slow = later(trace, factor, storages=storages, blocks=blocks)
-    return traces.with_rates(slow, 1 / factor, 1 / factor, 1 / factor)
+    return traces.with_rates(trace.scaled(factor), 1 / factor, 1 / factor, 1 / factor)
 
 
 @given(cases(), st.sampled_from([0.25, 0.5, 2.0, 8.0]), st.sampled_from([(), None]))
@@ -291,14 +256,8 @@ def test_a_slower_clock_changes_times_and_nothing_else(
     trace, assignment = case
     one, other = (Replay(Timeline(which), assignment, distance=distance) for which in (trace, slowed(trace, factor)))
     assert one.prefetch_distance == other.prefetch_distance
-    before = one.cost
-    assert other.cost == replace(
-        before,
-        step_s=before.step_s * factor,
-        stall_s=before.stall_s * factor,
-        recomputed_s=before.recomputed_s * factor,
-        rematerialized_s=before.rematerialized_s * factor,
-    )
+    times = ("step_s", "stall_s", "recomputed_s", "rematerialized_s")
+    assert other.cost == replace(one.cost, **{name: factor * getattr(one.cost, name) for name in times})
 
 
 @given(cases(), st.sampled_from([1.5, 4.0, UNLIMITED]))
@@ -307,5 +266,5 @@ def test_a_faster_link_never_slows_what_goes_to_host_memory(case: tuple[Trace, A
     trace, assignment = case
     places = np.where(assignment.placements == N, H, assignment.placements).astype(np.int8)
     on_host = Assignment(places, assignment.recomputed)
-    faster = both(traces.with_rates(trace, copy=factor), on_host)[1]
-    assert faster.step_s <= both(trace, on_host)[1].step_s + 1e-12
+    before, faster = (Replay(Timeline(one), on_host).cost for one in (trace, traces.with_rates(trace, copy=factor)))
+    assert faster.step_s <= before.step_s + 1e-12
