@@ -15,7 +15,7 @@ import torch
 from conftest import Closing, StoreFactory
 from planners import PLANNERS
 from support.doubles import Accelerator, ScriptedBackend, raising, slow
-from support.models import Mlp, Stack
+from support.models import Stack
 from support.offloaders import watching
 from support.planned_training import FIRST_PLAN
 from support.stepping import assert_same_steps, end_step, forward, note_backward
@@ -35,6 +35,21 @@ WIDTH = 64
 LENGTHS = tuple(range(64, 513, 64))
 LONG = pytest.mark.long
 Make = Callable[..., ActivationOffloader]
+
+
+class Block(nn.Module):
+    """Attention and an MLP: most of what it saves grows with the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (one.unflatten(-1, (4, -1)).transpose(0, 1) for one in self.qkv(self.norm(x)).chunk(3, -1))
+        attention = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attention.transpose(0, 1).flatten(1))
+        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 @pytest.fixture
@@ -66,7 +81,7 @@ def train(
 
 def fresh() -> Stack:
     torch.manual_seed(0)
-    return Stack(lambda: Mlp(WIDTH), 8)
+    return Stack(Block, 8)
 
 
 def kept_peak(make: Make, forwards: int) -> int:
@@ -290,7 +305,6 @@ def test_a_slice_of_a_data_set_counts_as_the_slice() -> None:
     del loss
 
 
-@pytest.mark.parametrize("is_slice_first", [False, True])
 @pytest.mark.parametrize("is_slice_first", [False, True])
 def test_a_slice_of_an_activation_counts_as_all_of_it_for_nobody_else_has_the_rest(is_slice_first: bool) -> None:
     cache = TensorCache([], "cpu", KIB)
