@@ -66,24 +66,22 @@ def test_what_one_rank_lacks_or_fails_at_delays_the_plan_on_all(
     assert [one.message for one in caplog.records] == [f"no new plan now, because {why}: tried again later"]
 
 
-@pytest.mark.parametrize("is_set", [True, False])
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("activation_budget_bytes", "activation_budget_bytes"), ("room_bytes", "the free memory of the device")],
+)
 def test_a_wear_limit_that_gives_way_is_said_once_with_the_bound_and_the_repair(
-    caplog: pytest.LogCaptureFixture, is_set: bool
+    caplog: pytest.LogCaptureFixture, name: str, bound: str
 ) -> None:
     saved = [storage(0.1 * number, 2.9 - 0.1 * number) for number in range(8)]
     trace = one_block(*saved, machine=resources(100 * SIZE, 100 * SIZE))
-    room_bytes, limit_bytes = 4 * SIZE, SIZE / 100
-    limits = Limits(
-        activation_budget_bytes=room_bytes if is_set else None, write_limit_bytes_per_step=limit_bytes,
-        recompute=False, room_bytes=float("inf") if is_set else room_bytes,
-    )  # fmt: skip
-    made = Planning(adaptive, Alone())
+    limits = Limits(write_limit_bytes_per_step=SIZE / 100, recompute=False, **{name: 4 * SIZE})
+    planning = Planning(adaptive, Alone())
     for _ in range(3):
-        found = made.make(trace, limits)
-    assert isinstance(found, Plan) and found.prediction.written_bytes > 2 * limit_bytes
+        found = planning.make(trace, limits)
+    assert isinstance(found, Plan) and found.prediction.written_bytes > SIZE / 50
     (said,) = [one.message for one in caplog.records if "gives way" in one.message]
-    bound = "activation_budget_bytes" if is_set else "the free memory of the device"
-    assert said.startswith(f"ssd.min_life_days gives way: {bound} {room_bytes} takes") and '"recompute": true' in said
+    assert said.startswith(f"ssd.min_life_days gives way: {bound} {4 * SIZE} takes") and '"recompute": true' in said
 
 
 def test_the_same_warning_of_a_budget_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,8 @@ from ds_tba.plan.trace import Trace
 
 FORWARDS = 4
 STEPS = 8
+Counts = tuple[int, ...]
+EVERY: Counts = (FORWARDS,) * STEPS
 ALONE_BYTES = 750_000  # a little more than one forward saves
 Make = Callable[..., ActivationOffloader]
 
@@ -54,11 +56,7 @@ def step(ours: Model, offloader: ActivationOffloader | None, ahead: int, forward
 
 
 def train(
-    ours: Model,
-    offloader: ActivationOffloader | None,
-    ahead: int,
-    forwards: tuple[int, ...],
-    fails_at: tuple[int, ...] = (),
+    ours: Model, offloader: ActivationOffloader | None, ahead: int, forwards: Counts, fails_at: Counts = ()
 ) -> list[list[torch.Tensor]]:
     """The gradients of each step that did not fail."""
     optimizer, found = torch.optim.SGD(ours.parameters(), lr=0.01), []
@@ -75,12 +73,7 @@ def train(
 
 
 def check(
-    make: Make,
-    ahead: int,
-    planner: Planner = adaptive,
-    forwards: tuple[int, ...] = (FORWARDS,) * STEPS,
-    fails_at: tuple[int, ...] = (),
-    **rest: Any,
+    make: Make, ahead: int, planner: Planner = adaptive, forwards: Counts = EVERY, fails_at: Counts = (), **rest: Any
 ) -> ActivationOffloader:
     """Train with and without; every gradient must be the same."""
     expected, ours = train(model(), None, ahead, forwards, fails_at), model()
@@ -120,7 +113,7 @@ def test_every_forward_of_a_schedule_is_in_the_trace_and_all_are_planned_alike(m
 
 
 @pytest.mark.parametrize("fails_at", [(1, 2), (5,)], ids=["while steps are recorded", "later"])
-def test_steps_that_raised_are_not_recorded_and_the_next_ones_are_exact(make: Make, fails_at: tuple[int, ...]) -> None:
+def test_steps_that_raised_are_not_recorded_and_the_next_ones_are_exact(make: Make, fails_at: Counts) -> None:
     offloader = check(make, 2, fails_at=fails_at)
     report, in_force = offloader.report(), controller_of(offloader).in_force
     assert report.plans >= 1 and report.steps == STEPS - len(fails_at)
@@ -129,8 +122,7 @@ def test_steps_that_raised_are_not_recorded_and_the_next_ones_are_exact(make: Ma
 
 
 def test_another_number_of_forwards_is_recorded_again(make: Make) -> None:
-    few, many = (FORWARDS,) * STEPS, (FORWARDS + 2,) * 20
-    offloader = check(make, 2, forwards=few + many)
+    offloader = check(make, 2, forwards=EVERY + (FORWARDS + 2,) * 20)
     found = controller_of(offloader).in_force
     assert found is not None and len(found.trace.forwards) == FORWARDS + 2
 

@@ -14,6 +14,7 @@ from ds_tba.plan.plan import Limits, Plan, Prediction
 from ds_tba.storage.base import Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
+TO_NVME, TO_HOST = ("nvme", "host"), ("host", "nvme")  # what one has no room for may go to the other
 NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 
 
@@ -31,17 +32,15 @@ def chosen(policy: ByPlan, *keys: str, nbytes: int = SIZE) -> list[tuple[Any, ..
 
 def test_each_storage_goes_where_the_plan_says() -> None:
     policy = by_plan(NVME, KEEP, HOST, NVME, KEEP)
-    nvme, host = ("nvme", "host"), ("host", "nvme")  # what NVMe has no room for may go to host memory
     # x1 and x2 have their places already when they come again.
-    assert chosen(policy, "x0", "x1", "x2", "x1", "x2", "x3", "x4") == [nvme, (), host, (), host, nvme, ()]
+    assert chosen(policy, "x0", "x1", "x2", "x1", "x2", "x3", "x4") == [TO_NVME, (), TO_HOST, (), TO_HOST, TO_NVME, ()]
     assert (policy._step.unknown_saves, policy._step.drift_bytes) == (0, 0)
 
 
 def test_a_recomputed_block_saves_its_inputs_and_shifts_nobody() -> None:
     policy = by_plan(NVME, RECOMPUTE, HOST, NVME, KEEP, recomputed=(True, False))
     # Storage 1 is made again; 2 is an input of the other block.
-    nvme, host = ("nvme", "host"), ("host", "nvme")
-    assert chosen(policy, "x0", "x0", "x2", "x3", "x4") == [nvme, nvme, host, nvme, ()]
+    assert chosen(policy, "x0", "x0", "x2", "x3", "x4") == [TO_NVME, TO_NVME, TO_HOST, TO_NVME, ()]
     policy.end()
     assert policy._step == OptimizerStep(None)
 
@@ -65,7 +64,7 @@ def test_other_sizes_are_followed_and_counted_and_of_micro_steps_the_one_that_gr
     step = OptimizerStep(None)
     for nbytes in (2 * SIZE, SIZE):
         policy = by_plan(NVME, KEEP, HOST, NVME, KEEP, step=step)
-        assert chosen(policy, "x0", nbytes=nbytes) == [("nvme", "host")]
+        assert chosen(policy, "x0", nbytes=nbytes) == [TO_NVME]
         assert step.unknown_saves == 0 and (step.drift_bytes == SIZE or nbytes == SIZE)
         policy.end()
     assert step.growth == 1.0
@@ -75,14 +74,14 @@ def test_what_the_plan_does_not_know_goes_where_there_is_room_without_waiting() 
     policy = by_plan(NVME, KEEP, KEEP, KEEP, NVME)
     choices = [policy.choose(key, SIZE) for key in ("x0", "x1", "x2", "x3", "x4", "new")]
     assert [choice.wait for choice in choices] == [True, False, False, False, True, False]
-    assert choices[-1].stores == ("nvme", "host") and policy._step.unknown_saves == 1
+    assert choices[-1].stores == TO_NVME and policy._step.unknown_saves == 1
 
 
 def test_what_is_made_again_may_be_moved_where_it_cannot_be_and_nothing_else_is_made_again() -> None:
     policy = by_plan(REMATERIALIZE, KEEP, HOST, NVME, KEEP)
     choices = [policy.choose(key, SIZE) for key in ("x0", "x0", "x1", "x2", "x3", "x4", "new")]
     assert [one.rematerialize for one in choices] == [True, True, *[False] * 4, True]  # the second is the first
-    assert [choices[at].stores for at in (0, 2, -1)] == [("nvme", "host"), (), ("nvme", "host")]
+    assert [choices[at].stores for at in (0, 2, -1)] == [TO_NVME, (), TO_NVME]
     assert choices[0].wait and policy._step.unknown_saves == 1
 
 

@@ -23,22 +23,21 @@ from ds_tba.core.prefetch import MicroStep, Phase
 from ds_tba.plan.plan import Limits
 from ds_tba.plan.replay import Assignment, Replay, Timeline
 from ds_tba.plan.search import adaptive
-from ds_tba.plan.trace import BlockTrace, Resources, Trace
+from ds_tba.plan.trace import BlockTrace, Trace
 
 K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
 
 # ---- by hand --------------------------------------------------------------------------------------------------------
 
 
-def machine(*, read: float, copy: float = UNLIMITED, staging_bytes: int = 100 * SIZE) -> Resources:
-    """Rates in storages per second; a write takes no time."""
-    return traces.resources(UNLIMITED, read * SIZE, copy * SIZE, staging_bytes)
+def evenly(count: int, read: float, copy: float = UNLIMITED) -> Trace:
+    """Used one second after the other from 11 on, the last one first; backward begins at 10 with one more.
 
-
-def evenly(count: int, resources: Resources) -> Trace:
-    """Used one second after the other from 11 on, the last one first; backward begins at 10 with one more."""
+    Rates are in storages per second; a write takes no time.
+    """
     used = [storage(0.0, 10.0 + count - index, None, (-1,)) for index in range(count)]
-    return Trace((*used, storage(0.0, 10.0, None, (-1,))), (), resources, 11.0 + count)
+    machine = traces.resources(UNLIMITED, read * SIZE, copy * SIZE)
+    return Trace((*used, storage(0.0, 10.0, None, (-1,))), (), machine, 11.0 + count)
 
 
 def distance_of(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()) -> tuple[int, ...]:
@@ -48,18 +47,18 @@ def distance_of(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] =
 
 def test_what_comes_fast_is_asked_for_one_use_before_the_last_moment() -> None:
     # 0.5 s each with the margin. The next one is asked for in any case, and one more, as plans are made of averages.
-    assert distance_of(evenly(6, machine(read=2.5)), *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
+    assert distance_of(evenly(6, read=2.5), *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
 
 
 def test_what_comes_slowly_is_asked_for_early_enough() -> None:
     # 2.5 s each with the margin: the last must begin at 13.5, the one before at 11, the others before backward does.
     # At 13.5 three were used, at 11 one.
-    assert distance_of(evenly(6, machine(read=0.5)), *[N] * 6, K) == (4, 4, 3, 3, 2, 1)
+    assert distance_of(evenly(6, read=0.5), *[N] * 6, K) == (4, 4, 3, 3, 2, 1)
 
 
 def test_copies_in_take_time_too_but_not_of_the_drive() -> None:
     # Copies of 2.5 s begin at 13.5, 11, 8.5, ...; as the slower ones they set the pace of the reads before them.
-    slow = evenly(6, machine(read=1.25, copy=0.5))
+    slow = evenly(6, read=1.25, copy=0.5)
     assert distance_of(slow, *[N] * 6, K) == (5, 5, 4, 3, 2, 1)
     assert distance_of(slow, *[H] * 6, K) == (4, 4, 3, 3, 2, 1)
     in_place = replace(slow, resources=replace(slow.resources, is_synchronous=True))
@@ -67,12 +66,12 @@ def test_copies_in_take_time_too_but_not_of_the_drive() -> None:
 
 
 def test_what_is_kept_or_refused_has_no_part_in_it() -> None:
-    assert distance_of(evenly(6, machine(read=2.5)), N, K, N, K, N, K, K) == (2, 2, 1)
-    assert distance_of(evenly(6, machine(read=2.5)), *[K] * 7) == ()
+    assert distance_of(evenly(6, read=2.5), N, K, N, K, N, K, K) == (2, 2, 1)
+    assert distance_of(evenly(6, read=2.5), *[K] * 7) == ()
 
 
 def test_recomputation_and_rematerialization_give_time() -> None:
-    trace = replace(evenly(4, machine(read=0.5)), blocks=(BlockTrace("a", 0.0, 5.0, 12.5, 14.5),))
+    trace = replace(evenly(4, read=0.5), blocks=(BlockTrace("a", 0.0, 5.0, 12.5, 14.5),))
     assert distance_of(trace, *[N] * 4, K) == (3, 3, 2, 1)
     # From 12.5 on all is 5 s later: the last two are used at 18 and 19, and begin at 14 and 16.5, when two were used.
     assert distance_of(trace, *[N] * 4, K, recomputed=(True,)) == (2, 2, 2, 1)

@@ -40,11 +40,10 @@ def needed_s(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()
 
 # ---- a replay, by hand: SIZE bytes take a second to write and a second to read --------------------------------------
 
-PAIR = (storage(0.0, 2.5, 2.75), made(storage(0.25, 1.5, 1.75), 0.25, 0))
-
 
 def test_a_source_that_was_moved_is_back_when_the_first_that_is_made_of_it_is_needed() -> None:
-    trace = one_block(*PAIR, machine=traces.resources())
+    pair = storage(0.0, 2.5, 2.75), made(storage(0.25, 1.5, 1.75), 0.25, 0)
+    trace = one_block(*pair, machine=traces.resources())
     assert cost(trace, N, K).stall_s == 0.0  # read from 1.5 to 2.5
     _, found = run(trace, N, M)
     assert needed_s(trace, N, M) == [1.5, 1.5]

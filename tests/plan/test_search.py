@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from planners import PLANNERS, teraio
 from support import traces
 from support.judging import GRACE_S, is_allowed, is_no_worse
@@ -22,16 +21,13 @@ from ds_tba.plan.trace import BlockTrace, Resources, StorageTrace, Trace
 
 K, H, N, R = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.RECOMPUTE
 SIMPLE = ("keep", "recompute")
-
-
-def long_traces() -> st.SearchStrategy[Trace]:
-    return traces.traces(most_storages=24, most_blocks=5)
+SHORT, LONG = traces.traces(), traces.traces(most_storages=24, most_blocks=5)
 
 
 # ---- ours -----------------------------------------------------------------------------------------------------------
 
 
-@given(traces.traces() | long_traces(), traces.limits())
+@given(SHORT | LONG, traces.limits())
 @settings(derandomize=True, deadline=None, max_examples=400)
 def test_adaptive_is_never_worse_than_the_simplest_and_keeps_within_its_limits(trace: Trace, limits: Limits) -> None:
     ours = adaptive(trace, limits)
@@ -44,7 +40,7 @@ def test_adaptive_is_never_worse_than_the_simplest_and_keeps_within_its_limits(t
             assert is_no_worse(ours.prediction, theirs.prediction, limits, trace), name
 
 
-@given(traces.traces() | long_traces(), traces.limits())
+@given(SHORT | LONG, traces.limits())
 @settings(derandomize=True, deadline=None, max_examples=100)
 def test_a_plan_says_what_a_replay_of_it_finds(trace: Trace, limits: Limits) -> None:
     for planner in PLANNERS.values():
