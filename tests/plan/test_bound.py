@@ -15,6 +15,7 @@ import torch
 from conftest import Closing, StoreFactory
 from planners import PLANNERS
 from support.doubles import Accelerator, ScriptedBackend, raising, slow
+from support.hazards import CopiesResults
 from support.models import Stack
 from support.offloaders import watching
 from support.planned_training import FIRST_PLAN
@@ -25,6 +26,7 @@ from torch.utils import checkpoint as checkpointing
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.saved import RecordState
+from ds_tba.core.tensors import Eligibility
 from ds_tba.device.accelerator import MemoryLevels, MemoryMeter
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.storage.base import Always
@@ -330,6 +332,18 @@ def test_what_cannot_be_moved_counts_too(make_store: StoreFactory, caplog: pytes
     del loss
     cache.settle()
     assert cache.stats.resident.now == cache.stats.saved.now == 0
+
+
+def test_what_is_saved_under_a_mode_of_the_user_is_kept_and_the_mode_sees_nothing_of_ours(
+    make_store: StoreFactory,
+) -> None:
+    cache = TensorCache([make_store()], "cpu", KIB, wait_for_staging=True)
+    x = torch.ones(128, 128, requires_grad=True)
+    with cache.saving(), CopiesResults():  # it raises for operations that no model has
+        loss = x.sin().exp().sum()
+    loss.backward()
+    assert torch.equal(x.grad, x.detach().cos() * x.detach().sin().exp())
+    assert cache.stats.kept_bytes[Eligibility.UNDER_A_MODE.value] > 0
 
 
 # ---- what everything else takes -------------------------------------------------------------------------------------

@@ -15,14 +15,13 @@ from ds_tba.storage.base import Store
 
 KEEP, HOST, NVME, RECOMPUTE, REMATERIALIZE = Placement
 TO_NVME, TO_HOST = ("nvme", "host"), ("host", "nvme")  # what one has no room for may go to the other
-NVME_STORE, HOST_STORE = cast("Store[Any]", "nvme"), cast("Store[Any]", "host")
 
 
 def by_plan(
     *placements: Placement, recomputed: tuple[bool, bool] = (False, False), step: OptimizerStep | None = None
 ) -> ByPlan:
     plan = Plan("test", TRACE, Limits(), placements, recomputed, (), cast("Any", None))
-    stores = {NVME: NVME_STORE, HOST: HOST_STORE}
+    stores = {place: cast("Store[Any]", place.word) for place in (NVME, HOST)}
     return ByPlan(plan, stores, step or OptimizerStep(None))
 
 

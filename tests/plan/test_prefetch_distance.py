@@ -45,12 +45,9 @@ def distance_of(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] =
     return Replay(Timeline(trace), Assignment(np.array(places, np.int8), again), distance=None).prefetch_distance
 
 
-def test_what_comes_fast_is_asked_for_one_use_before_the_last_moment() -> None:
+def test_what_comes_back_is_asked_for_one_use_before_the_last_moment() -> None:
     # 0.5 s each with the margin. The next one is asked for in any case, and one more, as plans are made of averages.
     assert distance_of(evenly(6, read=2.5), *[N] * 6, K) == (2, 2, 2, 2, 2, 1)
-
-
-def test_what_comes_slowly_is_asked_for_early_enough() -> None:
     # 2.5 s each with the margin: the last must begin at 13.5, the one before at 11, the others before backward does.
     # At 13.5 three were used, at 11 one.
     assert distance_of(evenly(6, read=0.5), *[N] * 6, K) == (4, 4, 3, 3, 2, 1)

@@ -152,16 +152,13 @@ def test_host_memory_is_used_as_far_as_its_budget_goes() -> None:
     assert H not in adaptive(trace, Limits()).placements
 
 
-def test_among_many_storages_the_limits_hold() -> None:
+def test_among_many_storages_the_overhead_holds_and_no_published_planner_has_a_lower_peak() -> None:
     trace = layers(30, 40, rate=40.0, staging_bytes=100 * SIZE)
-    limits = Limits()
-    plan = adaptive(trace, limits)
-    assert plan.prediction.step_s <= trace.step_s * 1.02 + GRACE_S
-    for name in SIMPLE:
-        assert is_no_worse(plan.prediction, PLANNERS[name](trace, limits).prediction, limits, trace)
+    found = adaptive(trace, Limits()).prediction
+    assert found.step_s <= trace.step_s * 1.02 + GRACE_S
+    assert found.peak_saved_bytes < 0.4 * 1200 * SIZE
     for name in ("tba", "teraio"):
-        assert plan.prediction.peak_saved_bytes <= PLANNERS[name](trace, limits).prediction.peak_saved_bytes
-    assert plan.prediction.peak_saved_bytes < 0.4 * 1200 * SIZE
+        assert found.peak_saved_bytes <= PLANNERS[name](trace, Limits()).prediction.peak_saved_bytes
 
 
 # ---- as published ---------------------------------------------------------------------------------------------------
