@@ -19,8 +19,7 @@ from ds_tba.plan.replay import Timeline
 from ds_tba.plan.search import SAME_STEP_FRACTION, adaptive
 from ds_tba.plan.trace import BlockTrace, StorageTrace, Trace
 
-K, H, N, M = Placement.KEEP, Placement.HOST, Placement.NVME, Placement.REMATERIALIZE
-R = Placement.RECOMPUTE
+K, H, N, R, M = Placement
 
 
 def made(one: StorageTrace, seconds: float, *sources: int) -> StorageTrace:
@@ -42,12 +41,13 @@ def needed_s(trace: Trace, *places: Placement, recomputed: tuple[bool, ...] = ()
 
 
 def test_a_source_that_was_moved_is_back_when_the_first_that_is_made_of_it_is_needed() -> None:
-    pair = storage(0.0, 2.5, 2.75), made(storage(0.25, 1.5, 1.75), 0.25, 0)
-    trace = one_block(*pair, machine=traces.resources())
-    assert cost(trace, N, K).stall_s == 0.0  # read from 1.5 to 2.5
-    _, found = run(trace, N, M)
-    assert needed_s(trace, N, M) == [1.5, 1.5]
-    assert (found.stall_s, found.step_s) == (1.0, 4.25)
+    source, other = storage(0.0, 2.5, 2.75), made(storage(0.25, 1.5, 1.75), 0.25, 0)
+    assert cost(one_block(source, other, machine=traces.resources()), N, K).stall_s == 0.0  # read from 1.5 to 2.5
+    for is_used in (True, False):  # by backward itself
+        trace = one_block(replace(source, is_used=is_used), other, machine=traces.resources())
+        found = cost(trace, N, M)
+        assert needed_s(trace, N, M) == [1.5, 1.5]
+        assert (found.stall_s, found.step_s, found.read_bytes) == (1.0, 4.25, SIZE)
 
 
 @pytest.mark.parametrize("first", [K, H, N])
