@@ -1,26 +1,23 @@
 """Judges the steps under a plan: what share of the bytes may be offloaded, and when to plan or to record again.
 
 [Note: One number] A plan's replay knows the rates of the drives and of the copies. It cannot know what offloading costs
-the kernels, the host's threads or other processes. So a plan is followed and its steps are measured. Where three of
-four take longer than ``max_step_overhead`` allows, the share falls to a quarter; where they leave room for it, it rises
-by a tenth. With a budget, time is already the least that the planner finds: there a step is too long that takes longer
-than its plan said, and the planner offloads more than the share where less would not fit. All ranks rise and fall
-together, so that the share is one number on all of them.
+the kernels, the host's threads or other processes, nor all that computing again costs. So a plan is followed and its
+steps are measured. Where three of four take longer than ``max_step_overhead`` allows, the share falls to a quarter;
+where they leave room for it, it rises by a tenth. It bounds the bytes that may be offloaded and the part of
+``max_step_overhead`` that the planner may spend: with a share of 0 everything is kept. With a budget, time is already
+the least that the planner finds: there a step is too long that takes longer than its plan said, and the planner takes
+more than the share where less would not fit. All ranks rise and fall together, so that the share is one number on all.
 
 [Note: One back-off] Each plan and each recording doubles the steps until the next, from 5 to 640, whatever asks for it;
 the share alone rises without that. So a machine whose steps change by themselves is left alone, and a fall has to be
-shown by ever more steps. Only storages that are larger than ever before are planned for at once.
+shown by ever more steps, but for that of a share that has just risen: too long steps take the rise back. Only storages
+that are larger than ever before are planned for at once.
 
-[Note: The kept step] What a step takes with everything kept is first read from the recording, in which our own work
-does not count. It is corrected where steps show better: no step is shorter for offloading, and where a plan offloads
-nothing its steps are the kept ones. Two falls end in such a plan: where steps stay long because the machine is slow,
-these show it, and the share rises again. Where steps are shorter than those by a tenth, the slow time is over, and the
-share falls once more: else what moving takes beyond ``max_step_overhead`` would pass for a part of the kept step.
-
-[Note: Shared drives] Where ZeRO reads and writes on the same drive, it waits for our lanes. The recorded steps, in
-which everything was offloaded, are longer by that, and as long as plans offload as much, no step shows a shorter one.
-So there the share begins where a fall from 1 would end, and rises as long as steps leave room beside the kept step that
-is seen then.
+[Note: The kept step] What a step takes with everything kept is read from the recording, in which our own work does not
+count, and from the steps of a plan that keeps everything. Where it is too short, as the machine has become slower,
+falls end in such a plan. Where it is too long (of a cold machine, or a slow time), steps under a plan are shorter: none
+is shorter for offloading, so theirs is taken, and where it is shorter by a tenth, steps are recorded again. Where ZeRO
+uses the same drive, it waits for our lanes in the recorded steps: there the share begins at 0.
 
 Knows numbers only, and no clock; does not decide alone, as ranks have to agree.
 """
@@ -38,12 +35,11 @@ from ds_tba.plan.trace import Trace
 
 # Steps under a plan before it is judged, and the shortest and the longest wait of the back-off.
 MIN_STEPS, MAX_STEPS = 5, 640
-# Fraction of the movable bytes by which the share rises, and the least that it is; the factor by which it falls.
-INCREASE = 0.1
-DECREASE = 4
+# Fraction by which the share rises, and the least that it is; the factor by which it falls.
+INCREASE, DECREASE = 0.1, 4
 # Factor of a drive's rate, up or down, that asks for another plan.
 RATE_CHANGE = 1.5
-# Fraction by which the bytes of a step may differ from those of the plan.
+# Fraction by which the bytes of a step may differ from those of the plan, and its time fall short of the kept step.
 MAX_DRIFT = 0.1
 
 
@@ -64,22 +60,22 @@ class Feedback:
         is_drive_shared: ZeRO uses it, too.
 
     Attributes:
-        share: fraction of the movable bytes that the next plan may offload; the same on all ranks.
+        share: fraction of the movable bytes and of ``max_step_overhead`` for the next plan; the same on all ranks.
         kept_s: seconds of a step with everything kept.
         growth: fraction by which storages were larger than those of the plan, at most.
         reason: why the last action was asked for.
     """
 
     def __init__(self, *, is_drive_shared: bool = False) -> None:
-        self.share = 1 / DECREASE if is_drive_shared else 1.0
-        self.kept_s = 0.0
-        self.growth = 0.0
+        self.share = 0.0 if is_drive_shared else 1.0
+        self.kept_s = self.growth = 0.0
         self.reason = ""
         self._plan: Plan  # in force, made at these rates
         self._rates = (0.0, 0.0)
-        self._shown_s = 0.0  # the kept step when a plan last moved nothing
+        self._learnt_s = 0.0  # the kept step, as a recording or a plan that keeps everything has shown it
         self._times_s: deque[float] = deque(maxlen=MAX_STEPS // 10)
         self._wait_steps = self._acted_at = 0  # of the back-off, and the step at which it began
+        self._trial_ends_at = 0  # the last step in which a rise is taken back; on all ranks alike
 
     @property
     def measured_step_s(self) -> float | None:
@@ -95,8 +91,8 @@ class Feedback:
             moving_s: seconds that offloading added to its kernels, as far as that is known.
         """
         # Half of it at least: a high estimate of offloading must not explain the whole step away, and forbid all moves.
-        self.kept_s, self.growth = max(step_s / 2, step_s - moving_s), 0.0
-        self._shown_s = 0.0  # of the steps before, or shorter ones than those would pass for the end of a slow time
+        self._learnt_s = self.kept_s = max(step_s / 2, step_s - moving_s)
+        self.growth = 0.0
 
     def corrected(self, trace: Trace) -> Trace:
         """Return a trace as long as a kept step takes, and with storages as large as steps under the plan had."""
@@ -139,7 +135,7 @@ class Feedback:
         if len(self._times_s) < MIN_STEPS:
             return Action.GO_ON
         # The share first: rates that change all the time would keep it from rising.
-        found = self._judged(plan, is_due=is_due)
+        found = self._judged(plan, is_due=is_due, is_on_trial=step <= self._trial_ends_at)
         pairs = zip(rates, self._rates, strict=True)
         is_changed = any(not planned / RATE_CHANGE <= now <= planned * RATE_CHANGE for now, planned in pairs)
         if found is Action.GO_ON and is_due and is_changed:
@@ -153,40 +149,39 @@ class Feedback:
             step: number of the last step.
         """
         self._times_s.clear()  # or steps of the plan before would be held against the next one
+        is_on_trial, self._trial_ends_at = step <= self._trial_ends_at, 0
         if action is Action.RISE:
-            self.share = min(1.0, self.share + INCREASE)
+            self.share, self._trial_ends_at = min(1.0, self.share + INCREASE), step + 4 * MIN_STEPS
             return
         self._acted_at, self._wait_steps = step, min(MAX_STEPS, max(MIN_STEPS, 2 * self._wait_steps))
         if action is Action.FALL:
-            lower = min(self.share, self._plan.moved_share) / DECREASE
-            self.share = lower if lower >= INCREASE else 0.0  # or no plan would move nothing, and show the kept step
+            lower = self.share - INCREASE if is_on_trial else self.share / DECREASE
+            self.share = lower if lower >= INCREASE else 0.0  # or no plan would keep everything, and show such a step
 
     def _ask(self, action: Action, reason: str) -> Action:
         self.reason = reason
         return action
 
-    def _judged(self, plan: Plan, *, is_due: bool) -> Action:
+    def _judged(self, plan: Plan, *, is_due: bool, is_on_trial: bool) -> Action:
         """Return whether the share is to rise or to fall, by the times of the last steps."""
         # Three of four steps decide, of as many as were waited for, or alternating steps would be reviewed for ever.
-        needed = min(self._wait_steps, MAX_STEPS // 10)
+        needed = MIN_STEPS if is_on_trial else min(self._wait_steps, MAX_STEPS // 10)
         times_s = sorted([*self._times_s][-max(needed, 3 * MIN_STEPS) :])
         quarter, median_s = len(times_s) // 4, median_low(times_s)  # of two groups of steps it is that of one
-        computed_s = plan.prediction.recomputed_s + plan.prediction.rematerialized_s
         self.kept_s = min(self.kept_s, times_s[-1 - quarter])
-        if not plan.moved_share:
-            self.kept_s = self._shown_s = max(median_s - computed_s, median_s / 2)
-        overhead, besides_s = 1 + plan.limits.max_step_overhead, self.kept_s + computed_s
+        if plan.keeps_all:
+            self.kept_s = self._learnt_s = median_s
         promised_s = plan.prediction.step_s if plan.limits.activation_budget_bytes is not None else 0.0
-        allowed_s = max(besides_s, overhead * max(self.kept_s, promised_s))
-        # Such short steps end a slow time, and hide what moving takes of them: the kept step is to be shown again.
-        kept_s = self._shown_s if self.kept_s < (1 - INCREASE) * self._shown_s else self.kept_s
-        is_unlike = times_s[quarter] > allowed_s or kept_s > self.kept_s
-        if len(times_s) >= needed and self.share and plan.moved_share and is_unlike:
-            took = f"steps took {median_s:.3g} s where {kept_s:.3g} s were measured with everything kept"
+        allowed_s = (1 + plan.limits.max_step_overhead) * max(self.kept_s, promised_s)
+        if len(times_s) >= needed and self.share and not plan.keeps_all and times_s[quarter] > allowed_s:
+            took = f"steps took {median_s:.3g} s where {self.kept_s:.3g} s were measured with everything kept"
             return self._ask(Action.FALL, took)
+        if is_due and self.kept_s < (1 - MAX_DRIFT) * self._learnt_s:
+            took = f"steps took {median_s:.3g} s, and with everything kept {self._learnt_s:.3g} s before"
+            return self._ask(Action.RECORD, took)
         # With the cost of the rise, or it would be taken back at once.
-        more = 1 + INCREASE / plan.moved_share if plan.moved_share else 1.0
-        if self.share < 1 and is_due and besides_s + more * (median_s - besides_s) <= allowed_s:
+        more = 1 + INCREASE / self.share if self.share else 1.0
+        if self.share < 1 and is_due and self.kept_s + more * (median_s - self.kept_s) <= allowed_s:
             return self._ask(Action.RISE, "steps leave room to move more")
         return Action.GO_ON
 

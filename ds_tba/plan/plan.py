@@ -28,8 +28,8 @@ class Limits:
         write_limit_bytes_per_step: bound of what one step writes.
         recompute: whether blocks may be recomputed.
         rematerialize: whether storages may be made again from others.
-        movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together. A
-            budget that fits with more only is kept all the same.
+        movable_share: fraction of the bytes of all movable storages that host memory and NVMe may take together, and of
+            ``max_step_overhead`` that may be spent. A budget that fits with more only is kept all the same.
         room_bytes: of the device for activations; the budget where a plan without one would not fit.
     """
 
@@ -117,9 +117,14 @@ class Plan:
     @cached_property
     def moved_share(self) -> float:
         """Return the fraction of the movable bytes that goes to NVMe or to the host."""
-        moved = (Placement.NVME, Placement.HOST)
-        moved_bytes = sum(nbytes for place, nbytes in self.bytes_by_placement if place in moved)
+        sizes = dict(self.bytes_by_placement)
+        moved_bytes = sizes.get(Placement.NVME, 0) + sizes.get(Placement.HOST, 0)
         return moved_bytes / max(1, self.trace.movable_bytes)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Return whether nothing is offloaded or computed again."""
+        return set(self.placements) <= {Placement.KEEP}
 
     @cached_property
     def expected(self) -> tuple[int, ...]:
@@ -193,7 +198,7 @@ def order_of(prediction: Prediction, limits: Limits, kept_step_s: float) -> Orde
     is_refused = prediction.host_bytes > limits.host_budget_bytes
     worn_bytes = max(0.0, written_bytes - limits.write_limit_bytes_per_step)
     if limits.activation_budget_bytes is None:
-        is_over = step_s > kept_step_s * (1 + limits.max_step_overhead) + SAME_TIME_S
+        is_over = step_s > kept_step_s * (1 + limits.movable_share * limits.max_step_overhead) + SAME_TIME_S
         first, second = (step_s, peak_bytes) if is_over else (peak_bytes, step_s)
         return is_refused or worn_bytes > 0, is_over, first, second, worn_bytes, written_bytes
     if peak_bytes > limits.activation_budget_bytes:

@@ -17,7 +17,8 @@ from programs.trainings import Program, Step
 
 KIB, MIB = 1 << 10, 1 << 20
 COLUMNS = 64  # the usual width of a program
-# The frames of forward and an operation may use so many of the largest storages at once.
+# The frames of forward and an operation may use so many of the largest storages at once. Of each further forward before
+# a backward one more stays: its input, which has no graph.
 HOLDABLE = 9
 
 
@@ -71,7 +72,8 @@ def run(program: Program, directory: str) -> tuple[Outcome, Ours]:
     outcome, side = running.run(program, directory)
     peak_bytes, budget_bytes = max(side.peaks), program.budget_bytes or 0
     excuses = [text for text in side.warnings.texts if GIVES_WAY in text]
-    is_holdable = budget_bytes >= HOLDABLE * largest_bytes(program)
+    forwards = max(len(lengths) for step in program.steps for lengths in step.forwards)
+    is_holdable = budget_bytes >= (HOLDABLE + forwards - 1) * largest_bytes(program)
     # Graphs that are kept hold what never leaves: their inputs, which have no graph, and slices of less than a quarter.
     keeps = [0, *(step.keeps for step in program.steps)]
     alone = [peak for peak, *kept in zip(side.peaks, keeps, keeps[1:], strict=False) if not any(kept)]
