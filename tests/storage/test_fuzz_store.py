@@ -239,9 +239,14 @@ WORK = {
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("lane", "name"), [(lane, name) for lane, names in WORK.items() for name in names])
 def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, lane: str, name: str, late: bool
+    make_store: StoreFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lane: str,
+    name: str,
+    late: bool,
 ) -> None:
-    """Memory that runs out in its bookkeeping: nobody hangs, and the store takes no more."""
+    """Memory that runs out in its bookkeeping: nobody hangs, the store takes no more, and says so once."""
     device, struck, exact, lost = LateDevice(late_compute=True, longest_pause_s=0.0), list[str](), list[bool](), 0
     store, work = make_store(lanes=Lanes(1, 1), accelerator=device, staging_bytes=MIB), getattr(SwapSpace, name)
 
@@ -276,8 +281,10 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
     device.synchronize()
     assert struck and all(exact) and len(exact) + lost == len(saved)
     if name != "copy_in":  # which backward does where the lane has no memory for it
-        until(lambda: store.paths[0].failure is not None, "the log")
+        until(lambda: len(caplog.messages) > 0, "the log")
         assert store.put(data, wait=True) is Refusal.PATH_FAILED
+        (said,) = caplog.messages
+        assert "a lane failed (MemoryError); from here on activations stay in memory instead" in said
     store.close()
     device.end()
     assert store.put(data, wait=True) is Refusal.CLOSED and store.ring._memory is None

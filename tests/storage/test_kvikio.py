@@ -20,7 +20,7 @@ from support.doubles import EventAccelerator, raising
 from support.stores import CPU, noise, stored
 
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.storage.backends import IoBackend
+from ds_tba.storage.backends import IoBackend, IoHandle
 from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.path import SwapFile
@@ -64,18 +64,16 @@ class TestFromHostMemory(BackendContract):
         return backend
 
     def test_a_long_transfer_is_cut_so_that_reads_can_overtake_it(
-        self, backend: IoBackend, fake: FakeKvikio, file: SwapFile
+        self, backend: IoBackend, fake: FakeKvikio, handle: IoHandle
     ) -> None:
         staging = backend.allocate_staging(40 * MIB)
         staging[:] = torch.randint(0, 256, (40 * MIB,), dtype=torch.uint8)
         wanted = staging.clone()
-        handle = backend.open_handle(file.fd)
         handle.write(staging, 4096)
         assert fake.requests == [("write", 16 * MIB), ("write", 16 * MIB), ("write", 8 * MIB)]
         staging.zero_()
         handle.read(staging, 4096)
         assert torch.equal(staging, wanted)
-        handle.close()
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
