@@ -251,15 +251,12 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
     store, work = make_store(lanes=Lanes(1, 1), accelerator=device, staging_bytes=MIB), getattr(SwapSpace, name)
 
     def strike(*arguments: Any) -> Any:
-        is_now = threading.current_thread().name.startswith(f"ds_tba-{lane}") and not struck
-        if is_now and not late:
-            struck.append(name)
-            raise MemoryError
-        found = work(*arguments)
-        if is_now:
-            struck.append(name)
-            raise MemoryError
-        return found
+        if struck or not threading.current_thread().name.startswith(f"ds_tba-{lane}"):
+            return work(*arguments)
+        struck.append(name)
+        if late:
+            work(*arguments)
+        raise MemoryError
 
     monkeypatch.setattr(SwapSpace, name, strike)
     saved = []

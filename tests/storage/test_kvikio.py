@@ -54,6 +54,39 @@ class TestFromDeviceMemory(DeviceStagingContract):
         handle.close()
         assert fake.requests == [("write", 16 * MIB), ("read", 16 * MIB)] and fake.open_files == 0
 
+    @pytest.mark.parametrize("verb", ["write", "read"])
+    @pytest.mark.parametrize(
+        ("script", "said"),
+        [
+            (lambda what, number: "short", "at offset 0 was short: 524288 of 1048576 bytes"),
+            (raising(OSError(errno.EIO, os.strerror(errno.EIO))),
+             "of 1048576 bytes at offset 0 failed: .*Input/output error"),
+        ],
+        ids=["short", "failed"],
+    )  # fmt: skip
+    def test_what_goes_wrong_is_told(
+        self, fake: FakeKvikio, handle: IoHandle, staging: torch.Tensor, verb: str, script: Any, said: str
+    ) -> None:
+        fake.script = script
+        with pytest.raises(TransferError, match=f"{verb} {said}"):
+            getattr(handle, verb)(staging[:MIB], 0)
+        assert fake.busy == 0, "the memory is still being used"
+
+    def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(self, backend: Any, file: SwapFile) -> None:
+        backend._kvikio.CuFile = raising(RuntimeError("cuFile error: file descriptor is not registered"))
+        with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*not registered.*KVIKIO_COMPAT_MODE=ON"):
+            backend.open_handle(file.fd)
+        assert list(file.directory.iterdir()) == []
+
+    def test_staging_that_cannot_be_registered_names_the_number(self, backend: IoBackend, fake: FakeKvikio) -> None:
+        fake.registrable_bytes = MIB
+        with pytest.raises(BackendUnavailableError, match=r"staging \(2097152 bytes .*Set io.staging_bytes to less"):
+            backend.allocate_staging(2 * MIB)
+
+    def test_a_library_that_does_not_let_go_is_no_error_at_the_end(self, backend: Any) -> None:
+        backend._kvikio.memory_deregister = raising(RuntimeError("cuFile error"))
+        backend.free_staging(backend.allocate_staging(MIB))
+
 
 class TestFromHostMemory(BackendContract):
     @pytest.fixture
@@ -74,67 +107,6 @@ class TestFromHostMemory(BackendContract):
         staging.zero_()
         handle.read(staging, 4096)
         assert torch.equal(staging, wanted)
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
-def transfer(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
-    backend = KvikioBackend(4, "cuda")
-    file = SwapFile(tmp_path, MIB)
-    file.grow(MIB)
-    staging = backend.allocate_staging(MIB)
-    handle = backend.open_handle(file.fd)
-    try:
-        getattr(handle, verb)(staging, 0)
-    finally:
-        assert fake.busy == 0, "the memory is still being used"
-        handle.close()
-        file.close()
-
-
-@pytest.mark.parametrize("verb", ["write", "read"])
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        (lambda what, number: "short", "at offset 0 was short: 524288 of 1048576 bytes"),
-        (raising(OSError(errno.EIO, os.strerror(errno.EIO))),
-         "of 1048576 bytes at offset 0 failed: .*Input/output error"),
-    ],
-    ids=["short", "failed"],
-)  # fmt: skip
-def test_what_goes_wrong_is_told(fake: FakeKvikio, tmp_path: Path, verb: str, script: Any, said: str) -> None:
-    fake.script = script
-    with pytest.raises(TransferError, match=f"{verb} {said}"):
-        transfer(fake, tmp_path, verb)
-
-
-def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(
-    fake: FakeKvikio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = KvikioBackend(4, "cuda")
-    file = SwapFile(tmp_path, MIB)
-    refuse = raising(RuntimeError("cuFile error: file descriptor is not registered"))
-    monkeypatch.setattr(backend._kvikio, "CuFile", refuse)
-    with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*not registered.*KVIKIO_COMPAT_MODE=ON"):
-        backend.open_handle(file.fd)
-    assert list(tmp_path.iterdir()) == []
-    file.close()
-
-
-def test_staging_that_cannot_be_registered_names_the_number(fake: FakeKvikio) -> None:
-    fake.registrable_bytes = MIB
-    with pytest.raises(BackendUnavailableError, match=r"staging \(2097152 bytes .*Set io.staging_bytes to less"):
-        KvikioBackend(4, "cuda").allocate_staging(2 * MIB)
-
-
-def test_a_library_that_does_not_let_go_is_no_error_at_the_end(
-    fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = KvikioBackend(4, "cuda")
-    staging = backend.allocate_staging(MIB)
-    monkeypatch.setattr(backend._kvikio, "memory_deregister", raising(RuntimeError("cuFile error")))
-    backend.free_staging(staging)
 
 
 # ---- which mode, and why --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The NVMe store: the way of a ticket, bounds, forwarding, and what happens when a drive fails."""
+"""The NVMe store: the way of a ticket, bounds, forwarding, parts, and what happens when a drive fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,13 +29,12 @@ from support.doubles import (
 )
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
-from ds_tba.device.copies import Copies
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
+from ds_tba.stats import PathMeter
 from ds_tba.storage import path as swap_file
 from ds_tba.storage.backends import IoBackend, IoHandle, PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.host import HostStore
-from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import Part, PartState
 
 
@@ -56,14 +54,12 @@ def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: St
     nothing_is_held(store)
 
 
-def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=4 * MIB)
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    ticket = stored(store, noise(3 * MIB))
-    assert store.prefetch(ticket)
+on_both_devices = pytest.mark.parametrize(
+    "accelerator", [Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"]
+)
 
 
-@pytest.mark.parametrize("accelerator", [Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+@on_both_devices
 def test_full_staging_refuses_instead_of_waiting(make_store: StoreFactory, accelerator: type[Accelerator]) -> None:
     gate = Gate()
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, accelerator=accelerator())
@@ -269,9 +265,7 @@ def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
     gate = Gate("write" if who == "forward" else "read")
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, lanes=Lanes(1, 1))
     if who == "forward":
-        for _ in range(4):
-            put(store, noise(MIB))
-        waiting = threading.Thread(target=store.put, args=(noise(MIB),), kwargs={"wait": True})
+        waiting = threading.Thread(target=store.put, args=(noise(5 * MIB),), kwargs={"wait": True})
     else:
         waiting = threading.Thread(target=store.get, args=(stored(store, noise(MIB)), CPU))
     waiting.start()
@@ -343,26 +337,6 @@ def test_a_path_that_cannot_be_opened_again_fails_alone(
     store.paths[1].file.directory.rmdir()  # it is open
 
 
-def test_a_put_whose_store_is_given_back_meanwhile_is_refused(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = make_store()
-    monkeypatch.setattr(store, "open", lambda: None)  # as where another thread gives it back at once
-    assert store.put(noise(MIB), wait=True) is Refusal.CLOSED and store.paths[0].failure is None
-
-
-def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=1 << 20)
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    wanted = stored(store, torch.ones(768 << 10, dtype=torch.uint8))
-    slot = store.ring.slots.allocate(512 << 10)  # what is wanted would have memory beside staging
-    assert slot is not None
-    store.close()
-    with pytest.raises(StateError, match="closed before backward"):
-        store.get(wanted, CPU)
-    assert part_of(wanted).host is None and part_of(wanted).slot is None
-
-
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
     make_store: StoreFactory, verb: str
@@ -395,31 +369,6 @@ def test_illegal_moves_raise() -> None:
         part.move(PartState.STORED)
 
 
-def test_closing_waits_for_what_another_thread_is_copying_into_staging(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, is_copying, may_end = make_store(staging_bytes=2 * MIB), threading.Event(), threading.Event()
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    copy = store.ring.accelerator.copy
-
-    def slow_copy(*arguments: Any) -> None:
-        is_copying.set()
-        assert may_end.wait(10)
-        copy(*arguments)
-
-    monkeypatch.setattr(store.ring.accelerator, "copy", slow_copy)
-    threads = [threading.Thread(target=lambda: store.put(noise(MIB), wait=True)), threading.Thread(target=store.close)]
-    threads[0].start()
-    assert is_copying.wait(10)
-    threads[1].start()
-    time.sleep(0.1)
-    assert threads[1].is_alive() and store.ring._memory is not None
-    may_end.set()
-    for thread in threads:
-        thread.join(10)
-    assert store.ring._memory is None and store.paths[0].meter.writes.drive_bytes == MIB
-
-
 def test_checksums_on_a_device_without_memory_take_none(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,47 +380,7 @@ def test_checksums_on_a_device_without_memory_take_none(
     assert store.paths[0].failure is None
 
 
-Copying = tuple[NvmeStore | HostStore, Copies]
-
-
-@pytest.fixture(params=["nvme", "host"])
-def copying(request: pytest.FixtureRequest, make_store: StoreFactory) -> Iterator[Copying]:
-    """A store with room for 2 MiB, and its copies out of a device with events."""
-    device = EventAccelerator()
-    if request.param == "nvme":
-        nvme = make_store(accelerator=device, staging_bytes=2 * MIB)
-        yield nvme, nvme.copies
-        nvme.close()
-    else:
-        host = HostStore(device, 2 * MIB)
-        yield host, host._copies
-        host.close()
-
-
-def test_a_device_that_fails_for_good_leaves_nothing_taken(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy fails, and so does waiting for it."""
-    (store, copies), fails = copying, raising(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal"):
-        patch.setattr(copies._accelerator, "copy", fails)
-        patch.setattr(copies._out_stream, "synchronize", fails)
-        store.put(noise(MIB // 2), wait=True)
-    if isinstance(store, NvmeStore):
-        store.settle()
-        assert not store.ring.slots.used_bytes and not store.writes
-    assert not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
-
-
-def test_an_interrupt_behind_a_copy_waits_for_the_copy(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows of it, and it would write into the next tenant of its memory."""
-    (store, copies), waited = copying, list[bool]()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("ds_tba.device.copies.PendingCopy", raising(KeyboardInterrupt()))
-        patch.setattr(copies._out_stream, "synchronize", lambda: waited.append(True))
-        store.put(noise(MIB // 2), wait=True)
-    assert waited and not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
-
-
-def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:
+def test_parts_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:
     store = make_store(accelerator=EventAccelerator(), staging_bytes=4 * MIB)
     for _ in range(8):
         ticket = store.put(noise(7 * MIB // 2), wait=False)
@@ -481,19 +390,64 @@ def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) ->
         store.release(ticket)
 
 
-# ---- a drive that hangs in other calls than reads and writes --------------------------------------------------------
+# ---- storages of several parts: larger than a part of staging, or than all of it -----------------------------------
+
+
+def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
+    store = make_store(paths=3, staging_bytes=8 * MIB)
+    for path in store.paths:
+        path.meter = PathMeter(2, 2, lambda: 0.0)  # none is faster than another
+    ticket = put(store, noise(24 * MIB), wait=True)
+    assert [path.extents.used_bytes for path in store.paths] == [8 * MIB] * 3
+    assert len(ticket.parts) == 12
+
+
+def test_a_swap_file_without_room_gives_the_parts_back(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=4 * MIB, swap_file_bytes=6 * MIB)
+    assert store.put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
+    nothing_is_held(store)
+    assert (store.stats.offloaded_bytes, store.stats.cancelled_bytes) == (0, 0)  # no part of what is refused counts
+    data = noise(5 * MIB)
+    ticket = put(store, data.clone(), wait=True)
+    assert torch.equal(store.get(ticket, CPU).data, data) and store.stats.offloaded_bytes == 5 * MIB
+
+
+@on_both_devices
+def test_what_was_handed_over_before_a_get_failed_is_not_given_up_with_what_is_ahead(
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, accelerator: type[Accelerator]
+) -> None:
+    """The budget wants the room of what is ahead, but the first parts are nowhere else."""
+    gate, data = Gate(), noise(8 * MIB)
+    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, accelerator=accelerator(), lanes=Lanes(1, 1))
+    ticket = put(store, data.clone(), wait=True)
+    into, left = store.copies.into, iter(range(3))
+
+    def three_parts(*arguments: Any, **more: Any) -> Any:
+        if next(left, None) is None:
+            raise MemoryError
+        return into(*arguments, **more)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(store.copies, "into", three_parts)
+        store.get(ticket, CPU)
+    assert not store.cancel_prefetch(ticket)
+    assert torch.equal(store.get(ticket, CPU).data, data)
+    gate.opened.set()
+    store.release(ticket)
+    nothing_is_held(store)
+
+
+# ---- calls that hang ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def hanging(
-    monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, *threads: threading.Thread
-) -> Iterator[None]:
-    """Begin within a call of the drive that these threads make, which is answered at the end."""
-    hangs, answers, real = threading.Event(), threading.Event(), getattr(owner, name)
+def hanging(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *threads: threading.Thread) -> Iterator[None]:
+    """Begin within a call that the first of these threads makes, and which goes on at the end."""
+    hangs, goes_on, real = threading.Event(), threading.Event(), getattr(owner, name)
 
     def hung(*arguments: Any) -> Any:
         hangs.set()
-        assert answers.wait(30)
+        assert goes_on.wait(30)
         return real(*arguments)
 
     monkeypatch.setattr(owner, name, hung)
@@ -502,46 +456,51 @@ def hanging(
         assert hangs.wait(30)
         yield
     finally:
-        answers.set()
+        goes_on.set()
         for thread in threads:
             thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_file_that_grows_keeps_no_other_hook_waiting(
+def test_closing_waits_for_what_another_thread_is_copying_into_staging(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
-    store, got = make_store(lanes=Lanes(1, 2), staging_bytes=4 * MIB), list[object]()
-    before, *_ = [stored(store, kept := noise(MIB)) for _ in range(4)]
-    growing = threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))
-    with hanging(monkeypatch, os, "posix_fallocate", growing):
-        assert store.get(before, CPU).data.numel() == kept.numel()
-        assert growing.is_alive()
-    assert not isinstance(got[0], Refusal)
+    store = make_store(staging_bytes=4 * MIB)
+    putting = threading.Thread(target=store.put, args=(noise(MIB),), kwargs={"wait": True})
+    closing = threading.Thread(target=store.close)
+    with hanging(monkeypatch, store.ring.accelerator, "copy", putting, closing):
+        closing.start()
+        time.sleep(0.1)
+        assert closing.is_alive() and store.ring._memory is not None
+    assert store.ring._memory is None and store.paths[0].meter.writes.drive_bytes == MIB
 
 
-@pytest.mark.parametrize("end", ["closed", "interrupted"])
-def test_a_put_that_a_file_keeps_waiting_and_that_comes_to_nothing_takes_nothing(
+@pytest.mark.parametrize("end", ["the drive answers", "closed", "interrupted"])
+def test_a_put_for_which_the_file_has_to_grow_keeps_no_other_hook_waiting_and_may_come_to_nothing(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Closing frees staging, and ends the lanes: a put that found room afterwards would copy into freed memory."""
     monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
     store, got = make_store(lanes=Lanes(1, 1), staging_bytes=4 * MIB), list[object]()
-    for _ in range(4):
-        stored(store, noise(MIB))
+    before = [stored(store, noise(MIB)) for _ in range(4)]
+    growing = threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))
+    closing = threading.Thread(target=store.close)
     if end == "interrupted":
         monkeypatch.setattr(os, "posix_fallocate", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             store.put(noise(MIB), wait=False)
-    else:
-        growing = threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))
-        closing = threading.Thread(target=store.close)
+    elif end == "closed":
         with hanging(monkeypatch, os, "posix_fallocate", growing, closing):
             closing.start()
             until(lambda: store.closed, "the end")
         assert got == [Refusal.CLOSED]
-    assert store.paths[0].extents.used_bytes == 4 * MIB and slots_in_use(store) == 0
+    else:
+        with hanging(monkeypatch, os, "posix_fallocate", growing):
+            assert store.get(before[0], CPU).data.numel() == MIB
+            assert growing.is_alive()
+        assert not isinstance(got[0], Refusal)
+        store.release(got[0])  # type: ignore[arg-type]
+    until(lambda: slots_in_use(store) == 0 and store.paths[0].extents.used_bytes == 4 * MIB, "what the put has taken")
 
 
 @pytest.mark.parametrize("end", ["give_back", "close"])
