@@ -86,9 +86,7 @@ class BackendContract:
         handle.read_plainly(target, 0)
         assert bool((target == 5).all())
 
-    def test_a_handle_takes_no_more_descriptors_than_are_counted(
-        self, backend: IoBackend, file: SwapFile, tmp_path: Path
-    ) -> None:
+    def test_descriptors_of_a_handle_are_counted(self, backend: IoBackend, file: SwapFile, tmp_path: Path) -> None:
         with closing(SwapFile(tmp_path, MIB)) as other:
             other.grow(MIB)
             backend.open_handle(other.fd).close()  # whatever is opened once
@@ -106,9 +104,7 @@ class DeviceStagingContract(BackendContract):
     # Device memory is no memory of the process, so there is nothing to keep from its children.
     test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]
 
-    def test_staging_is_registered_as_long_as_it_is_staging(
-        self, backend: IoBackend, registered: dict[int, int]
-    ) -> None:
+    def test_staging_is_registered_while_it_is_staging(self, backend: IoBackend, registered: dict[int, int]) -> None:
         staging = backend.allocate_staging(MIB)
         assert registered == {staging.data_ptr(): MIB}
         backend.free_staging(staging)

@@ -237,25 +237,21 @@ WORK = {
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("lane", "name"), [(lane, name) for lane, names in WORK.items() for name in names])
+@pytest.mark.parametrize("work", [f"{lane} {name}" for lane, names in WORK.items() for name in names])
 def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
-    make_store: StoreFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    lane: str,
-    name: str,
-    late: bool,
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, work: str, late: bool
 ) -> None:
     """Memory that runs out in its bookkeeping: nobody hangs, the store takes no more, and says so once."""
+    lane, name = work.split()
     device, struck, exact, lost = LateDevice(late_compute=True, longest_pause_s=0.0), list[str](), list[bool](), 0
-    store, work = make_store(lanes=Lanes(1, 1), accelerator=device, staging_bytes=MIB), getattr(SwapSpace, name)
+    store, real = make_store(lanes=Lanes(1, 1), accelerator=device, staging_bytes=MIB), getattr(SwapSpace, name)
 
     def strike(*arguments: Any) -> Any:
         if struck or not threading.current_thread().name.startswith(f"ds_tba-{lane}"):
-            return work(*arguments)
+            return real(*arguments)
         struck.append(name)
         if late:
-            work(*arguments)
+            real(*arguments)
         raise MemoryError
 
     monkeypatch.setattr(SwapSpace, name, strike)

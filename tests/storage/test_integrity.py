@@ -101,9 +101,7 @@ def activations(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "nbytes"), [*product(NAMES, (1, 4095, 4096, 4097, 3 * MIB + 17, 20 * MIB + 1))])
-def test_every_bit_comes_back_whatever_the_length_of_an_element(
-    make_store: StoreFactory, backend: IoBackend, name: str, nbytes: int
-) -> None:
+def test_every_bit_comes_back(make_store: StoreFactory, backend: IoBackend, name: str, nbytes: int) -> None:
     """Random bits are numbers, NaNs with payloads, infinities and denormals of each dtype; beside them usual values."""
     store = make_store(backend, codec=Codec(name))
     usual = bytes_of(torch.randn(nbytes // 4 + 1).mul(4))[:nbytes]
@@ -227,9 +225,7 @@ def opened(config: OffloadConfig) -> Tiers:
     return Tiers(config, AioConfig(), Accelerator(), zero_paths=(), ranks_on_node=1)
 
 
-def test_without_the_package_it_is_refused_with_the_line_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_its_package_a_codec_names_the_repair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blosc2", None)
     said = r'io.compression "lz4" needs.*pip install "ds_tba\[compression\]"'
     with pytest.raises(BackendUnavailableError, match=said):
@@ -238,9 +234,7 @@ def test_without_the_package_it_is_refused_with_the_line_that_installs_it(
 
 
 @pytest.mark.parametrize("staging_bytes", [MIB, 64 * MIB])
-def test_buffers_of_lanes_are_a_part_of_staging_and_plans_count_with_the_rest(
-    tmp_path: Path, staging_bytes: int
-) -> None:
+def test_buffers_of_lanes_are_a_part_of_staging_that_plans_leave_out(tmp_path: Path, staging_bytes: int) -> None:
     config = config_of(tmp_path, staging_bytes=staging_bytes, write_lanes=3)
     tiers = opened(config)
     assert tiers.nvme is not None

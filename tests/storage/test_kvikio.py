@@ -44,16 +44,6 @@ class TestFromDeviceMemory(DeviceStagingContract):
     def registered(self, fake: FakeKvikio) -> dict[int, int]:
         return fake.registered
 
-    def test_a_transfer_is_one_request(
-        self, backend: IoBackend, fake: FakeKvikio, file: SwapFile, staging: torch.Tensor
-    ) -> None:
-        """Each request waits for the default stream before it begins."""
-        handle = backend.open_handle(file.fd)
-        handle.write(staging, 0)
-        handle.read(staging, 0)
-        handle.close()
-        assert fake.requests == [("write", 16 * MIB), ("read", 16 * MIB)] and fake.open_files == 0
-
     @pytest.mark.parametrize("verb", ["write", "read"])
     @pytest.mark.parametrize(
         ("script", "said"),
@@ -96,9 +86,7 @@ class TestFromHostMemory(BackendContract):
         assert not backend.stages_on_device
         return backend
 
-    def test_a_long_transfer_is_cut_so_that_reads_can_overtake_it(
-        self, backend: IoBackend, fake: FakeKvikio, handle: IoHandle
-    ) -> None:
+    def test_reads_can_overtake_a_long_transfer(self, backend: IoBackend, fake: FakeKvikio, handle: IoHandle) -> None:
         staging = backend.allocate_staging(40 * MIB)
         staging[:] = torch.randint(0, 256, (40 * MIB,), dtype=torch.uint8)
         wanted = staging.clone()
@@ -135,12 +123,7 @@ def test_real_gds_is_demanded_and_not_hoped_for(fake: FakeKvikio, monkeypatch: p
     ],
 )
 def test_compatibility_mode_says_that_it_is_and_why(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    environment: dict[str, str],
-    settings: dict[str, object],
-    hidden: dict[str, bool],
-    words: str,
+    monkeypatch: pytest.MonkeyPatch, device: str, environment: Any, settings: Any, hidden: Any, words: str
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -197,9 +180,7 @@ def driver(devices: int, code: int = 0) -> Path:
     return path
 
 
-def test_kvikio_that_is_not_installed_or_too_old_or_broken(
-    fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_kvikio_is_told(fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(import_module("kvikio"), "__version__", "26.8.0")
         assert module.obstacle() == 'kvikio 26.8.0 is older than 26.10: pip install -U "ds_tba[gds]"'
@@ -215,20 +196,10 @@ def test_kvikio_that_is_not_installed_or_too_old_or_broken(
 # ---- under the store ------------------------------------------------------------------------------------------------
 
 
-def test_the_swap_file_has_a_name_only_while_cufile_opens_it(
-    make_store: StoreFactory, fake: FakeKvikio, tmp_path: Path
+def test_the_swap_file_has_a_name_only_while_cufile_opens_it_and_no_disk_space_then(
+    make_store: StoreFactory, fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator(), paths=2)
-    assert fake.open_files == 2 and not [path for path in tmp_path.rglob("*") if path.is_file()]
-    data = noise(MIB)
-    assert torch.equal(store.get(stored(store, data), CPU).data, data)
-    store.close()
-    assert not fake.registered and fake.open_files == fake.busy == 0
-
-
-def test_a_file_is_named_before_it_has_disk_space(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed while the file has a name leaves an empty file at most."""
-    FakeKvikio().install(monkeypatch)
     sizes, named = list[int](), module.named
 
     def watched(fd: int, backend: str) -> object:
@@ -236,7 +207,12 @@ def test_a_file_is_named_before_it_has_disk_space(make_store: StoreFactory, monk
         return named(fd, backend)
 
     monkeypatch.setattr(module, "named", watched)
-    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator())
-    assert store.give_back()
-    store.open()
-    assert sizes == [0, 0] and all(path.file.size_bytes for path in store.paths)
+    store, data = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator(), paths=2), noise(MIB)
+    for times in (1, 2):
+        ticket = stored(store, data)
+        assert sizes == [0, 0] * times and fake.open_files == 2
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert torch.equal(store.get(ticket, CPU).data, data)
+        store.release(ticket)
+        assert store.give_back()
+        assert not fake.registered and fake.open_files == fake.busy == 0

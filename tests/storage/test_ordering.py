@@ -34,7 +34,7 @@ from ds_tba.device.accelerator import Arrival
 from ds_tba.errors import IncompatibleError
 from ds_tba.storage.base import Refusal, Ticket
 from ds_tba.storage.host import HostStore
-from ds_tba.storage.nvme import NvmeStore
+from ds_tba.storage.nvme import Lanes, NvmeStore
 
 DeviceFactory = Callable[..., LateDevice]
 
@@ -43,6 +43,12 @@ DeviceFactory = Callable[..., LateDevice]
 def make_device(closing: Closing) -> DeviceFactory:
     """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
     return closing(LateDevice, LateDevice.end)
+
+
+@pytest.fixture
+def device(make_device: DeviceFactory) -> LateDevice:
+    """One whose kernels run late, too."""
+    return make_device(late_compute=True)
 
 
 stores = pytest.mark.parametrize(
@@ -67,11 +73,9 @@ def test_gradients_are_exact_on_a_late_device(
 
 @stores
 @pytest.mark.parametrize("count", [1, 3], ids=["one stream", "three streams"])
-def test_late_kernels_see_the_right_bytes(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make, count: int
-) -> None:
+def test_late_kernels_see_the_right_bytes(device: LateDevice, make_store: StoreFactory, make: Make, count: int) -> None:
     """Kernels write late what is saved, and read late what comes back; the host lets go of both at once."""
-    device, chance = make_device(late_compute=True), random.Random(0)
+    chance = random.Random(0)
     streams = [device.current_stream(), *(device.new_stream() for _ in range(count - 1))]
     store = make(make_store, device)
     exact: list[bool] = []
@@ -110,13 +114,13 @@ def test_late_kernels_see_the_right_bytes(
 @stores
 @pytest.mark.parametrize("budget_bytes", [None, 256 * KIB], ids=["no budget", "budget"])
 def test_every_stream_that_saves_or_unpacks_is_waited_for_and_waits(
-    make_device: DeviceFactory, make_store: StoreFactory, make: Make, budget_bytes: int | None
+    device: LateDevice, make_store: StoreFactory, make: Make, budget_bytes: int | None
 ) -> None:
     """Autograd saves what an op reads before its kernel is queued, on whatever stream, and would hold it longer.
 
     The first consumer of a storage is not the only one that has to wait, nor the only one that uses its memory.
     """
-    device, chance = make_device(late_compute=True), random.Random(0)
+    chance = random.Random(0)
     streams = [device.new_stream() for _ in range(3)]
     for stream, longest_pause_s in zip(streams, (0.02, 0.01, 0.003), strict=True):
         stream.longest_pause_s = longest_pause_s  # the first part of a storage comes back when others are done
@@ -179,8 +183,7 @@ def test_memory_is_not_given_back_under_copies(
     assert device.copies_under_way == []
 
 
-def test_device_memory_goes_as_soon_as_its_copy_is_done(make_device: DeviceFactory, make_store: StoreFactory) -> None:
-    device = make_device(late_compute=True)
+def test_device_memory_goes_as_soon_as_its_copy_is_done(device: LateDevice, make_store: StoreFactory) -> None:
     store = make_store(ScriptedBackend(slow(0.2)), accelerator=device)  # the writes have nothing to do with it
     tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(8)]
     assert device.allocated_bytes > 0
@@ -193,8 +196,8 @@ def test_device_memory_goes_as_soon_as_its_copy_is_done(make_device: DeviceFacto
     assert not any(isinstance(ticket, Refusal) for ticket in tickets)
 
 
-def test_backward_lets_go_of_what_forward_has_copied(make_device: DeviceFactory, make_store: StoreFactory) -> None:
-    device, gate = make_device(late_compute=True), Gate()
+def test_backward_lets_go_of_what_forward_has_copied(device: LateDevice, make_store: StoreFactory) -> None:
+    gate = Gate()
     store = make_store(ScriptedBackend(gate), accelerator=device)
     tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(4)]  # more than there are lanes
     device.synchronize()
@@ -206,10 +209,10 @@ def test_backward_lets_go_of_what_forward_has_copied(make_device: DeviceFactory,
 
 @pytest.mark.parametrize("goes_to", ["the drive", "host memory"])
 def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
-    make_device: DeviceFactory, make_store: StoreFactory, closing: Closing, goes_to: str
+    device: LateDevice, make_store: StoreFactory, closing: Closing, goes_to: str
 ) -> None:
     """The host waits for a device that is behind, though it may not wait for the drive."""
-    device = make_device(late_compute=True, longest_pause_s=0.02)
+    device.longest_pause_s = 0.02
     host = closing(HostStore)(device, 12 * MIB, ahead_bytes=4 * MIB)
     store = host if goes_to == "host memory" else make_store(accelerator=device, staging_bytes=4 * MIB)
     for _ in range(12):
@@ -218,9 +221,9 @@ def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
 
 
 def test_memory_beside_staging_is_there_until_it_was_copied(
-    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+    device: LateDevice, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, gate = make_device(late_compute=True, longest_pause_s=0.05), Gate()
+    device.longest_pause_s, gate = 0.05, Gate()
     gate.opened.set()
     store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
     data = noise(MIB)
@@ -248,10 +251,8 @@ def test_memory_beside_staging_is_there_until_it_was_copied(
     gate.opened.set()
 
 
-def test_what_is_read_ahead_waits_in_device_memory_within_the_bound(
-    make_device: DeviceFactory, make_store: StoreFactory
-) -> None:
-    device = make_device(late_compute=True, longest_pause_s=0.0)
+def test_what_is_read_ahead_waits_on_the_device_within_the_bound(device: LateDevice, make_store: StoreFactory) -> None:
+    device.longest_pause_s = device.current_stream().longest_pause_s = 0.0
     store = make_store(accelerator=device, staging_bytes=4 * MIB)
     tickets = [store.put(device.allocate(MIB, CPU), wait=True) for _ in range(12)]
     wait_for_writes(store)
@@ -273,14 +274,18 @@ def test_a_capture_is_refused(make_device: DeviceFactory, tmp_path: Path, closin
         closing(make_offloader)(tmp_path, device).saving()
 
 
+@pytest.mark.parametrize("is_written", [True, False], ids=["written", "still to be written"])
 def test_a_get_of_parts_that_failed_half_way_may_be_repeated_on_another_stream(
-    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
+    device: LateDevice, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, is_written: bool
 ) -> None:
-    device = make_device(late_compute=True)
-    store = make_store(accelerator=device, staging_bytes=MIB)
+    """What was handed over before it failed may be nowhere else, and is not given up with what is ahead."""
+    gate = Gate()
+    store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=MIB, lanes=Lanes(1, 1))
     first, second, wanted = device.new_stream(), device.new_stream(), noise(MIB)
-    ticket = store.put(device.filled(wanted), wait=True)
-    wait_for_writes(store)
+    ticket: Any = store.put(device.filled(wanted), wait=True)
+    if is_written:
+        gate.opened.set()
+        wait_for_writes(store)
     device.synchronize()
     into, left = store.copies.into, [None, None]  # two of its four parts come
 
@@ -293,12 +298,16 @@ def test_a_get_of_parts_that_failed_half_way_may_be_repeated_on_another_stream(
     first.longest_pause_s = 0.5
     with monkeypatch.context() as patch, device.on(first), pytest.raises(torch.OutOfMemoryError):
         patch.setattr(store.copies, "into", no_more)
-        store.get(ticket, CPU)  # type: ignore[arg-type]
+        store.get(ticket, CPU)
+    assert is_written or not store.cancel_prefetch(ticket)
     exact: list[bool] = []
     with device.on(second):
-        device.launch(lambda found: exact.append(torch.equal(found, wanted)), store.get(ticket, CPU).data)  # type: ignore[arg-type]
+        device.launch(lambda found: exact.append(torch.equal(found, wanted)), store.get(ticket, CPU).data)
     device.synchronize()
     assert exact == [True]
+    gate.opened.set()
+    store.release(ticket)
+    nothing_is_held(store)
 
 
 class Interrupted:
@@ -311,10 +320,9 @@ class Interrupted:
     ["error behind the copy", "interrupt behind the copy", "interrupt behind its count", "device fails for good"],
 )
 def test_a_put_that_is_cut_short_leaves_nothing_taken_and_no_copy_under_way(
-    make_device: DeviceFactory, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: Make, fault: str
+    device: LateDevice, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, make: Make, fault: str
 ) -> None:
     """Nobody knows of the copy, and it would write into the next tenant of its memory."""
-    device = make_device(late_compute=True)
     store: Any = make(make_store, device)
     out = (store.copies if isinstance(store, NvmeStore) else store._copies)._out_stream
     data = device.allocate(MIB // 2, CPU)

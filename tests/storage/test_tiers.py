@@ -56,9 +56,7 @@ def test_the_drive_takes_what_a_small_host_tier_cannot(tmp_path: Path, placement
 
 
 @pytest.mark.parametrize("placement", ["host", "adaptive"])
-def test_without_a_budget_half_of_the_free_memory_stays_free(
-    tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_the_free_memory_stays_free(tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for user in ("host", "tiers"):
         monkeypatch.setattr(f"ds_tba.storage.{user}.available_bytes", lambda: 12 * MIB)
     with closing(trained_as_without(tmp_path, placement=placement, host_budget_bytes=None)) as offloader:
@@ -198,7 +196,7 @@ def test_another_rank_that_only_loads_is_waited_for(lock: Path) -> None:
     loaded.join()
 
 
-def test_only_the_lock_of_a_build_at_run_time_before_pytorch_2_14_counts(
+def test_only_locks_of_builds_at_run_time_before_pytorch_2_14_count(
     monkeypatch: pytest.MonkeyPatch, lock: Path
 ) -> None:
     """Since then the kernel frees that of a killed build, and the file stays after each."""
@@ -236,9 +234,7 @@ def test_gds_is_kvikio_that_never_goes_through_the_host(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("backend", "lanes", "needed"), [("posix", 64, 546), ("kvikio", 1, 42), ("kvikio", 64, 546)])
-def test_descriptors_are_counted_beforehand(
-    monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int
-) -> None:
+def test_descriptors_are_counted_first(monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int) -> None:
     FakeKvikio().install(monkeypatch)
     present = len(os.listdir("/proc/self/fd"))
     limits = [present + needed - 1, 1 << 20]
@@ -255,9 +251,7 @@ def test_descriptors_are_counted_beforehand(
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("code", CODES)
-def test_a_kernel_that_forbids_aio_is_found_before_the_op_is_used(
-    forbidden: dict[str, str], call: str, code: int
-) -> None:
+def test_a_kernel_that_forbids_aio_is_found_before_the_op_runs(forbidden: dict[str, str], call: str, code: int) -> None:
     """With it the process would abort at its first write, or hang; see aio.py [Note: Asking the kernel]."""
     said = forbidden[f"{call} {code}"]
     why = "ends processes" if code == KILLED else rf"refuses {call}.*\({re.escape(os.strerror(code))}\)"
