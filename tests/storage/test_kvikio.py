@@ -193,9 +193,6 @@ def test_what_is_wrong_with_kvikio_is_told(fake: FakeKvikio, monkeypatch: pytest
     assert module.obstacle() is None
 
 
-# ---- under the store ------------------------------------------------------------------------------------------------
-
-
 def test_the_swap_file_has_a_name_only_while_cufile_opens_it_and_no_disk_space_then(
     make_store: StoreFactory, fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

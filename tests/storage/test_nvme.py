@@ -38,18 +38,20 @@ from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import Part, PartState
 
 
-def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
+def test_reads_are_bounded_and_overtake_writes_and_the_unwanted_are_given_back(make_store: StoreFactory) -> None:
     gate = Gate()
-    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB)
+    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, lanes=Lanes(1, 1))
     gate.opened.set()
-    tickets = [stored(store, noise(MIB)) for _ in range(10)]
+    tickets = [stored(store, last := noise(MIB)) for _ in range(10)]
     gate.opened.clear()
-    write = put(store, noise(MIB))
+    writes = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in tickets] == [True] * 4 + [False] * 6  # half, beside writes
+    assert torch.equal(store.get(tickets[-1], CPU).data, last)  # while no write can end
+    assert all(part_of(write).state in (PartState.QUEUED, PartState.WRITING) for write in writes)
     gate.opened.set()
-    until(lambda: part_of(write).state is PartState.STORED, "the write")
+    until(lambda: all(part_of(write).state is PartState.STORED for write in writes), "the writes")
     assert [store.prefetch(ticket) for ticket in tickets] == [True] * 8 + [False] * 2  # all of staging
-    for ticket in [*tickets, write]:
+    for ticket in [*tickets, *writes]:
         store.release(ticket)
     nothing_is_held(store)
 
@@ -83,19 +85,6 @@ def test_waiting_for_staging_waits_for_writes_and_gives_up_what_was_read_ahead(m
     # The one that was asked for last had to go; its bytes are in the file.
     assert [part_of(ticket).state for ticket in tickets[:2]] == [PartState.LOADED, PartState.STORED]
     assert all(torch.equal(store.get(ticket, CPU).data, piece) for ticket, piece in zip(tickets, pieces, strict=True))
-
-
-def test_reads_overtake_queued_writes(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
-    gate.opened.set()
-    data = noise(MIB)
-    ticket = stored(store, data)
-    gate.opened.clear()
-    writes = [put(store, noise(MIB)) for _ in range(8)]
-    assert torch.equal(store.get(ticket, CPU).data, data)  # while no write can end
-    assert all(part_of(write).state in (PartState.QUEUED, PartState.WRITING) for write in writes)
-    gate.opened.set()
 
 
 def test_the_limit_of_the_swap_file_means_keep(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
@@ -193,26 +182,21 @@ def test_a_lost_or_short_transfer_is_seen(
         store.get(ticket, CPU)
 
 
-def test_what_backward_holds_is_no_staging_and_outlives_the_store(make_store: StoreFactory, backend: IoBackend) -> None:
+def test_what_backward_holds_is_its_own(make_store: StoreFactory, backend: IoBackend) -> None:
+    """It takes no staging, outlives the store, is read by a forked child, and may be resized."""
     store = make_store(backend, staging_bytes=4 * MIB)
     pieces = [noise(MIB) for _ in range(6)]
     held = [store.get(stored(store, piece), CPU).data for piece in pieces]
     assert store.ring.slots.used_bytes == 0
     store.close()
     assert store.ring._memory is None
-    assert all(torch.equal(one, piece) for one, piece in zip(held, pieces, strict=True))
-
-
-def test_what_was_loaded_may_be_resized_and_is_read_by_a_forked_child(make_store: StoreFactory) -> None:
-    store, data = make_store(), noise(MIB)
-    found = store.get(stored(store, data), CPU).data
-    wanted = data.numpy().tobytes()
+    wanted = pieces[0].numpy().tobytes()
     child = os.fork()
     if child == 0:
-        os._exit(found.numpy().tobytes() != wanted)
+        os._exit(held[0].numpy().tobytes() != wanted)
     assert os.waitpid(child, 0)[1] == 0
-    found.untyped_storage().resize_(2 * MIB)
-    assert torch.equal(found, data)
+    held[0].untyped_storage().resize_(2 * MIB)
+    assert all(torch.equal(one, piece) for one, piece in zip(held, pieces, strict=True))
 
 
 def test_a_handle_that_cannot_be_had_leaves_none_open(make_store: StoreFactory) -> None:

@@ -11,21 +11,12 @@ import pytest
 import torch
 from conftest import Closing, StoreFactory
 from support import hazards
+from support import late_stores as late
 from support.disks import until
-from support.doubles import Gate, ScriptedBackend, raising, slow, wait_for_writes
+from support.doubles import Gate, ScriptedBackend, raising, wait_for_writes
 from support.each_hazard import Scenario, scenarios
 from support.late_device import LateDevice
-from support.late_stores import (
-    KIB,
-    Make,
-    device_staging,
-    failing_writes,
-    in_host_memory,
-    over_nvme,
-    pieces,
-    slow_reads,
-    slow_writes,
-)
+from support.late_stores import KIB, Make
 from support.offloaders import make as make_offloader
 from support.stores import CPU, MIB, noise, nothing_is_held, slots_in_use
 
@@ -53,7 +44,8 @@ def device(make_device: DeviceFactory) -> LateDevice:
 
 stores = pytest.mark.parametrize(
     "make",
-    [over_nvme, slow_writes, slow_reads, failing_writes, device_staging, pieces, in_host_memory],
+    [late.over_nvme, late.slow_writes, late.slow_reads, late.failing_writes,
+     late.device_staging, late.pieces, late.in_host_memory],
     ids=lambda make: make.__name__,
 )  # fmt: skip
 
@@ -166,7 +158,7 @@ def test_every_stream_that_saves_or_unpacks_is_waited_for_and_waits(
 
 
 @pytest.mark.parametrize("fate", ["given up", "handed over", "handed over and given up"])
-@pytest.mark.parametrize("make", [slow_writes, in_host_memory], ids=["nvme", "host"])
+@pytest.mark.parametrize("make", [late.slow_writes, late.in_host_memory], ids=["nvme", "host"])
 def test_memory_is_not_given_back_under_copies(
     make_device: DeviceFactory, make_store: StoreFactory, make: Make, fate: str
 ) -> None:
@@ -183,27 +175,16 @@ def test_memory_is_not_given_back_under_copies(
     assert device.copies_under_way == []
 
 
-def test_device_memory_goes_as_soon_as_its_copy_is_done(device: LateDevice, make_store: StoreFactory) -> None:
-    store = make_store(ScriptedBackend(slow(0.2)), accelerator=device)  # the writes have nothing to do with it
-    tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(8)]
-    assert device.allocated_bytes > 0
-    # A lane lets go of the memory just before its copy leaves the list.
-    copies = store.copies
-    until(lambda: device.allocated_bytes == sum(copy.nbytes for copy in copies.under_way), "memory of copies alone")
+@pytest.mark.parametrize("who", ["forward", "backward"])
+def test_device_memory_goes_once_its_copy_is_done(device: LateDevice, make_store: StoreFactory, who: str) -> None:
+    gate = Gate()  # the writes have nothing to do with it
+    store: Any = make_store(ScriptedBackend(gate), accelerator=device)
+    tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(8)]  # more than there are lanes
     device.synchronize()
-    tickets.append(store.put(device.allocate(MIB, CPU), wait=False))
+    assert device.allocated_bytes > 0
+    more = store.put(device.allocate(MIB, CPU), wait=False) if who == "forward" else store.get(tickets[-1], CPU)
     assert device.allocated_bytes <= MIB
-    assert not any(isinstance(ticket, Refusal) for ticket in tickets)
-
-
-def test_backward_lets_go_of_what_forward_has_copied(device: LateDevice, make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), accelerator=device)
-    tickets = [store.put(device.allocate(MIB, CPU), wait=False) for _ in range(4)]  # more than there are lanes
-    device.synchronize()
-    assert device.allocated_bytes > 0
-    loaded = store.get(tickets[-1], CPU)  # type: ignore[arg-type]
-    assert device.allocated_bytes == loaded.data.numel() == MIB
+    assert not any(isinstance(one, Refusal) for one in [*tickets, more])
     gate.opened.set()
 
 
@@ -314,7 +295,7 @@ class Interrupted:
     __iadd__ = raising(KeyboardInterrupt())
 
 
-@pytest.mark.parametrize("make", [over_nvme, in_host_memory], ids=["nvme", "host"])
+@pytest.mark.parametrize("make", [late.over_nvme, late.in_host_memory], ids=["nvme", "host"])
 @pytest.mark.parametrize(
     "fault",
     ["error behind the copy", "interrupt behind the copy", "interrupt behind its count", "device fails for good"],

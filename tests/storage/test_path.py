@@ -212,9 +212,6 @@ def test_a_limit_of_file_sizes_is_named(file: SwapFile, caplog: pytest.LogCaptur
     assert "cannot grow" in said and "ulimit -f" in said and "quota" not in said
 
 
-# ---- memory that looks like a drive ---------------------------------------------------------------------------------
-
-
 def test_memory_is_told_from_drives_whatever_its_name(tmp_path: Path) -> None:
     program = f"""
 import os

@@ -32,16 +32,14 @@ from ds_tba.storage.tiers import Selection, select_backend
 MIB = 1 << 20
 
 
-BLOCK = {"min_tensor_bytes": 4096, "rematerialize": False, "max_step_overhead": 1000.0}
-
-
 def trained_as_without(directory: Path, **block: Any) -> ActivationOffloader:
     """The offloader of a block, after a training with the same losses and gradients as without one."""
     torch.manual_seed(0)
     model = Stack(lambda: nn.Sequential(nn.Linear(256, 256), nn.Tanh()), 12)
     batches = [torch.randn(1024, 256) for _ in range(6)]
     plain = stepping.train(deepcopy(model), None, batches)
-    offloader = offloader_of(directory, model, **BLOCK, **block)
+    always: dict[str, Any] = {"min_tensor_bytes": 4096, "rematerialize": False, "max_step_overhead": 1000.0}
+    offloader = offloader_of(directory, model, **always, **block)
     stepping.assert_same_steps(plain, stepping.train(model, offloader, batches))
     return offloader
 
@@ -267,23 +265,22 @@ def test_calls_that_the_op_does_not_make_may_be_forbidden(forbidden: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("fails", "error", "reason", "said"),
+    ("fails", "error", "said"),
     [
         ("ds_tba.storage.backends.aio.AioBackend.__init__",
-         BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts."),
-         r"^backend aio: the kernel gave 8 of 10 contexts$", "gave 8 of 10"),
+         BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts."), "gave 8 of 10 contexts"),
         ("deepspeed.ops.op_builder.AsyncIOBuilder.load", OSError(errno.EROFS, "Read-only file system"),
-         r"Read-only file system.*Set TORCH_EXTENSIONS_DIR.*or set.*posix", r"Read-only.*Set TORCH_EXTENSIONS_DIR"),
+         r"Read-only file system.*Set TORCH_EXTENSIONS_DIR.*or set.*posix"),
     ],
     ids=["no context is left", "another user has built it"],
 )  # fmt: skip
 def test_an_op_that_cannot_be_had_means_posix(
-    op_is_built: None, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception, reason: str, said: str
+    op_is_built: None, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception, said: str
 ) -> None:
     """Loading takes a lock in the cache: containers have one that root has made."""
     monkeypatch.setattr(fails, raising(error))
     chosen = select()
-    assert chosen.backend.name == "posix" and re.search(reason, chosen.reason)
+    assert chosen.backend.name == "posix" and re.search(said, chosen.reason)
     with pytest.raises(BackendUnavailableError, match=said):
         select(backend="aio")
 
