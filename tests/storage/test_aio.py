@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from contracts.backend import MIB, BackendContract
-from support import runs
 from support.machines import run_python
 
 from ds_tba.config import AioConfig
@@ -69,7 +68,7 @@ except BackendUnavailableError as error:
 @pytest.mark.aio
 def test_the_first_writes_of_two_lanes_do_not_deadlock(tmp_path: Path, needs_aio: None) -> None:
     """DeepSpeed's op logs a warning under a once flag at the first write; see AioBackend._write_once."""
-    code = f"""
+    program = f"""
 import logging, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,5 +88,5 @@ with ThreadPoolExecutor(2) as pool:
     list(pool.map(lambda handle, at: handle.write(staging[:8192], at), handles, (0, 8192)))
 print("good")
 """
-    done = runs.python("-c", code, timeout_s=60)
+    done = run_python(program, timeout_s=60)
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr

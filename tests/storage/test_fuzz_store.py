@@ -30,11 +30,7 @@ FAULTS = (torch.OutOfMemoryError, MemoryError, RuntimeError)
 
 
 class FaultyDevice(LateDevice):
-    """Has no memory, or no event, for a part of those who ask for one.
-
-    Attributes:
-        fails: that part.
-    """
+    """Has no memory, or no event, for the part ``fails`` of those who ask for one."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__(late_compute=True, longest_pause_s=0.001)
@@ -289,8 +285,7 @@ def test_a_lane_whose_device_is_broken_works_and_ends(make_store: StoreFactory) 
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     store = make_store(lanes=Lanes(1, 1), accelerator=Broken())
-    data = noise(MIB)
-    ticket = put(store, data, wait=True)
+    ticket = put(store, data := noise(MIB), wait=True)
     wait_for_writes(store)
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert store._end()

@@ -13,6 +13,8 @@ from support.stores import CPU, MIB, noise
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore, HostTicket
 
+AVAILABLE, GIVES = "ds_tba.storage.host.available_bytes", "ds_tba.storage.host.host_memory"
+
 
 def put(store: HostStore, data: torch.Tensor) -> HostTicket:
     ticket = store.put(data, wait=False)
@@ -91,23 +93,6 @@ def fill(store: HostStore, nbytes: int = MIB, most: int = 1000) -> list[HostTick
     return found
 
 
-class Machine:
-    """With so much memory free, less what a store has taken."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-        self.free_bytes = free_bytes
-        self._stores: list[HostStore] = []
-        monkeypatch.setattr("ds_tba.storage.host.available_bytes", self.available_bytes)
-
-    def available_bytes(self) -> int:
-        return self.free_bytes - sum(store.taken_bytes for store in self._stores)
-
-    def store(self, nbytes: int) -> HostStore:
-        """One that takes so much at most, and leaves as much free."""
-        self._stores.append(HostStore(Accelerator(), nbytes, reserve_bytes=nbytes))
-        return self._stores[-1]
-
-
 @pytest.mark.parametrize("nbytes", [1, MIB, 3 * MIB])
 def test_memory_is_taken_as_it_is_wanted(nbytes: int) -> None:
     store = HostStore(Accelerator(), 45 * MIB)
@@ -124,16 +109,17 @@ def test_memory_is_taken_as_it_is_wanted(nbytes: int) -> None:
 
 
 def test_what_the_machine_has_to_keep_free_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 100 * MIB)
-    first, second = machine.store(50 * MIB), machine.store(50 * MIB)
+    free_bytes = 100 * MIB  # less what the stores take
+    first, second = (HostStore(Accelerator(), 50 * MIB, reserve_bytes=50 * MIB) for _ in range(2))
+    monkeypatch.setattr(AVAILABLE, lambda: free_bytes - first.taken_bytes - second.taken_bytes)
     tickets = fill(first, most=24)
     of_second = fill(second)
     assert first.taken_bytes >= 24 * MIB and first.taken_bytes + second.taken_bytes == 50 * MIB
-    machine.free_bytes = 20 * MIB  # another process grows: what is taken stays in use
+    free_bytes = 20 * MIB  # another process grows: what is taken stays in use
     for ticket in tickets:
         first.release(ticket)
     assert len(fill(first)) == first.taken_bytes // MIB
-    machine.free_bytes = 200 * MIB
+    free_bytes = 200 * MIB
     assert fill(second) == []  # once the machine had no memory it is asked no more, but after a pause
     for ticket in of_second:
         second.release(ticket)
@@ -143,20 +129,20 @@ def test_what_the_machine_has_to_keep_free_stays_free(monkeypatch: pytest.Monkey
 
 
 def test_where_nobody_can_tell_or_give_memory_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 100 * MIB)
-    store = machine.store(50 * MIB)
+    monkeypatch.setattr(AVAILABLE, lambda: 100 * MIB)
+    store = HostStore(Accelerator(), 50 * MIB, reserve_bytes=50 * MIB)
     for name, error in (
-        ("available_bytes", OSError(24, "Too many open files")),
-        ("host_memory", OSError(12, "Cannot allocate memory")),
-        ("host_memory", RuntimeError("CUDA error: out of memory")),
-        ("host_memory", MemoryError()),
+        (AVAILABLE, OSError(24, "Too many open files")),
+        (GIVES, OSError(12, "Cannot allocate memory")),
+        (GIVES, RuntimeError("CUDA error: out of memory")),
+        (GIVES, MemoryError()),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(f"ds_tba.storage.host.{name}", raising(error))
+            patch.setattr(name, raising(error))
             assert fill(store) == []
         assert store.give_back()
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="something else"):
-        patch.setattr("ds_tba.storage.host.host_memory", raising(RuntimeError("something else")))
+        patch.setattr(GIVES, raising(RuntimeError("something else")))
         fill(store)
     assert fill(store)
     store.close()

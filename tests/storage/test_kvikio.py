@@ -155,10 +155,8 @@ def test_without_a_driver_kvikio_is_not_even_imported(monkeypatch: pytest.Monkey
     real = module.driver_obstacle
     monkeypatch.setattr(module, "driver_obstacle", lambda: real("libnothing.so.1"))
     monkeypatch.setattr(module, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    with pytest.raises(
-        BackendUnavailableError,
-        match=r"kvikio: there is no NVIDIA driver here \(libnothing.so.1 does not load\).*posix",
-    ):
+    said = r"kvikio: there is no NVIDIA driver here \(libnothing.so.1 does not load\).*posix"
+    with pytest.raises(BackendUnavailableError, match=said):
         KvikioBackend(4, "cuda")
 
 

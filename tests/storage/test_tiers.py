@@ -10,6 +10,7 @@ import threading
 from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from torch.utils import cpp_extension
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.storage.backends import PosixBackend, aio
+from ds_tba.storage.backends import aio
 from ds_tba.storage.tiers import Selection, select_backend
 
 MIB = 1 << 20
@@ -92,18 +93,14 @@ def forbidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     refused = [(call, code) for call in CALLS for code in CODES]
     program = f"""
 import logging, os, sys
+from types import SimpleNamespace
 import deepspeed
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError
-from ds_tba.storage.backends import PosixBackend, aio
+from ds_tba.storage.backends import aio
 from ds_tba.storage.tiers import select_backend
 from support.machines import forbid
-
-class Loaded(PosixBackend):
-    name = "loaded"
-    def __init__(self, *_):
-        pass
 
 def select(call, code):
     forbid(call, code=code)
@@ -116,7 +113,7 @@ def select(call, code):
             print("NAMED", error)
     print("DOCTOR", main(["doctor", "--nvme-path", {directory!r}]))
 
-aio.is_offered, aio.is_built, aio.AioBackend = lambda: True, lambda: True, Loaded
+aio.is_offered, aio.is_built, aio.AioBackend = lambda: True, lambda: True, lambda *_: SimpleNamespace(name="loaded")
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
 for call, code in {[*refused, ("io_getevents", 1)]!r}:
     print(f"=== {{call}} {{code}}", flush=True)
@@ -132,13 +129,9 @@ for call, code in {[*refused, ("io_getevents", 1)]!r}:
     return {name: said for name, _, said in parts}
 
 
-class Loaded(PosixBackend):
+def loaded(*_: object) -> SimpleNamespace:
     """Plays DeepSpeed's op, which takes minutes to build."""
-
-    name = "loaded"
-
-    def __init__(self, config: AioConfig, lanes: int) -> None:
-        pass
+    return SimpleNamespace(name="loaded")
 
 
 @pytest.fixture
@@ -168,7 +161,7 @@ def test_null_is_posix_in_a_program_that_does_not_import_deepspeed(monkeypatch: 
 
 
 def test_null_is_aio_where_zero_uses_it_or_it_is_built(op_is_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "AioBackend", Loaded)
+    monkeypatch.setattr(aio, "AioBackend", loaded)
     assert "is built" in select().reason
     monkeypatch.setattr(aio, "is_built", lambda: False)
     assert "ZeRO" in select(zero=True).reason
@@ -188,10 +181,10 @@ def test_a_lock_that_stays_rules_aio_out_unless_it_is_named(
 
 
 def test_another_rank_that_only_loads_is_waited_for(lock: Path) -> None:
-    loaded = threading.Timer(0.2, lock.unlink)
-    loaded.start()
+    loading = threading.Timer(0.2, lock.unlink)
+    loading.start()
     assert aio.lock_that_stays() is None and not lock.exists()
-    loaded.join()
+    loading.join()
 
 
 def test_only_locks_of_builds_at_run_time_before_pytorch_2_14_count(
@@ -210,7 +203,7 @@ def test_memory_that_cannot_be_locked_rules_aio_out(op_is_built: None, monkeypat
     """All of staging where nothing pins it, and the page of the first write."""
     limit = [MIB]
     monkeypatch.setattr("ds_tba.storage.tiers.can_lock", lambda nbytes: nbytes <= limit[0])
-    monkeypatch.setattr(aio, "AioBackend", Loaded)
+    monkeypatch.setattr(aio, "AioBackend", loaded)
     chosen = select(pinned=False)
     assert chosen.backend.name == "posix" and "1052672 bytes" in chosen.reason
     assert select().backend.name == "loaded"
@@ -237,11 +230,11 @@ def test_descriptors_are_counted_first(monkeypatch: pytest.MonkeyPatch, backend:
     present = len(os.listdir("/proc/self/fd"))
     limits = [present + needed - 1, 1 << 20]
     monkeypatch.setattr("ds_tba.storage.tiers.resource.getrlimit", lambda which: tuple(limits))
-    with pytest.raises(
-        ConfigError,
-        match=rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
-        rf".*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)",
-    ):
+    said = (
+        rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
+        rf".*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)"
+    )
+    with pytest.raises(ConfigError, match=said):
         select(backend=backend, write_lanes=lanes, read_lanes=lanes)
     for limits[0] in (present + needed, resource.RLIM_INFINITY):
         assert select(backend=backend, write_lanes=lanes, read_lanes=lanes).backend.name == backend
