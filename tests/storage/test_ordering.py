@@ -193,7 +193,7 @@ def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
     device: LateDevice, make_store: StoreFactory, closing: Closing, goes_to: str
 ) -> None:
     """The host waits for a device that is behind, though it may not wait for the drive."""
-    device.longest_pause_s = 0.02
+    device.longest_pause_s = 0.02  # of the copies
     host = closing(HostStore)(device, 12 * MIB, ahead_bytes=4 * MIB)
     store = host if goes_to == "host memory" else make_store(accelerator=device, staging_bytes=4 * MIB)
     for _ in range(12):
@@ -204,7 +204,8 @@ def test_device_memory_that_waits_for_its_copy_is_bounded_by_staging(
 def test_memory_beside_staging_is_there_until_it_was_copied(
     device: LateDevice, make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device.longest_pause_s, gate = 0.05, Gate()
+    device.longest_pause_s = 0.05  # of the copies
+    gate = Gate()
     gate.opened.set()
     store = make_store(ScriptedBackend(gate), accelerator=device, staging_bytes=4 * MIB)
     data = noise(MIB)
@@ -323,5 +324,4 @@ def test_a_put_that_is_cut_short_leaves_nothing_taken_and_no_copy_under_way(
         store.put(data, wait=True)
     assert device.copies_under_way == []
     until(store.give_back, "what the put has taken")
-    assert store.give_back()
     store.close()
