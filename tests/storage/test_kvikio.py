@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import sys
-import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -160,22 +159,17 @@ def test_without_a_driver_kvikio_is_not_even_imported(monkeypatch: pytest.Monkey
         KvikioBackend(4, "cuda")
 
 
-def test_a_driver_without_a_device_is_told() -> None:
-    assert "finds no device" in str(module.driver_obstacle(str(driver(devices=0))))
-    assert "CUDA error 100" in str(module.driver_obstacle(str(driver(devices=0, code=100))))
-    assert module.driver_obstacle(str(driver(devices=2))) is None
-
-
-def driver(devices: int, code: int = 0) -> Path:
-    """A library with the two functions that are asked, compiled once for each answer."""
-    path = Path(tempfile.mkdtemp()) / "libcuda.so.1"
-    source = path.with_suffix(".c")
+@pytest.mark.parametrize(
+    ("code", "devices", "said"), [(0, 0, "finds no device"), (100, 0, "CUDA error 100"), (0, 2, "None")]
+)
+def test_a_driver_without_a_device_is_told(tmp_path: Path, code: int, devices: int, said: str) -> None:
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(
         f"int cuInit(unsigned f) {{ return {code}; }} int cuDeviceGetCount(int *n) {{ *n = {devices}; return 0; }}"
     )
-    if os.system(f"cc -shared -fPIC -o {path} {source} 2>/dev/null"):
+    if os.system(f"cc -shared -fPIC -o {library} {source} 2>/dev/null"):
         pytest.skip("no C compiler")
-    return path
+    assert said in str(module.driver_obstacle(str(library)))
 
 
 def test_what_is_wrong_with_kvikio_is_told(fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
