@@ -105,54 +105,50 @@ def test_late_kernels_see_the_right_bytes(device: LateDevice, make_store: StoreF
 
 @stores
 @pytest.mark.parametrize("budget_bytes", [None, 256 * KIB], ids=["no budget", "budget"])
-def test_every_stream_that_saves_or_unpacks_is_waited_for_and_waits(
+def test_a_stream_that_saves_uses_the_tensor_although_the_host_has_let_go_of_it(
     device: LateDevice, make_store: StoreFactory, make: Make, budget_bytes: int | None
 ) -> None:
     """Autograd saves what an op reads before its kernel is queued, on whatever stream, and would hold it longer.
 
-    The first consumer of a storage is not the only one that has to wait, nor the only one that uses its memory.
+    The first consumer of a storage is not the only one that waits for its copy, nor the only one that uses its memory.
     """
     chance = random.Random(0)
     streams = [device.new_stream() for _ in range(3)]
-    for stream, longest_pause_s in zip(streams, (0.02, 0.01, 0.003), strict=True):
-        stream.longest_pause_s = longest_pause_s  # the first part of a storage comes back when others are done
+    for stream in streams[1:]:
+        stream.longest_pause_s = 0.01
     store = make(make_store, device)
     cache = TensorCache([store], "cpu", KIB, wait_for_staging=True, accelerator=device)
     if budget_bytes is not None:
         cache.limit(budget_bytes)
-    exact: list[bool] = []
+    exact, moved = list[bool](), 0
 
     def use(tensor: torch.Tensor, wanted: torch.Tensor) -> None:
         device.launch(lambda found: exact.append(torch.equal(found, wanted)), tensor)
 
-    for _ in range(12):
+    for _ in range(8):
         held = []
         with cache.saving():
-            for _ in range(3):
+            for _ in range(6):
                 wanted = noise(chance.choice((4 * KIB, 60_000, 128 * KIB)))
-                maker, *users = chance.sample([device.current_stream(), *streams], 3)
+                maker, *users = chance.sample(streams, 3)
                 with device.on(maker):
                     data, made = device.filled(wanted), device.new_event()
                     made.record()
-                half = wanted.numel() // 2
                 for user in users[: chance.choice((1, 2))]:
                     user.wait_event(made)
                     with device.on(user):
-                        for part in (slice(None), slice(half), slice(half, None)):
-                            held.append((cache.pack(data[part]), wanted[part], user))
+                        held.append((cache.pack(data), wanted, user))
                         use(data, wanted)
                 del data
-        if chance.random() < 0.5:
-            device.synchronize()
         while held:
             view, wanted, user = held.pop()
-            other = chance.choice(streams)
-            # What is kept is autograd's own to order: here it stays on the stream that has saved it.
-            with device.on(other if view.held is None else user):
+            moved += view.held is None
+            with device.on(user):
                 use(view.restore(), wanted)
             del view
     device.synchronize()
-    assert len(exact) > 150 and all(exact), f"{exact.count(False)} of {len(exact)} kernels saw wrong bytes"
+    assert len(exact) > 100 and all(exact), f"{exact.count(False)} of {len(exact)} kernels saw wrong bytes"
+    assert moved > 10, "most stayed, so that nothing was shown"
     cache.settle()
     store.close()
 
