@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_tba.device.accelerator import huge_page_memory
-from ds_tba.storage.backends import IoBackend
+from ds_tba.storage.backends import IoBackend, IoHandle
 from ds_tba.storage.path import SwapFile
 from ds_tba.storage.tiers import DESCRIPTORS_OF_LANE
 
@@ -30,6 +30,11 @@ class BackendContract:
         file.close()
 
     @pytest.fixture
+    def handle(self, backend: IoBackend, file: SwapFile) -> Iterator[IoHandle]:
+        with closing(backend.open_handle(file.fd)) as handle:
+            yield handle
+
+    @pytest.fixture
     def staging(self, backend: IoBackend) -> Iterator[torch.Tensor]:
         staging = backend.allocate_staging(16 * MIB)
         yield staging
@@ -42,10 +47,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("nbytes", [4096, 12288, MIB, 5 * MIB + 4096])
     @pytest.mark.parametrize("offset", [0, 4096, 32 * MIB])
-    def test_bytes_come_back(
-        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor, nbytes: int, offset: int
-    ) -> None:
-        handle = backend.open_handle(file.fd)
+    def test_bytes_come_back(self, handle: IoHandle, staging: torch.Tensor, nbytes: int, offset: int) -> None:
         data = staging[:nbytes]
         data.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
         wanted = data.clone()
@@ -53,7 +55,6 @@ class BackendContract:
         data.zero_()
         handle.read(data, offset)
         assert torch.equal(data, wanted)
-        handle.close()
 
     def test_staging_is_kept_from_forked_children_only_while_it_is_staging(self, backend: IoBackend) -> None:
         """Direct I/O needs the first half; malloc, which gets the op's memory back, needs the second."""
@@ -70,30 +71,22 @@ class BackendContract:
         del staging
         assert kept_from_children() == before
 
-    def test_neighbours_are_left_alone(self, backend: IoBackend, file: SwapFile, staging: torch.Tensor) -> None:
-        handle = backend.open_handle(file.fd)
+    def test_neighbours_are_left_alone(self, handle: IoHandle, staging: torch.Tensor) -> None:
         staging[: 3 * MIB].fill_(7)
         handle.write(staging[: 3 * MIB], 0)
         staging[:MIB].fill_(9)
         handle.write(staging[:MIB], MIB)
         handle.read(staging[: 3 * MIB], 0)
         assert [int(staging[at]) for at in (MIB - 1, MIB, 2 * MIB - 1, 2 * MIB)] == [7, 9, 9, 7]
-        handle.close()
 
-    def test_memory_outside_staging_can_be_read_into(
-        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
-    ) -> None:
-        handle = backend.open_handle(file.fd)
+    def test_memory_outside_staging_can_be_read_into(self, handle: IoHandle, staging: torch.Tensor) -> None:
         staging[:MIB].fill_(5)
         handle.write(staging[:MIB], 0)
         target = huge_page_memory(MIB)
         handle.read_plainly(target, 0)
         assert bool((target == 5).all())
-        handle.close()
 
-    def test_a_handle_takes_no_more_descriptors_than_are_counted(
-        self, backend: IoBackend, file: SwapFile, tmp_path: Path
-    ) -> None:
+    def test_descriptors_of_a_handle_are_counted(self, backend: IoBackend, file: SwapFile, tmp_path: Path) -> None:
         with closing(SwapFile(tmp_path, MIB)) as other:
             other.grow(MIB)
             backend.open_handle(other.fd).close()  # whatever is opened once
@@ -111,9 +104,7 @@ class DeviceStagingContract(BackendContract):
     # Device memory is no memory of the process, so there is nothing to keep from its children.
     test_staging_is_kept_from_forked_children_only_while_it_is_staging = None  # type: ignore[assignment]
 
-    def test_staging_is_registered_as_long_as_it_is_staging(
-        self, backend: IoBackend, registered: dict[int, int]
-    ) -> None:
+    def test_staging_is_registered_while_it_is_staging(self, backend: IoBackend, registered: dict[int, int]) -> None:
         staging = backend.allocate_staging(MIB)
         assert registered == {staging.data_ptr(): MIB}
         backend.free_staging(staging)

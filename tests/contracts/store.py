@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,20 +31,22 @@ def taken(store: Store[Any], data: torch.Tensor) -> Ticket:
     return ticket
 
 
-def within_patience(call: Callable[[], object]) -> None:
-    """Call it in a thread of its own, so that a call that blocks is a failure and not a hang."""
+def within_patience(*calls: Callable[[], object]) -> None:
+    """Make each call in a thread of its own, so that one that blocks is a failure and not a hang."""
     problems: list[BaseException] = []
 
-    def run() -> None:
+    def run(call: Callable[[], object]) -> None:
         try:
             call()
         except BaseException as problem:  # noqa: BLE001 - raised again below, in the test's own thread
             problems.append(problem)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive(), "the call blocks"
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), "a call blocks"
     for problem in problems:
         raise problem
 
@@ -134,19 +138,7 @@ class StoreContract:
                 assert torch.equal(store.get(ticket, CPU).data, data)
                 store.release(ticket)
 
-        threads = [threading.Thread(target=lambda seed=seed: work(seed), daemon=True) for seed in range(4)]
-
-        def together() -> None:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-
-        with pytest.MonkeyPatch.context() as patch:
-            problems: list[Any] = []
-            patch.setattr(threading, "excepthook", problems.append)
-            within_patience(together)
-        assert not problems, problems
+        within_patience(*(partial(work, seed) for seed in range(4)))
 
     def test_housekeeping_is_allowed_at_any_time(self, store: Store[Any]) -> None:
         data = noise(MIB)
@@ -187,12 +179,9 @@ class StoreContract:
             cache = TensorCache([store], "cpu", 4096, wait_for_staging=True)
             inputs = torch.randn(64, 128, generator=torch.Generator().manual_seed(step))
             found = []
-            for is_saved in (False, True):
+            for saving in (nullcontext(), cache.saving()):
                 model.zero_grad()
-                if is_saved:
-                    with cache.saving():
-                        loss = model(inputs).square().mean()
-                else:
+                with saving:
                     loss = model(inputs).square().mean()
                 loss.backward()
                 found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])

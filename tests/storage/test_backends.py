@@ -9,7 +9,7 @@ import torch
 from contracts.backend import MIB, BackendContract
 
 from ds_tba.errors import TransferError
-from ds_tba.storage.backends import IoBackend, PosixBackend
+from ds_tba.storage.backends import IoBackend, IoHandle, PosixBackend
 from ds_tba.storage.path import SwapFile
 
 
@@ -26,8 +26,6 @@ class TestPosix(BackendContract):
         finally:
             os.close(read_only)
 
-    def test_a_short_read_is_an_error_with_both_counts(
-        self, backend: IoBackend, file: SwapFile, staging: torch.Tensor
-    ) -> None:
+    def test_a_short_read_is_an_error_with_both_counts(self, handle: IoHandle, staging: torch.Tensor) -> None:
         with pytest.raises(TransferError, match="short: 4096 of 8192 bytes"):
-            backend.open_handle(file.fd).read(staging[:8192], 64 * MIB - 4096)
+            handle.read(staging[:8192], 64 * MIB - 4096)

@@ -29,7 +29,7 @@ class TestHostStore(StoreContract):
 class TestNvmeStore(StoreContract):
     @pytest.fixture
     def store(self, make_store: StoreFactory, backend: IoBackend) -> Store[Any]:
-        return make_store(backend, staging_bytes=8 * MIB, swap_file_bytes=16 * MIB)
+        return make_store(backend, staging_bytes=2 * MIB, swap_file_bytes=16 * MIB)  # less than some storages
 
 
 @pytest.mark.parametrize("codec", get_args(Compression))

@@ -30,11 +30,7 @@ FAULTS = (torch.OutOfMemoryError, MemoryError, RuntimeError)
 
 
 class FaultyDevice(LateDevice):
-    """Has no memory, or no event, for a part of those who ask for one.
-
-    Attributes:
-        fails: that part.
-    """
+    """Has no memory, or no event, for the part ``fails`` of those who ask for one."""
 
     def __init__(self, chance: random.Random) -> None:
         super().__init__(late_compute=True, longest_pause_s=0.001)
@@ -237,24 +233,22 @@ WORK = {
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("lane", "name"), [(lane, name) for lane, names in WORK.items() for name in names])
+@pytest.mark.parametrize("work", [f"{lane} {name}" for lane, names in WORK.items() for name in names])
 def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, lane: str, name: str, late: bool
+    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, work: str, late: bool
 ) -> None:
-    """Memory that runs out in its bookkeeping: nobody hangs, and the store takes no more."""
+    """Memory that runs out in its bookkeeping: nobody hangs, the store takes no more, and says so once."""
+    lane, name = work.split()
     device, struck, exact, lost = LateDevice(late_compute=True, longest_pause_s=0.0), list[str](), list[bool](), 0
-    store, work = make_store(lanes=Lanes(1, 1), accelerator=device, staging_bytes=MIB), getattr(SwapSpace, name)
+    store, real = make_store(lanes=Lanes(1, 1), accelerator=device, staging_bytes=MIB), getattr(SwapSpace, name)
 
     def strike(*arguments: Any) -> Any:
-        is_now = threading.current_thread().name.startswith(f"ds_tba-{lane}") and not struck
-        if is_now and not late:
-            struck.append(name)
-            raise MemoryError
-        found = work(*arguments)
-        if is_now:
-            struck.append(name)
-            raise MemoryError
-        return found
+        if struck or not threading.current_thread().name.startswith(f"ds_tba-{lane}"):
+            return real(*arguments)
+        struck.append(name)
+        if late:
+            real(*arguments)
+        raise MemoryError
 
     monkeypatch.setattr(SwapSpace, name, strike)
     saved = []
@@ -276,8 +270,10 @@ def test_whatever_a_lane_fails_at_is_exact_or_lost_by_name(
     device.synchronize()
     assert struck and all(exact) and len(exact) + lost == len(saved)
     if name != "copy_in":  # which backward does where the lane has no memory for it
-        until(lambda: store.paths[0].failure is not None, "the log")
+        until(lambda: len(caplog.messages) > 0, "the log")
         assert store.put(data, wait=True) is Refusal.PATH_FAILED
+        (said,) = caplog.messages
+        assert "a lane failed (MemoryError); from here on activations stay in memory instead" in said
     store.close()
     device.end()
     assert store.put(data, wait=True) is Refusal.CLOSED and store.ring._memory is None
@@ -289,8 +285,7 @@ def test_a_lane_whose_device_is_broken_works_and_ends(make_store: StoreFactory) 
             raise RuntimeError("CUDA error: device-side assert triggered")
 
     store = make_store(lanes=Lanes(1, 1), accelerator=Broken())
-    data = noise(MIB)
-    ticket = put(store, data, wait=True)
+    ticket = put(store, data := noise(MIB), wait=True)
     wait_for_writes(store)
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert store._end()

@@ -1,3 +1,5 @@
+"""The host store: its budget, its memory, and copies that still use it."""
+
 from __future__ import annotations
 
 import threading
@@ -6,11 +8,12 @@ import pytest
 import torch
 from conftest import StoreFactory
 from support.doubles import Accelerator, EventAccelerator, raising
-from support.stores import CPU, MIB
+from support.stores import CPU, MIB, noise
 
-from ds_tba.errors import StateError
 from ds_tba.storage.base import Refusal
 from ds_tba.storage.host import HostStore, HostTicket
+
+AVAILABLE, GIVES = "ds_tba.storage.host.available_bytes", "ds_tba.storage.host.host_memory"
 
 
 def put(store: HostStore, data: torch.Tensor) -> HostTicket:
@@ -19,30 +22,19 @@ def put(store: HostStore, data: torch.Tensor) -> HostTicket:
     return ticket
 
 
-def test_the_budget_is_kept_and_room_comes_back() -> None:
-    store = HostStore(Accelerator(), 3 * MIB)
-    tickets = [put(store, torch.zeros(MIB, dtype=torch.uint8)) for _ in range(3)]
-    assert store.put(torch.zeros(1, dtype=torch.uint8), wait=True) is Refusal.HOST_FULL
-    store.release(tickets[1])
-    put(store, torch.ones(MIB, dtype=torch.uint8))
-    with pytest.raises(StateError, match="given up"):
-        store.get(tickets[1], CPU)
-    store.close()
-
-
 def test_room_is_used_again_only_when_the_device_has_stopped_writing_into_it() -> None:
     done = threading.Event()
     store = HostStore(EventAccelerator(done), MIB)
-    store.release(put(store, torch.zeros(MIB, dtype=torch.uint8)))
-    assert store.put(torch.zeros(MIB, dtype=torch.uint8), wait=False) is Refusal.HOST_FULL
+    store.release(put(store, noise(MIB)))
+    assert store.put(noise(MIB), wait=False) is Refusal.HOST_FULL
     done.set()
-    put(store, torch.zeros(MIB, dtype=torch.uint8))
+    put(store, noise(MIB))
     store.close()
 
 
 def test_what_is_copied_ahead_is_bounded_and_given_back() -> None:
     store = HostStore(EventAccelerator(), 8 * MIB, ahead_bytes=2 * MIB)
-    data = [torch.full((MIB,), index, dtype=torch.uint8) for index in range(4)]
+    data = [noise(MIB) for _ in range(4)]
     tickets = [put(store, one) for one in data]
     assert [store.prefetch(ticket) for ticket in tickets] == [True, True, False, False]
     assert torch.equal(store.get(tickets[0], CPU).data, data[0])
@@ -75,7 +67,7 @@ def test_the_budget_is_host_memory_whatever_the_default_device(make_store: Store
 def test_a_store_is_closed_only_when_no_copy_reads_its_memory() -> None:
     done = threading.Event()
     store = HostStore(EventAccelerator(done), MIB)
-    ticket = put(store, torch.zeros(4096, dtype=torch.uint8))
+    ticket = put(store, noise(4096))
     done.set()  # the copy out
     assert store.copies_out() == []
     done.clear()
@@ -92,29 +84,13 @@ def test_a_store_is_closed_only_when_no_copy_reads_its_memory() -> None:
 def fill(store: HostStore, nbytes: int = MIB, most: int = 1000) -> list[HostTicket]:
     """Put as many storages as the store takes, and return their tickets."""
     found: list[HostTicket] = []
-    while len(found) < most:
-        taken = store.put(torch.full((nbytes,), len(found) % 251, dtype=torch.uint8), wait=False)
+    for number in range(most):
+        taken = store.put(torch.full((nbytes,), number % 251, dtype=torch.uint8), wait=False)
         if not isinstance(taken, HostTicket):
             assert taken is Refusal.HOST_FULL
             break
         found.append(taken)
     return found
-
-
-class Machine:
-    """With so much memory free, less what a store has taken."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
-        self.free_bytes = free_bytes
-        self._stores: list[HostStore] = []
-        monkeypatch.setattr("ds_tba.storage.host.available_bytes", self.available_bytes)
-
-    def available_bytes(self) -> int:
-        return self.free_bytes - sum(store.taken_bytes for store in self._stores)
-
-    def store(self, limit_bytes: int, reserve_bytes: int) -> HostStore:
-        self._stores.append(HostStore(Accelerator(), limit_bytes, reserve_bytes=reserve_bytes))
-        return self._stores[-1]
 
 
 @pytest.mark.parametrize("nbytes", [1, MIB, 3 * MIB])
@@ -133,16 +109,17 @@ def test_memory_is_taken_as_it_is_wanted(nbytes: int) -> None:
 
 
 def test_what_the_machine_has_to_keep_free_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 100 * MIB)
-    first, second = machine.store(50 * MIB, 50 * MIB), machine.store(50 * MIB, 50 * MIB)
+    free_bytes = 100 * MIB  # less what the stores take
+    first, second = (HostStore(Accelerator(), 50 * MIB, reserve_bytes=50 * MIB) for _ in range(2))
+    monkeypatch.setattr(AVAILABLE, lambda: free_bytes - first.taken_bytes - second.taken_bytes)
     tickets = fill(first, most=24)
     of_second = fill(second)
     assert first.taken_bytes >= 24 * MIB and first.taken_bytes + second.taken_bytes == 50 * MIB
-    machine.free_bytes = 20 * MIB  # another process grows: what is taken stays in use
+    free_bytes = 20 * MIB  # another process grows: what is taken stays in use
     for ticket in tickets:
         first.release(ticket)
     assert len(fill(first)) == first.taken_bytes // MIB
-    machine.free_bytes = 200 * MIB
+    free_bytes = 200 * MIB
     assert fill(second) == []  # once the machine had no memory it is asked no more, but after a pause
     for ticket in of_second:
         second.release(ticket)
@@ -152,34 +129,20 @@ def test_what_the_machine_has_to_keep_free_stays_free(monkeypatch: pytest.Monkey
 
 
 def test_where_nobody_can_tell_or_give_memory_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 100 * MIB)
-    store = machine.store(50 * MIB, 50 * MIB)
-    with monkeypatch.context() as patch:
-        patch.setattr("ds_tba.storage.host.available_bytes", raising(OSError(24, "Too many open files")))
-        assert fill(store) == []
-    for error in (OSError(12, "Cannot allocate memory"), RuntimeError("CUDA error: out of memory"), MemoryError()):
-        assert store.give_back()
+    monkeypatch.setattr(AVAILABLE, lambda: 100 * MIB)
+    store = HostStore(Accelerator(), 50 * MIB, reserve_bytes=50 * MIB)
+    for name, error in (
+        (AVAILABLE, OSError(24, "Too many open files")),
+        (GIVES, OSError(12, "Cannot allocate memory")),
+        (GIVES, RuntimeError("CUDA error: out of memory")),
+        (GIVES, MemoryError()),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr("ds_tba.storage.host.host_memory", raising(error))
+            patch.setattr(name, raising(error))
             assert fill(store) == []
-    assert store.give_back()
-    with monkeypatch.context() as patch:
-        patch.setattr("ds_tba.storage.host.host_memory", raising(RuntimeError("something else")))
-        with pytest.raises(RuntimeError, match="something else"):
-            fill(store)
+        assert store.give_back()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="something else"):
+        patch.setattr(GIVES, raising(RuntimeError("something else")))
+        fill(store)
     assert fill(store)
-    store.close()
-
-
-def test_an_interrupt_behind_the_copy_leaves_nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, data = HostStore(Accelerator(), MIB), torch.zeros(MIB, dtype=torch.uint8)
-
-    class Interrupted:
-        def __iadd__(self, _: int) -> int:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store.stats, "offloaded_bytes", Interrupted())
-        store.put(data, wait=False)
-    store.release(put(store, data))
     store.close()

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import sys
-import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from support.doubles import EventAccelerator, raising
 from support.stores import CPU, noise, stored
 
 from ds_tba.errors import BackendUnavailableError, TransferError
-from ds_tba.storage.backends import IoBackend
+from ds_tba.storage.backends import IoBackend, IoHandle
 from ds_tba.storage.backends import kvikio as module
 from ds_tba.storage.backends.kvikio import KvikioBackend
 from ds_tba.storage.path import SwapFile
@@ -44,15 +43,38 @@ class TestFromDeviceMemory(DeviceStagingContract):
     def registered(self, fake: FakeKvikio) -> dict[int, int]:
         return fake.registered
 
-    def test_a_transfer_is_one_request(
-        self, backend: IoBackend, fake: FakeKvikio, file: SwapFile, staging: torch.Tensor
+    @pytest.mark.parametrize("verb", ["write", "read"])
+    @pytest.mark.parametrize(
+        ("script", "said"),
+        [
+            (lambda what, number: "short", "at offset 0 was short: 524288 of 1048576 bytes"),
+            (raising(OSError(errno.EIO, os.strerror(errno.EIO))),
+             "of 1048576 bytes at offset 0 failed: .*Input/output error"),
+        ],
+        ids=["short", "failed"],
+    )  # fmt: skip
+    def test_what_goes_wrong_is_told(
+        self, fake: FakeKvikio, handle: IoHandle, staging: torch.Tensor, verb: str, script: Any, said: str
     ) -> None:
-        """Each request waits for the default stream before it begins."""
-        handle = backend.open_handle(file.fd)
-        handle.write(staging, 0)
-        handle.read(staging, 0)
-        handle.close()
-        assert fake.requests == [("write", 16 * MIB), ("read", 16 * MIB)] and fake.open_files == 0
+        fake.script = script
+        with pytest.raises(TransferError, match=f"{verb} {said}"):
+            getattr(handle, verb)(staging[:MIB], 0)
+        assert fake.busy == 0, "the memory is still being used"
+
+    def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(self, backend: Any, file: SwapFile) -> None:
+        backend._kvikio.CuFile = raising(RuntimeError("cuFile error: file descriptor is not registered"))
+        with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*not registered.*KVIKIO_COMPAT_MODE=ON"):
+            backend.open_handle(file.fd)
+        assert list(file.directory.iterdir()) == []
+
+    def test_staging_that_cannot_be_registered_names_the_number(self, backend: IoBackend, fake: FakeKvikio) -> None:
+        fake.registrable_bytes = MIB
+        with pytest.raises(BackendUnavailableError, match=r"staging \(2097152 bytes .*Set io.staging_bytes to less"):
+            backend.allocate_staging(2 * MIB)
+
+    def test_a_library_that_does_not_let_go_is_no_error_at_the_end(self, backend: Any) -> None:
+        backend._kvikio.memory_deregister = raising(RuntimeError("cuFile error"))
+        backend.free_staging(backend.allocate_staging(MIB))
 
 
 class TestFromHostMemory(BackendContract):
@@ -63,80 +85,15 @@ class TestFromHostMemory(BackendContract):
         assert not backend.stages_on_device
         return backend
 
-    def test_a_long_transfer_is_cut_so_that_reads_can_overtake_it(
-        self, backend: IoBackend, fake: FakeKvikio, file: SwapFile
-    ) -> None:
+    def test_reads_can_overtake_a_long_transfer(self, backend: IoBackend, fake: FakeKvikio, handle: IoHandle) -> None:
         staging = backend.allocate_staging(40 * MIB)
         staging[:] = torch.randint(0, 256, (40 * MIB,), dtype=torch.uint8)
         wanted = staging.clone()
-        handle = backend.open_handle(file.fd)
         handle.write(staging, 4096)
         assert fake.requests == [("write", 16 * MIB), ("write", 16 * MIB), ("write", 8 * MIB)]
         staging.zero_()
         handle.read(staging, 4096)
         assert torch.equal(staging, wanted)
-        handle.close()
-
-
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
-def transfer(fake: FakeKvikio, tmp_path: Path, verb: str) -> None:
-    backend = KvikioBackend(4, "cuda")
-    file = SwapFile(tmp_path, MIB)
-    file.grow(MIB)
-    staging = backend.allocate_staging(MIB)
-    handle = backend.open_handle(file.fd)
-    try:
-        getattr(handle, verb)(staging, 0)
-    finally:
-        assert fake.busy == 0, "the memory is still being used"
-        handle.close()
-        file.close()
-
-
-@pytest.mark.parametrize("verb", ["write", "read"])
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        (lambda what, number: "short", "at offset 0 was short: 524288 of 1048576 bytes"),
-        (raising(OSError(errno.EIO, os.strerror(errno.EIO))),
-         "of 1048576 bytes at offset 0 failed: .*Input/output error"),
-    ],
-    ids=["short", "failed"],
-)  # fmt: skip
-def test_what_goes_wrong_is_told(fake: FakeKvikio, tmp_path: Path, verb: str, script: Any, said: str) -> None:
-    fake.script = script
-    with pytest.raises(TransferError, match=f"{verb} {said}"):
-        transfer(fake, tmp_path, verb)
-
-
-def test_a_file_that_cannot_be_opened_names_the_mode_and_the_way_out(
-    fake: FakeKvikio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = KvikioBackend(4, "cuda")
-    file = SwapFile(tmp_path, MIB)
-    refuse = raising(RuntimeError("cuFile error: file descriptor is not registered"))
-    monkeypatch.setattr(backend._kvikio, "CuFile", refuse)
-    with pytest.raises(BackendUnavailableError, match=r"GPUDirect Storage.*not registered.*KVIKIO_COMPAT_MODE=ON"):
-        backend.open_handle(file.fd)
-    assert list(tmp_path.iterdir()) == []
-    file.close()
-
-
-def test_staging_that_cannot_be_registered_names_the_number(fake: FakeKvikio) -> None:
-    fake.registrable_bytes = MIB
-    with pytest.raises(BackendUnavailableError, match=r"staging \(2097152 bytes .*Set io.staging_bytes to less"):
-        KvikioBackend(4, "cuda").allocate_staging(2 * MIB)
-
-
-def test_a_library_that_does_not_let_go_is_no_error_at_the_end(
-    fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = KvikioBackend(4, "cuda")
-    staging = backend.allocate_staging(MIB)
-    monkeypatch.setattr(backend._kvikio, "memory_deregister", raising(RuntimeError("cuFile error")))
-    backend.free_staging(staging)
 
 
 # ---- which mode, and why --------------------------------------------------------------------------------------------
@@ -165,12 +122,7 @@ def test_real_gds_is_demanded_and_not_hoped_for(fake: FakeKvikio, monkeypatch: p
     ],
 )
 def test_compatibility_mode_says_that_it_is_and_why(
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    environment: dict[str, str],
-    settings: dict[str, object],
-    hidden: dict[str, bool],
-    words: str,
+    monkeypatch: pytest.MonkeyPatch, device: str, environment: Any, settings: Any, hidden: Any, words: str
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -202,34 +154,25 @@ def test_without_a_driver_kvikio_is_not_even_imported(monkeypatch: pytest.Monkey
     real = module.driver_obstacle
     monkeypatch.setattr(module, "driver_obstacle", lambda: real("libnothing.so.1"))
     monkeypatch.setattr(module, "import_module", lambda name: pytest.fail(f"{name} was imported"))
-    with pytest.raises(
-        BackendUnavailableError,
-        match=r"kvikio: there is no NVIDIA driver here \(libnothing.so.1 does not load\).*posix",
-    ):
+    said = r"kvikio: there is no NVIDIA driver here \(libnothing.so.1 does not load\).*posix"
+    with pytest.raises(BackendUnavailableError, match=said):
         KvikioBackend(4, "cuda")
 
 
-def test_a_driver_without_a_device_is_told() -> None:
-    assert "finds no device" in str(module.driver_obstacle(str(driver(devices=0))))
-    assert "CUDA error 100" in str(module.driver_obstacle(str(driver(devices=0, code=100))))
-    assert module.driver_obstacle(str(driver(devices=2))) is None
-
-
-def driver(devices: int, code: int = 0) -> Path:
-    """A library with the two functions that are asked, compiled once for each answer."""
-    path = Path(tempfile.mkdtemp()) / "libcuda.so.1"
-    source = path.with_suffix(".c")
+@pytest.mark.parametrize(
+    ("code", "devices", "said"), [(0, 0, "finds no device"), (100, 0, "CUDA error 100"), (0, 2, "None")]
+)
+def test_a_driver_without_a_device_is_told(tmp_path: Path, code: int, devices: int, said: str) -> None:
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
     source.write_text(
         f"int cuInit(unsigned f) {{ return {code}; }} int cuDeviceGetCount(int *n) {{ *n = {devices}; return 0; }}"
     )
-    if os.system(f"cc -shared -fPIC -o {path} {source} 2>/dev/null"):
+    if os.system(f"cc -shared -fPIC -o {library} {source} 2>/dev/null"):
         pytest.skip("no C compiler")
-    return path
+    assert said in str(module.driver_obstacle(str(library)))
 
 
-def test_kvikio_that_is_not_installed_or_too_old_or_broken(
-    fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_kvikio_is_told(fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(import_module("kvikio"), "__version__", "26.8.0")
         assert module.obstacle() == 'kvikio 26.8.0 is older than 26.10: pip install -U "ds_tba[gds]"'
@@ -242,23 +185,10 @@ def test_kvikio_that_is_not_installed_or_too_old_or_broken(
     assert module.obstacle() is None
 
 
-# ---- under the store ------------------------------------------------------------------------------------------------
-
-
-def test_the_swap_file_has_a_name_only_while_cufile_opens_it(
-    make_store: StoreFactory, fake: FakeKvikio, tmp_path: Path
+def test_the_swap_file_has_a_name_only_while_cufile_opens_it_and_no_disk_space_then(
+    make_store: StoreFactory, fake: FakeKvikio, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator(), paths=2)
-    assert fake.open_files == 2 and not [path for path in tmp_path.rglob("*") if path.is_file()]
-    data = noise(MIB)
-    assert torch.equal(store.get(stored(store, data), CPU).data, data)
-    store.close()
-    assert not fake.registered and fake.open_files == fake.busy == 0
-
-
-def test_a_file_is_named_before_it_has_disk_space(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that is killed while the file has a name leaves an empty file at most."""
-    FakeKvikio().install(monkeypatch)
     sizes, named = list[int](), module.named
 
     def watched(fd: int, backend: str) -> object:
@@ -266,7 +196,12 @@ def test_a_file_is_named_before_it_has_disk_space(make_store: StoreFactory, monk
         return named(fd, backend)
 
     monkeypatch.setattr(module, "named", watched)
-    store = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator())
-    assert store.give_back()
-    store.open()
-    assert sizes == [0, 0] and all(path.file.size_bytes for path in store.paths)
+    store, data = make_store(KvikioBackend(4, "cuda"), accelerator=EventAccelerator(), paths=2), noise(MIB)
+    for times in (1, 2):
+        ticket = stored(store, data)
+        assert sizes == [0, 0] * times and fake.open_files == 2
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert torch.equal(store.get(ticket, CPU).data, data)
+        store.release(ticket)
+        assert store.give_back()
+        assert not fake.registered and fake.open_files == fake.busy == 0

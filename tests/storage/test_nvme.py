@@ -1,4 +1,4 @@
-"""The NVMe store: the way of a ticket, bounds, forwarding, and what happens when a drive fails."""
+"""The NVMe store: the way of a ticket, bounds, forwarding, parts, and what happens when a drive fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,37 +29,31 @@ from support.doubles import (
 )
 from support.stores import CPU, MIB, noise, nothing_is_held, put, slots_in_use, stored
 
-from ds_tba.device.copies import Copies
 from ds_tba.errors import ActivationCorruptionError, ActivationLostError, StateError
+from ds_tba.stats import PathMeter
 from ds_tba.storage import path as swap_file
 from ds_tba.storage.backends import IoBackend, IoHandle, PosixBackend, PosixHandle
 from ds_tba.storage.base import Refusal
-from ds_tba.storage.host import HostStore
-from ds_tba.storage.nvme import Lanes, NvmeStore
+from ds_tba.storage.nvme import Lanes
 from ds_tba.storage.space import Part, PartState
 
 
-def test_prefetch_is_bounded_and_what_is_not_wanted_is_given_back(make_store: StoreFactory) -> None:
+def test_reads_are_bounded_and_overtake_writes_and_the_unwanted_are_given_back(make_store: StoreFactory) -> None:
     gate = Gate()
-    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB)
+    store = make_store(ScriptedBackend(gate), staging_bytes=8 * MIB, lanes=Lanes(1, 1))
     gate.opened.set()
-    tickets = [stored(store, noise(MIB)) for _ in range(10)]
+    tickets = [stored(store, last := noise(MIB)) for _ in range(10)]
     gate.opened.clear()
-    write = put(store, noise(MIB))
+    writes = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in tickets] == [True] * 4 + [False] * 6  # half, beside writes
+    assert torch.equal(store.get(tickets[-1], CPU).data, last)  # while no write can end
+    assert all(part_of(write).state in (PartState.QUEUED, PartState.WRITING) for write in writes)
     gate.opened.set()
-    until(lambda: part_of(write).state is PartState.STORED, "the write")
+    until(lambda: all(part_of(write).state is PartState.STORED for write in writes), "the writes")
     assert [store.prefetch(ticket) for ticket in tickets] == [True] * 8 + [False] * 2  # all of staging
-    for ticket in [*tickets, write]:
+    for ticket in [*tickets, *writes]:
         store.release(ticket)
     nothing_is_held(store)
-
-
-def test_a_tensor_larger_than_half_of_staging_is_read_ahead_too(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=4 * MIB)
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    ticket = stored(store, noise(3 * MIB))
-    assert store.prefetch(ticket)
 
 
 @pytest.mark.parametrize("accelerator", [Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
@@ -94,19 +87,6 @@ def test_waiting_for_staging_waits_for_writes_and_gives_up_what_was_read_ahead(m
     assert all(torch.equal(store.get(ticket, CPU).data, piece) for ticket, piece in zip(tickets, pieces, strict=True))
 
 
-def test_reads_overtake_queued_writes(make_store: StoreFactory) -> None:
-    gate = Gate()
-    store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
-    gate.opened.set()
-    data = noise(MIB)
-    ticket = stored(store, data)
-    gate.opened.clear()
-    writes = [put(store, noise(MIB)) for _ in range(8)]
-    assert torch.equal(store.get(ticket, CPU).data, data)  # while no write can end
-    assert all(part_of(write).state in (PartState.QUEUED, PartState.WRITING) for write in writes)
-    gate.opened.set()
-
-
 def test_the_limit_of_the_swap_file_means_keep(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(swap_file_bytes=2 * MIB)
     tickets = [put(store, noise(MIB)) for _ in range(2)]
@@ -125,19 +105,16 @@ def test_paths_hold_bytes_in_proportion_to_their_bandwidth(make_store: StoreFact
     for path, factor in zip(store.paths, (1, 2, 5), strict=True):
         for kind in (path.meter.writes, path.meter.reads):
             kind.recent.add(1 << 40, 1.0, 1.0 / factor)
-    tickets = [put(store, noise(MIB)) for _ in range(32)]
+    for _ in range(32):
+        put(store, noise(MIB))
     assert [path.extents.used_bytes // MIB for path in store.paths] == [4, 8, 20]
     gate.opened.set()
-    for ticket in tickets:
-        store.release(ticket)
 
 
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_write_keeps_the_bytes_and_says_so_once(
-    make_store: StoreFactory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_write_keeps_the_bytes_and_says_so(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     drive = ScriptedBackend(in_turn(gate, fails("write", first=1)))
     store = make_store(drive, lanes=Lanes(1, 1), staging_bytes=6 * MIB)
@@ -198,34 +175,26 @@ def test_a_lost_or_short_transfer_is_seen(
     store = make_store(drive, integrity=integrity, accelerator=device)
     ticket = stored(store, noise(8 * MIB))
     store.ring._memory.random_(0, 256)  # type: ignore[union-attr]  # or the slot would still hold the right bytes
-    with pytest.raises(
-        ActivationCorruptionError, match=r"offset \d+ have checksum 0x[0-9a-f]{16}, expected 0x[0-9a-f]{16}"
-    ):
+    said = r"offset \d+ have checksum 0x[0-9a-f]{16}, expected 0x[0-9a-f]{16}"
+    with pytest.raises(ActivationCorruptionError, match=said):
         store.get(ticket, CPU)
 
 
-def test_what_backward_holds_takes_no_staging_and_outlives_the_store(
-    make_store: StoreFactory, backend: IoBackend
-) -> None:
+def test_what_backward_holds_is_its_own(make_store: StoreFactory, backend: IoBackend) -> None:
+    """It takes no staging, outlives the store, is read by a forked child, and may be resized."""
     store = make_store(backend, staging_bytes=4 * MIB)
     pieces = [noise(MIB) for _ in range(6)]
     held = [store.get(stored(store, piece), CPU).data for piece in pieces]
     assert store.ring.slots.used_bytes == 0
     store.close()
     assert store.ring._memory is None
-    assert all(torch.equal(one, piece) for one, piece in zip(held, pieces, strict=True))
-
-
-def test_what_was_loaded_may_be_resized_and_is_read_by_a_forked_child(make_store: StoreFactory) -> None:
-    store, data = make_store(), noise(MIB)
-    found = store.get(stored(store, data), CPU).data
-    wanted = data.numpy().tobytes()
+    wanted = pieces[0].numpy().tobytes()
     child = os.fork()
     if child == 0:
-        os._exit(found.numpy().tobytes() != wanted)
+        os._exit(held[0].numpy().tobytes() != wanted)
     assert os.waitpid(child, 0)[1] == 0
-    found.untyped_storage().resize_(2 * MIB)
-    assert torch.equal(found, data)
+    held[0].untyped_storage().resize_(2 * MIB)
+    assert all(torch.equal(one, piece) for one, piece in zip(held, pieces, strict=True))
 
 
 def test_a_handle_that_cannot_be_had_leaves_none_open(make_store: StoreFactory) -> None:
@@ -269,9 +238,7 @@ def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
     gate = Gate("write" if who == "forward" else "read")
     store = make_store(ScriptedBackend(gate), staging_bytes=4 * MIB, lanes=Lanes(1, 1))
     if who == "forward":
-        for _ in range(4):
-            put(store, noise(MIB))
-        waiting = threading.Thread(target=store.put, args=(noise(MIB),), kwargs={"wait": True})
+        waiting = threading.Thread(target=store.put, args=(noise(5 * MIB),), kwargs={"wait": True})
     else:
         waiting = threading.Thread(target=store.get, args=(stored(store, noise(MIB)), CPU))
     waiting.start()
@@ -290,9 +257,7 @@ def test_a_drive_that_does_not_answer_is_told_of_now_and_then(
 # ---- ending ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_nobody_uses_has_no_lanes_no_staging_and_no_disk_space(
-    make_store: StoreFactory, backend: IoBackend
-) -> None:
+def test_a_store_that_nobody_uses_has_no_lanes_staging_or_space(make_store: StoreFactory, backend: IoBackend) -> None:
     before, store, data = threading.active_count(), make_store(backend), noise(MIB)
     assert threading.active_count() == before and store.ring._memory is None
     for _ in range(2):
@@ -312,7 +277,6 @@ def test_what_cannot_be_had_at_a_put_is_told_once_and_tensors_stay_in_memory(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, data = make_store(), noise(MIB)
-
     start, before = threading.Thread.start, threading.active_count()
 
     def start_few(thread: threading.Thread) -> None:
@@ -329,9 +293,7 @@ def test_what_cannot_be_had_at_a_put_is_told_once_and_tensors_stay_in_memory(
     assert threading.active_count() == before
 
 
-def test_a_path_that_cannot_be_opened_again_fails_alone(
-    make_store: StoreFactory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_path_that_cannot_be_reopened_fails_alone(make_store: StoreFactory, caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(paths=2)
     store.release(stored(store, noise(MIB)))
     assert store.give_back()
@@ -340,42 +302,16 @@ def test_a_path_that_cannot_be_opened_again_fails_alone(
     assert [part_of(stored(store, noise(MIB))).path.file.directory for _ in range(3)] == [alive] * 3
     (said,) = caplog.messages
     assert said.startswith(f"{dead}: what is needed cannot be opened (") and "No such file or directory" in said
-    store.paths[1].file.directory.rmdir()  # it is open
-
-
-def test_a_put_whose_store_is_given_back_meanwhile_is_refused(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = make_store()
-    monkeypatch.setattr(store, "open", lambda: None)  # as where another thread gives it back at once
-    assert store.put(noise(MIB), wait=True) is Refusal.CLOSED and store.paths[0].failure is None
-
-
-def test_a_closed_store_hands_over_no_memory_that_was_not_read(make_store: StoreFactory) -> None:
-    store = make_store(staging_bytes=1 << 20)
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    wanted = stored(store, torch.ones(768 << 10, dtype=torch.uint8))
-    slot = store.ring.slots.allocate(512 << 10)  # what is wanted would have memory beside staging
-    assert slot is not None
-    store.close()
-    with pytest.raises(StateError, match="closed before backward"):
-        store.get(wanted, CPU)
-    assert part_of(wanted).host is None and part_of(wanted).slot is None
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_what_is_given_up_while_a_lane_uses_its_slot_goes_when_the_lane_is_done(
-    make_store: StoreFactory, verb: str
-) -> None:
+def test_what_is_given_up_under_a_lane_goes_when_the_lane_is_done(make_store: StoreFactory, verb: str) -> None:
     """Earlier, and the drive would move the bytes of the slot's next ticket; but it is ahead no more."""
     gate = Gate(verb)
     store = make_store(ScriptedBackend(gate), lanes=Lanes(1, 1))
     ticket = put(store, noise(MIB)) if verb == "write" else stored(store, noise(MIB))
-    if verb == "write":
-        gate.arrived.acquire()
     assert store.prefetch(ticket)
-    if verb == "read":
-        gate.arrived.acquire()
+    gate.arrived.acquire()
     ahead = store.read_ahead
     assert ahead.prefetched_bytes + ahead.unwritten_bytes == MIB
     store.release(ticket)
@@ -395,32 +331,7 @@ def test_illegal_moves_raise() -> None:
         part.move(PartState.STORED)
 
 
-def test_closing_waits_for_what_another_thread_is_copying_into_staging(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, is_copying, may_end = make_store(staging_bytes=2 * MIB), threading.Event(), threading.Event()
-    store.part_bytes = store.ring.slots.capacity_bytes  # not cut
-    copy = store.ring.accelerator.copy
-
-    def slow_copy(*arguments: Any) -> None:
-        is_copying.set()
-        assert may_end.wait(10)
-        copy(*arguments)
-
-    monkeypatch.setattr(store.ring.accelerator, "copy", slow_copy)
-    threads = [threading.Thread(target=lambda: store.put(noise(MIB), wait=True)), threading.Thread(target=store.close)]
-    threads[0].start()
-    assert is_copying.wait(10)
-    threads[1].start()
-    time.sleep(0.1)
-    assert threads[1].is_alive() and store.ring._memory is not None
-    may_end.set()
-    for thread in threads:
-        thread.join(10)
-    assert store.ring._memory is None and store.paths[0].meter.writes.drive_bytes == MIB
-
-
-def test_checksums_on_a_device_without_memory_take_none(
+def test_checksums_take_no_memory_that_a_device_lacks(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(DeviceBackend(), accelerator=EventAccelerator(), staging_bytes=8 * MIB)
@@ -431,47 +342,7 @@ def test_checksums_on_a_device_without_memory_take_none(
     assert store.paths[0].failure is None
 
 
-Copying = tuple[NvmeStore | HostStore, Copies]
-
-
-@pytest.fixture(params=["nvme", "host"])
-def copying(request: pytest.FixtureRequest, make_store: StoreFactory) -> Iterator[Copying]:
-    """A store with room for 2 MiB, and its copies out of a device with events."""
-    device = EventAccelerator()
-    if request.param == "nvme":
-        nvme = make_store(accelerator=device, staging_bytes=2 * MIB)
-        yield nvme, nvme.copies
-        nvme.close()
-    else:
-        host = HostStore(device, 2 * MIB)
-        yield host, host._copies
-        host.close()
-
-
-def test_a_device_that_fails_for_good_leaves_nothing_taken(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy fails, and so does waiting for it."""
-    (store, copies), fails = copying, raising(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="illegal"):
-        patch.setattr(copies._accelerator, "copy", fails)
-        patch.setattr(copies._out_stream, "synchronize", fails)
-        store.put(noise(MIB // 2), wait=True)
-    if isinstance(store, NvmeStore):
-        store.settle()
-        assert not store.ring.slots.used_bytes and not store.writes
-    assert not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
-
-
-def test_an_interrupt_behind_a_copy_waits_for_the_copy(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows of it, and it would write into the next tenant of its memory."""
-    (store, copies), waited = copying, list[bool]()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("ds_tba.device.copies.PendingCopy", raising(KeyboardInterrupt()))
-        patch.setattr(copies._out_stream, "synchronize", lambda: waited.append(True))
-        store.put(noise(MIB // 2), wait=True)
-    assert waited and not isinstance(store.put(noise(2 * MIB), wait=False), Refusal)
-
-
-def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:
+def test_parts_find_the_room_that_copies_have_left(make_store: StoreFactory) -> None:
     store = make_store(accelerator=EventAccelerator(), staging_bytes=4 * MIB)
     for _ in range(8):
         ticket = store.put(noise(7 * MIB // 2), wait=False)
@@ -481,19 +352,36 @@ def test_pieces_find_the_room_that_copies_have_left(make_store: StoreFactory) ->
         store.release(ticket)
 
 
-# ---- a drive that hangs in other calls than reads and writes --------------------------------------------------------
+def test_one_storage_is_spread_over_all_paths(make_store: StoreFactory) -> None:
+    store = make_store(paths=3, staging_bytes=8 * MIB)
+    for path in store.paths:
+        path.meter = PathMeter(2, 2, lambda: 0.0)  # none is faster than another
+    ticket = put(store, noise(24 * MIB), wait=True)
+    assert [path.extents.used_bytes for path in store.paths] == [8 * MIB] * 3
+    assert len(ticket.parts) == 12
+
+
+def test_a_swap_file_without_room_gives_the_parts_back(make_store: StoreFactory) -> None:
+    store = make_store(staging_bytes=4 * MIB, swap_file_bytes=6 * MIB)
+    assert store.put(noise(8 * MIB), wait=True) is Refusal.NO_SPACE
+    nothing_is_held(store)
+    assert (store.stats.offloaded_bytes, store.stats.cancelled_bytes) == (0, 0)  # no part of what is refused counts
+    data = noise(5 * MIB)
+    ticket = put(store, data.clone(), wait=True)
+    assert torch.equal(store.get(ticket, CPU).data, data) and store.stats.offloaded_bytes == 5 * MIB
+
+
+# ---- calls that hang ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def hanging(
-    monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, *threads: threading.Thread
-) -> Iterator[None]:
-    """Begin within a call of the drive that these threads make, which is answered at the end."""
-    hangs, answers, real = threading.Event(), threading.Event(), getattr(owner, name)
+def hanging(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *threads: threading.Thread) -> Iterator[None]:
+    """Begin within a call that the first of these threads makes, and which goes on at the end."""
+    hangs, goes_on, real = threading.Event(), threading.Event(), getattr(owner, name)
 
     def hung(*arguments: Any) -> Any:
         hangs.set()
-        assert answers.wait(30)
+        assert goes_on.wait(30)
         return real(*arguments)
 
     monkeypatch.setattr(owner, name, hung)
@@ -502,52 +390,53 @@ def hanging(
         assert hangs.wait(30)
         yield
     finally:
-        answers.set()
+        goes_on.set()
         for thread in threads:
             thread.join(30)
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_file_that_grows_keeps_no_other_hook_waiting(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
-    store, got = make_store(lanes=Lanes(1, 2), staging_bytes=4 * MIB), list[object]()
-    before, *_ = [stored(store, kept := noise(MIB)) for _ in range(4)]
-    growing = threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))
-    with hanging(monkeypatch, os, "posix_fallocate", growing):
-        assert store.get(before, CPU).data.numel() == kept.numel()
-        assert growing.is_alive()
-    assert not isinstance(got[0], Refusal)
+def test_closing_waits_for_copies_of_other_threads(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(staging_bytes=4 * MIB)
+    putting = threading.Thread(target=store.put, args=(noise(MIB),), kwargs={"wait": True})
+    closing = threading.Thread(target=store.close)
+    with hanging(monkeypatch, store.ring.accelerator, "copy", putting, closing):
+        closing.start()
+        time.sleep(0.1)
+        assert closing.is_alive() and store.ring._memory is not None
+    assert store.ring._memory is None and store.paths[0].meter.writes.drive_bytes == MIB
 
 
-@pytest.mark.parametrize("end", ["closed", "interrupted"])
-def test_a_put_that_a_file_keeps_waiting_and_that_comes_to_nothing_takes_nothing(
+@pytest.mark.parametrize("end", ["the drive answers", "closed", "interrupted"])
+def test_a_put_for_which_the_file_has_to_grow_keeps_no_other_hook_waiting_and_may_come_to_nothing(
     make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Closing frees staging, and ends the lanes: a put that found room afterwards would copy into freed memory."""
     monkeypatch.setattr(swap_file, "GROW_STEP_BYTES", MIB)
     store, got = make_store(lanes=Lanes(1, 1), staging_bytes=4 * MIB), list[object]()
-    for _ in range(4):
-        stored(store, noise(MIB))
+    before = [stored(store, noise(MIB)) for _ in range(4)]
+    growing = threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))
+    closing = threading.Thread(target=store.close)
     if end == "interrupted":
         monkeypatch.setattr(os, "posix_fallocate", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             store.put(noise(MIB), wait=False)
-    else:
-        growing = threading.Thread(target=lambda: got.append(store.put(noise(MIB), wait=False)))
-        closing = threading.Thread(target=store.close)
+    elif end == "closed":
         with hanging(monkeypatch, os, "posix_fallocate", growing, closing):
             closing.start()
             until(lambda: store.closed, "the end")
         assert got == [Refusal.CLOSED]
-    assert store.paths[0].extents.used_bytes == 4 * MIB and slots_in_use(store) == 0
+    else:
+        with hanging(monkeypatch, os, "posix_fallocate", growing):
+            assert store.get(before[0], CPU).data.numel() == MIB
+            assert growing.is_alive()
+        assert not isinstance(got[0], Refusal)
+        store.release(got[0])  # type: ignore[arg-type]
+    until(lambda: slots_in_use(store) == 0 and store.paths[0].extents.used_bytes == 4 * MIB, "what the put has taken")
 
 
 @pytest.mark.parametrize("end", ["give_back", "close"])
-def test_space_that_is_given_back_is_not_waited_for_under_the_lock(
-    make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, end: str
-) -> None:
+def test_no_lock_is_held_while_space_goes(make_store: StoreFactory, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     store = make_store()
     store.release(put(store, noise(MIB)))
     with hanging(monkeypatch, os, "ftruncate", threading.Thread(target=getattr(store, end))):

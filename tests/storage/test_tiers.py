@@ -7,9 +7,10 @@ import os
 import re
 import resource
 import threading
-from collections.abc import Iterator
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,38 +27,27 @@ from torch.utils import cpp_extension
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError, ConfigError
 from ds_tba.offloader import ActivationOffloader
-from ds_tba.storage.backends import IoBackend, PosixBackend, aio
-from ds_tba.storage.host import HostStore
+from ds_tba.storage.backends import aio
 from ds_tba.storage.tiers import Selection, select_backend
 
 MIB = 1 << 20
-LAYERS = 12
 
 
-def train(
-    directory: Path, block: dict[str, Any] | None, steps: int = 6
-) -> tuple[list[bytes], ActivationOffloader | None]:
+def trained_as_without(directory: Path, **block: Any) -> ActivationOffloader:
+    """The offloader of a block, after a training with the same losses and gradients as without one."""
     torch.manual_seed(0)
-    model = Stack(lambda: nn.Sequential(nn.Linear(256, 256), nn.Tanh()), LAYERS)
-    chance, offloader = torch.Generator().manual_seed(1), None
-    if block is not None:
-        offloader = offloader_of(directory, model, **{"min_tensor_bytes": 4096, "rematerialize": False, **block})
-
-    def batches() -> Iterator[torch.Tensor]:
-        for _ in range(steps):
-            yield torch.randn(1024, 256, generator=chance)
-
-    found = stepping.train(model, offloader, batches())
-    return [one.numpy().tobytes() for step in found for one in step], offloader
+    model = Stack(lambda: nn.Sequential(nn.Linear(256, 256), nn.Tanh()), 12)
+    batches = [torch.randn(1024, 256) for _ in range(6)]
+    plain = stepping.train(deepcopy(model), None, batches)
+    always: dict[str, Any] = {"min_tensor_bytes": 4096, "rematerialize": False, "max_step_overhead": 1000.0}
+    offloader = offloader_of(directory, model, **always, **block)
+    stepping.assert_same_steps(plain, stepping.train(model, offloader, batches))
+    return offloader
 
 
 @pytest.mark.parametrize("placement", ["host", "adaptive", "nvme"])
 def test_the_drive_takes_what_a_small_host_tier_cannot(tmp_path: Path, placement: str) -> None:
-    plain, _ = train(tmp_path, None)
-    more: dict[str, Any] = {"max_step_overhead": 1000.0} if placement == "adaptive" else {}
-    ours, offloader = train(tmp_path, {"placement": placement, "host_budget_bytes": 4 * MIB, **more})
-    assert offloader is not None and ours == plain
-    with closing(offloader):
+    with closing(trained_as_without(tmp_path, placement=placement, host_budget_bytes=4 * MIB)) as offloader:
         report = offloader.report()
         assert (report.host_bytes > 0) == (placement != "nvme")  # which has room for all of it
         assert report.written_bytes > 0 and not report.kept_bytes_by_reason.get("no room in host_budget_bytes")
@@ -65,29 +55,14 @@ def test_the_drive_takes_what_a_small_host_tier_cannot(tmp_path: Path, placement
 
 
 @pytest.mark.parametrize("placement", ["host", "adaptive"])
-def test_without_a_budget_half_of_the_free_memory_stays_free(
-    tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    free_bytes, stores = 12 * MIB, list[HostStore]()
-
-    def available_bytes() -> int:
-        return free_bytes - sum(store.taken_bytes for store in stores)
-
-    monkeypatch.setattr("ds_tba.storage.host.available_bytes", available_bytes)
-    monkeypatch.setattr("ds_tba.storage.tiers.available_bytes", available_bytes)
-    monkeypatch.setattr("ds_tba.storage.tiers.HostStore", lambda *args, **more: made(HostStore(*args, **more)))
-
-    def made(store: HostStore) -> HostStore:
-        stores.append(store)
-        return store
-
-    plain, _ = train(tmp_path, None)
-    ours, offloader = train(tmp_path, {"placement": placement, "host_budget_bytes": None, "max_step_overhead": 1000.0})
-    assert offloader is not None and ours == plain
-    with closing(offloader):
+def test_half_of_the_free_memory_stays_free(tmp_path: Path, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in ("host", "tiers"):
+        monkeypatch.setattr(f"ds_tba.storage.{user}.available_bytes", lambda: 12 * MIB)
+    with closing(trained_as_without(tmp_path, placement=placement, host_budget_bytes=None)) as offloader:
         assert f"host memory, up to {6 * MIB} bytes per rank" in offloader.start_line()
         report = offloader.report()
-        assert 2 * MIB < stores[0].taken_bytes <= 6 * MIB
+        host = offloader._tiers.host
+        assert host is not None and 2 * MIB < host.taken_bytes <= 6 * MIB
         assert report.written_bytes > 0 and report.host_bytes > 0
         assert "no room in host_budget_bytes" not in report.kept_bytes_by_reason
 
@@ -118,19 +93,14 @@ def forbidden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     refused = [(call, code) for call in CALLS for code in CODES]
     program = f"""
 import logging, os, sys
+from types import SimpleNamespace
 import deepspeed
 from ds_tba.cli import main
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.errors import BackendUnavailableError
 from ds_tba.storage.backends import aio
-from ds_tba.storage.backends import PosixBackend
 from ds_tba.storage.tiers import select_backend
 from support.machines import forbid
-
-class Loaded(PosixBackend):
-    name = "loaded"
-    def __init__(self, *_):
-        pass
 
 def select(call, code):
     forbid(call, code=code)
@@ -143,7 +113,7 @@ def select(call, code):
             print("NAMED", error)
     print("DOCTOR", main(["doctor", "--nvme-path", {directory!r}]))
 
-aio.is_offered, aio.is_built, aio.AioBackend = lambda: True, lambda: True, Loaded
+aio.is_offered, aio.is_built, aio.AioBackend = lambda: True, lambda: True, lambda *_: SimpleNamespace(name="loaded")
 logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
 for call, code in {[*refused, ("io_getevents", 1)]!r}:
     print(f"=== {{call}} {{code}}", flush=True)
@@ -159,171 +129,157 @@ for call, code in {[*refused, ("io_getevents", 1)]!r}:
     return {name: said for name, _, said in parts}
 
 
-class Loaded(PosixBackend):
+def loaded(*_: object) -> SimpleNamespace:
     """Plays DeepSpeed's op, which takes minutes to build."""
-
-    name = "loaded"
-
-    def __init__(self, config: AioConfig, lanes: int) -> None:
-        self.lanes = lanes
+    return SimpleNamespace(name="loaded")
 
 
 @pytest.fixture
-def deepspeed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program is one that trains under DeepSpeed, as far as the selection asks."""
+def op_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a program that trains under DeepSpeed, as far as the selection asks."""
     monkeypatch.setattr(aio, "is_offered", lambda: True)
+    monkeypatch.setattr(aio, "is_built", lambda: True)
 
 
-@pytest.mark.usefixtures("deepspeed_is_imported")
-class TestSelection:
-    def config(self, **io: object) -> OffloadConfig:
-        return OffloadConfig.model_validate({"nvme_path": "/x", "io": {"staging_bytes": 1 << 20, **io}})
+def select(*, zero: bool = False, pinned: bool = True, **io: object) -> Selection:
+    config = OffloadConfig.model_validate({"nvme_path": ["/x", "/y"], "io": {"staging_bytes": MIB, **io}})
+    return select_backend(config, AioConfig(), zero_uses_nvme=zero, pinned=pinned, device="cuda")
 
-    def test_null_is_posix_where_the_op_is_not_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio, "is_built", lambda: False)
-        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
-        assert chosen.backend.name == "posix" and "not built" in chosen.reason
 
-    def test_null_is_posix_in_a_program_that_does_not_import_deepspeed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Looking for its op would import it, which takes seconds."""
-        monkeypatch.setattr(aio, "is_offered", lambda: False)
-        monkeypatch.setattr(aio, "is_built", lambda: pytest.fail("asked DeepSpeed for its op"))
-        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False)
-        assert chosen.backend.name == "posix" and "does not import DeepSpeed" in chosen.reason
+def test_null_is_posix_where_the_op_is_not_built(op_is_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "is_built", lambda: False)
+    chosen = select()
+    assert chosen.backend.name == "posix" and "not built" in chosen.reason
 
-    def test_null_is_aio_where_zero_uses_it_or_it_is_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio, "AioBackend", Loaded)
-        monkeypatch.setattr(aio, "is_built", lambda: False)
-        assert "ZeRO" in select_backend(self.config(), AioConfig(), zero_uses_nvme=True, pinned=False).reason
-        monkeypatch.setattr(aio, "is_built", lambda: True)
-        assert "is built" in select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=False).reason
 
-    def test_a_lock_that_stays_rules_aio_out_unless_it_is_named(
-        self, monkeypatch: pytest.MonkeyPatch, lock: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """torch waits for that of a killed build for ever, and says nothing."""
-        monkeypatch.setattr(aio, "is_built", lambda: True)
-        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
-        assert chosen.backend.name == "posix" and f"would wait for {lock}: delete that file if no" in chosen.reason
-        assert not caplog.messages
-        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.load", lambda self, verbose: "the op")
-        assert aio._load_op() == "the op"
-        (said,) = caplog.messages
-        assert said.startswith(f"{lock} is there: another process builds") and "delete that file" in said
+def test_null_is_posix_in_a_program_that_does_not_import_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for its op would import it, which takes seconds."""
+    monkeypatch.setattr(aio, "is_offered", lambda: False)
+    monkeypatch.setattr(aio, "is_built", lambda: pytest.fail("asked DeepSpeed for its op"))
+    chosen = select()
+    assert chosen.backend.name == "posix" and "does not import DeepSpeed" in chosen.reason
 
-    def test_another_rank_that_only_loads_is_waited_for(self, lock: Path) -> None:
-        loaded = threading.Timer(0.2, lock.unlink)
-        loaded.start()
-        assert aio.lock_that_stays() is None and not lock.exists()
-        loaded.join()
 
-    def test_only_the_lock_of_a_build_at_run_time_before_pytorch_2_14_counts(
-        self, monkeypatch: pytest.MonkeyPatch, lock: Path
-    ) -> None:
-        """Since then the kernel frees that of a killed build, and the file stays after each."""
-        assert aio.build_locks() == [lock]
-        with monkeypatch.context() as patch:
-            patch.setattr(aio, "_is_installed", lambda op: True)  # it came with DeepSpeed's installation
-            assert aio.build_locks() == []
-        monkeypatch.delattr(cpp_extension, "FileBaton")
-        assert aio.build_locks() == [] and lock.exists()
+def test_null_is_aio_where_zero_uses_it_or_it_is_built(op_is_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "AioBackend", loaded)
+    assert "is built" in select().reason
+    monkeypatch.setattr(aio, "is_built", lambda: False)
+    assert "ZeRO" in select(zero=True).reason
 
-    def test_memory_that_cannot_be_locked_rules_aio_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """All of staging where nothing pins it, and the page of the first write."""
-        limit = [MIB]
-        monkeypatch.setattr("ds_tba.storage.tiers.can_lock", lambda nbytes: nbytes <= limit[0])
-        monkeypatch.setattr(aio, "is_built", lambda: True)
-        monkeypatch.setattr(aio, "AioBackend", Loaded)
 
-        def chosen(*, pinned: bool) -> Selection:
-            return select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=pinned)
+def test_a_lock_that_stays_rules_aio_out_unless_it_is_named(
+    op_is_built: None, monkeypatch: pytest.MonkeyPatch, lock: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch waits for that of a killed build for ever, and says nothing."""
+    chosen = select()
+    assert chosen.backend.name == "posix" and f"would wait for {lock}: delete that file if no" in chosen.reason
+    assert not caplog.messages
+    monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.load", lambda self, verbose: "the op")
+    assert aio._load_op() == "the op"
+    (said,) = caplog.messages
+    assert said.startswith(f"{lock} is there: another process builds") and "delete that file" in said
 
-        assert chosen(pinned=False).backend.name == "posix" and "1052672 bytes" in chosen(pinned=False).reason
-        assert chosen(pinned=True).backend.name == "loaded"
-        with pytest.raises(BackendUnavailableError, match="ulimit -l unlimited"):
-            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)
-        limit[0] += 4096
-        assert chosen(pinned=False).backend.name == "loaded"
-        limit[0] = 0
-        assert chosen(pinned=True).backend.name == "posix"
 
-    @pytest.mark.parametrize("name", ["gds", "kvikio"])
-    def test_gds_is_kvikio_that_never_goes_through_the_host(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        FakeKvikio(nvidia_fs=False).install(monkeypatch)  # which newer drivers do without
-        config = self.config(backend=name)
-        chosen = select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda")
-        assert chosen.backend.name == name and chosen.backend.stages_on_device is (name == "gds")
-        mode = "GPUDirect Storage" if name == "gds" else "compatibility mode, through host memory: "
-        assert chosen.reason.startswith(f"named in io.backend; {mode}")
+def test_another_rank_that_only_loads_is_waited_for(lock: Path) -> None:
+    loading = threading.Timer(0.2, lock.unlink)
+    loading.start()
+    assert aio.lock_that_stays() is None and not lock.exists()
+    loading.join()
 
-    @pytest.mark.parametrize(
-        ("backend", "lanes", "needed"), [("posix", 64, 546), ("kvikio", 1, 42), ("kvikio", 64, 546)]
+
+def test_only_locks_of_builds_at_run_time_before_pytorch_2_14_count(
+    monkeypatch: pytest.MonkeyPatch, lock: Path
+) -> None:
+    """Since then the kernel frees that of a killed build, and the file stays after each."""
+    assert aio.build_locks() == [lock]
+    with monkeypatch.context() as patch:
+        patch.setattr(aio, "_is_installed", lambda op: True)  # it came with DeepSpeed's installation
+        assert aio.build_locks() == []
+    monkeypatch.delattr(cpp_extension, "FileBaton")
+    assert aio.build_locks() == [] and lock.exists()
+
+
+def test_memory_that_cannot_be_locked_rules_aio_out(op_is_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of staging where nothing pins it, and the page of the first write."""
+    limit = [MIB]
+    monkeypatch.setattr("ds_tba.storage.tiers.can_lock", lambda nbytes: nbytes <= limit[0])
+    monkeypatch.setattr(aio, "AioBackend", loaded)
+    chosen = select(pinned=False)
+    assert chosen.backend.name == "posix" and "1052672 bytes" in chosen.reason
+    assert select().backend.name == "loaded"
+    with pytest.raises(BackendUnavailableError, match="ulimit -l unlimited"):
+        select(backend="aio", pinned=False)
+    limit[0] += 4096
+    assert select(pinned=False).backend.name == "loaded"
+    limit[0] = 0
+    assert select().backend.name == "posix"
+
+
+@pytest.mark.parametrize("name", ["gds", "kvikio"])
+def test_gds_is_kvikio_that_never_goes_through_the_host(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    FakeKvikio(nvidia_fs=False).install(monkeypatch)  # which newer drivers do without
+    chosen = select(backend=name)
+    assert chosen.backend.name == name and chosen.backend.stages_on_device is (name == "gds")
+    mode = "GPUDirect Storage" if name == "gds" else "compatibility mode, through host memory: "
+    assert chosen.reason.startswith(f"named in io.backend; {mode}")
+
+
+@pytest.mark.parametrize(("backend", "lanes", "needed"), [("posix", 64, 546), ("kvikio", 1, 42), ("kvikio", 64, 546)])
+def test_descriptors_are_counted_first(monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int) -> None:
+    FakeKvikio().install(monkeypatch)
+    present = len(os.listdir("/proc/self/fd"))
+    limits = [present + needed - 1, 1 << 20]
+    monkeypatch.setattr("ds_tba.storage.tiers.resource.getrlimit", lambda which: tuple(limits))
+    said = (
+        rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
+        rf".*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)"
     )
-    def test_descriptors_are_counted_beforehand(
-        self, monkeypatch: pytest.MonkeyPatch, backend: str, lanes: int, needed: int
-    ) -> None:
-        FakeKvikio().install(monkeypatch)
-        config = self.config(backend=backend, write_lanes=lanes, read_lanes=lanes)
-        config = config.model_copy(update={"nvme_path": ["/x", "/y"]})
-        present = len(os.listdir("/proc/self/fd"))
-        limits = [present + needed - 1, 1 << 20]
-        monkeypatch.setattr("ds_tba.storage.tiers.resource.getrlimit", lambda which: tuple(limits))
+    with pytest.raises(ConfigError, match=said):
+        select(backend=backend, write_lanes=lanes, read_lanes=lanes)
+    for limits[0] in (present + needed, resource.RLIM_INFINITY):
+        assert select(backend=backend, write_lanes=lanes, read_lanes=lanes).backend.name == backend
 
-        def select() -> IoBackend:
-            return select_backend(config, AioConfig(), zero_uses_nvme=False, pinned=True, device="cuda").backend
 
-        with pytest.raises(
-            ConfigError,
-            match=rf"2 path\(s\) with {lanes} write and {lanes} read lanes need up to {needed} file descriptors \("
-            rf".*{present} are open, .*may have {limits[0]}: .*ulimit -n {present + needed}\)",
-        ):
-            select()
-        limits[0] += 1
-        assert select().name == backend
-        limits[0] = resource.RLIM_INFINITY
-        assert select().name == backend
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("code", CODES)
+def test_a_kernel_that_forbids_aio_is_found_before_the_op_runs(forbidden: dict[str, str], call: str, code: int) -> None:
+    """With it the process would abort at its first write, or hang; see aio.py [Note: Asking the kernel]."""
+    said = forbidden[f"{call} {code}"]
+    why = "ends processes" if code == KILLED else rf"refuses {call}.*\({re.escape(os.strerror(code))}\)"
+    assert re.search(rf"^NULL posix .*{why}.*seccomp profile allow io_setup", said, re.MULTILINE), said
+    assert re.search(rf'^NAMED io.backend: .*{why}.*, or set "backend": "posix"', said, re.MULTILINE), said
+    assert re.search(rf"^--    io.backend aio, .* would fail; null means posix: .*{why}", said, re.MULTILINE), said
+    assert re.search(rf"^ZeRO's NVMe offload needs DeepSpeed's aio op, which .*{why}", said, re.MULTILINE), said
+    assert "DOCTOR 0" in said
 
-    @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.parametrize("code", CODES)
-    def test_a_kernel_that_forbids_aio_is_found_before_the_op_is_used(
-        self, forbidden: dict[str, str], call: str, code: int
-    ) -> None:
-        """With it the process would abort at its first write, or hang; see aio.py [Note: Asking the kernel]."""
-        said = forbidden[f"{call} {code}"]
-        why = "ends processes" if code == KILLED else rf"refuses {call}.*\({re.escape(os.strerror(code))}\)"
-        assert re.search(rf"^NULL posix .*{why}.*seccomp profile allow io_setup", said, re.MULTILINE), said
-        assert re.search(rf'^NAMED io.backend: .*{why}.*, or set "backend": "posix"', said, re.MULTILINE), said
-        assert re.search(rf"^--    io.backend aio, .* would fail; null means posix: .*{why}", said, re.MULTILINE), said
-        assert re.search(rf"^ZeRO's NVMe offload needs DeepSpeed's aio op, which .*{why}", said, re.MULTILINE), said
-        assert "DOCTOR 0" in said
 
-    def test_calls_that_the_op_does_not_make_may_be_forbidden(self, forbidden: dict[str, str]) -> None:
-        assert "NULL loaded" in forbidden["io_getevents 1"]
+def test_calls_that_the_op_does_not_make_may_be_forbidden(forbidden: dict[str, str]) -> None:
+    assert "NULL loaded" in forbidden["io_getevents 1"]
 
-    @pytest.mark.parametrize(
-        ("fails", "error", "reason", "said"),
-        [
-            ("ds_tba.storage.backends.aio.AioBackend.__init__",
-             BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts."),
-             r"^backend aio: the kernel gave 8 of 10 contexts$", "gave 8 of 10"),
-            ("deepspeed.ops.op_builder.AsyncIOBuilder.load", OSError(errno.EROFS, "Read-only file system"),
-             r"Read-only file system.*Set TORCH_EXTENSIONS_DIR.*or set.*posix", r"Read-only.*Set TORCH_EXTENSIONS_DIR"),
-        ],
-        ids=["no context is left", "another user has built it"],
-    )  # fmt: skip
-    def test_an_op_that_cannot_be_had_means_posix(
-        self, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception, reason: str, said: str
-    ) -> None:
-        """Loading takes a lock in the cache: containers have one that root has made."""
-        monkeypatch.setattr(aio, "is_built", lambda: True)
-        monkeypatch.setattr(fails, raising(error))
-        chosen = select_backend(self.config(), AioConfig(), zero_uses_nvme=False, pinned=True)
-        assert chosen.backend.name == "posix" and re.search(reason, chosen.reason)
-        with pytest.raises(BackendUnavailableError, match=said):
-            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=True)
 
-    def test_an_op_that_does_not_build_names_the_way_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio, "is_built", lambda: False)
-        monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda self, verbose: False)
-        with pytest.raises(BackendUnavailableError, match=r'libaio-dev.*"backend": "posix"'):
-            select_backend(self.config(backend="aio"), AioConfig(), zero_uses_nvme=False, pinned=False)
+@pytest.mark.parametrize(
+    ("fails", "error", "said"),
+    [
+        ("ds_tba.storage.backends.aio.AioBackend.__init__",
+         BackendUnavailableError("backend aio: the kernel gave 8 of 10 contexts."), "gave 8 of 10 contexts"),
+        ("deepspeed.ops.op_builder.AsyncIOBuilder.load", OSError(errno.EROFS, "Read-only file system"),
+         r"Read-only file system.*Set TORCH_EXTENSIONS_DIR.*or set.*posix"),
+    ],
+    ids=["no context is left", "another user has built it"],
+)  # fmt: skip
+def test_an_op_that_cannot_be_had_means_posix(
+    op_is_built: None, monkeypatch: pytest.MonkeyPatch, fails: str, error: Exception, said: str
+) -> None:
+    """Loading takes a lock in the cache: containers have one that root has made."""
+    monkeypatch.setattr(fails, raising(error))
+    chosen = select()
+    assert chosen.backend.name == "posix" and re.search(said, chosen.reason)
+    with pytest.raises(BackendUnavailableError, match=said):
+        select(backend="aio")
+
+
+def test_an_op_that_does_not_build_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "is_built", lambda: False)
+    monkeypatch.setattr("deepspeed.ops.op_builder.AsyncIOBuilder.is_compatible", lambda self, verbose: False)
+    with pytest.raises(BackendUnavailableError, match=r'libaio-dev.*"backend": "posix"'):
+        select(backend="aio")
