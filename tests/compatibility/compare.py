@@ -23,11 +23,7 @@ RECOMPUTED: dict[str, Any] = {**PLANNED, "recompute": True, "ssd": WORN}
 
 @dataclass(frozen=True)
 class Compared:
-    """The results of the run with the block, rank by rank, and what the table says of them.
-
-    Attributes:
-        plain: what the run without it returned.
-    """
+    """The results of the run with the block, rank by rank, and of the ``plain`` one; ``str`` is what the table says."""
 
     results: list[dict[str, Any]]
     plain: list[dict[str, Any]]
@@ -126,11 +122,9 @@ def compare(
     """Train with and without the block; every loss and parameter of every rank must be the same.
 
     Args:
-        program: returns ``losses`` (hexadecimal, so that no bit is lost), ``parameters`` (a fingerprint of all, by
-            name) and ``report``.
-        config: of DeepSpeed, without the block.
+        program: returns ``losses`` (hexadecimal, so that no bit is lost), ``parameters`` (a fingerprint of each) and
+            ``report``.
         block: keys of the block; ``"placement": "nvme"`` where it does not say.
-        must_move: fail where no byte left memory.
         plain: what the run without the block returned, where that is known.
     """
     if plain is None:
@@ -145,15 +139,14 @@ def compare(
 def agrees(
     plain: list[dict[str, Any]], ours: list[dict[str, Any]], *, must_move: bool = True, more: Sequence[str] = ()
 ) -> Compared:
-    """Check that the ranks returned the same without and with the block, and more of it than losses and parameters."""
+    """Check that the ranks returned the same without and with the block: losses, parameters, and ``more``."""
     for rank, (expected, found) in enumerate(zip(plain, ours, strict=True)):
         assert expected["losses"], "the program trained nothing"
         for key in (*COMPARED, *more):
             assert found[key] == expected[key], f"rank {rank}: {key} differ"
         assert found["report"], f"rank {rank}: no offloader was attached"
     compared = Compared(ours, plain)
-    if must_move:
-        assert compared.total("offloaded") > 0, "no byte was moved"
+    assert not must_move or compared.total("offloaded") > 0, "no byte was moved"
     return compared
 
 
