@@ -150,15 +150,10 @@ def agrees(
     return compared
 
 
-def refusal(
-    program: Program, config: dict[str, Any], directory: Path, match: str, block: dict[str, Any] | None = None,
-    **arguments: Any,
-) -> str:  # fmt: skip
+def refusal(program: Program, config: dict[str, Any], directory: Path, match: str) -> str:
     """The message with which a run with the block ends before it trains."""
-    nvme_path = directory / "nvme"
-    nvme_path.mkdir()
     with pytest.raises(ProgramFailed, match=match) as failed:
-        run(program, with_block(config, nvme_path, **SMALL, **(block or {})), directory / "block", **arguments)
+        run(program, with_block(config, directory, **SMALL), directory / "block")
     lines = str(failed.value).strip().splitlines()
     # Not the last one: what DeepSpeed has said before may be written only at the end.
     told = [line for line in lines if line.startswith("ds_tba.errors.")] or lines

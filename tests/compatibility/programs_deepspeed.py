@@ -104,12 +104,7 @@ def train_on(engine: Any, batches: Iterator[Tensor], steps: int) -> list[float]:
 
 
 def trained(
-    config: dict[str, Any],
-    steps: int = 6,
-    *,
-    model: str = "plain",
-    lengths_change: bool = False,
-    autocast: bool = False,
+    config: dict[str, Any], steps: int = 6, *, model: str = "Net", lengths_change: bool = False, autocast: bool = False
 ) -> dict[str, Any]:
     """The plain loop of a model of ``BUILDS``; with ``autocast`` forward runs under the user's own."""
     engine = started(config, BUILDS[model])
@@ -330,9 +325,6 @@ def checkpointed(config: dict[str, Any], call: str, steps: int = 5) -> dict[str,
     return ended(engine, losses, runs=Counted.runs, micro_steps=steps * engine.gradient_accumulation_steps())
 
 
-# ---- saving and resuming --------------------------------------------------------------------------------------------
-
-
 def saved(config: dict[str, Any], to: Path) -> dict[str, Any]:
     """Trains and saves a checkpoint."""
     engine = started(config, Net)
@@ -371,7 +363,7 @@ class TiledLoss(Net):
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Net,
+    "Net": Net,
     "leaf modules": with_leaf_modules,
     "frozen norms": with_frozen_norms,
     "TiledMLP": partial(Net, partial(Block, TiledMlp)),
@@ -398,9 +390,6 @@ def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str,
         return nn.functional.cross_entropy(scores.flatten(0, 1).float(), text.roll(-1, 1)[:, part].flatten())
 
     return ended(engine, loop(engine, loss_of, steps))
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 class Experts(nn.Module):

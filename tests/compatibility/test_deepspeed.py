@@ -118,9 +118,6 @@ def test_recomputing(way: Way, stage: int, tmp_path: Path, row_says: Callable[[s
     row_says(way.says(way.compared(stage, tmp_path, block=RECOMPUTED, steps=2 * PLAN_STEPS, must_move=False)))
 
 
-# ---- under two placements -------------------------------------------------------------------------------------------
-
-
 def offloaded(stage: int, **devices: str) -> dict[str, Any]:
     """ZeRO's own offload; ``nvme_path`` is filled in by the test."""
     zero: dict[str, Any] = {
@@ -165,8 +162,6 @@ def test_placements(way: Way, stage: int, tmp_path: Path, row_says: Callable[[st
     assert all(report["plans"] >= 1 for report in planned.reports), "the adaptive run made no plan"
     row_says(f"nvme: {nvme}; adaptive: {planned}")
 
-
-# ---- saving and resuming --------------------------------------------------------------------------------------------
 
 SAVING = Way("save_checkpoint and load_checkpoint, with and without the block", programs.saved, decides=2)
 
