@@ -97,7 +97,7 @@ def launched(
     config.write_text(yaml.safe_dump({**LAUNCHED, "main_process_port": port, "deepspeed_config": deepspeed_settings}))
     script = Path(__file__).with_name("programs_hf.py")
     launcher = ("-m", "accelerate.commands.launch", "--config_file", config, script, directory / "result")
-    done = python(*launcher, *arguments, cwd=directory, **variables)
+    done = python(*launcher, *arguments, cwd=directory, timeout_s=900, **variables)
     remove_shared_memory(port)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return [json.loads((directory / f"result{rank}.json").read_text()) for rank in range(2)]
