@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-import ds_tba
+from ds_tba import Offloader
 
 WIDTH, ROWS, STEPS, MICRO_STEPS = 64, 32, 8, 2
 
@@ -53,14 +54,9 @@ def made(way: str, checkpoints: str) -> nn.Module:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
         return model
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if "bf16" in way else MixedPrecisionPolicy()
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "reshard_after_forward": "kept" not in way,
-    }
-    for block in model.layers:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
+    for part in (*model.layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward="kept" not in way)
+    return model
 
 
 def bits(tensor: Tensor) -> str:
@@ -70,12 +66,7 @@ def bits(tensor: Tensor) -> str:
 
 
 def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    offloader: ds_tba.Offloader | None,
-    steps: range,
-    rows: int = ROWS,
-    rank: int = 0,
+    model: nn.Module, optimizer: Optimizer, offloader: Offloader | None, steps: range, rows: int = ROWS, rank: int = 0
 ) -> list[str]:
     """Return the bits of each loss and of the gradients of each step."""
     found: list[str] = []
@@ -102,7 +93,7 @@ def trained(_: None, way: str, checkpoints: str, block: dict[str, Any] | None) -
         way: ``ddp``; ``tp``, with the two Linears of a block divided; or ``fsdp`` with ``-bf16`` (a mixed precision
             policy) and ``-kept`` (parameters stay gathered after forward).
         checkpoints: ``none``, ``function`` (torch.utils.checkpoint) or ``wrapper`` (CheckpointWrapper).
-        block: of :class:`ds_tba.Offloader`; None is without it.
+        block: of ``Offloader``; None is without it.
     """
     dist.init_process_group("gloo")
     found, saved, reports = [], io.BytesIO(), []
@@ -115,7 +106,7 @@ def trained(_: None, way: str, checkpoints: str, block: dict[str, Any] | None) -
             state = torch.load(saved, weights_only=False)
             set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1])
         with ExitStack() as stack:
-            offloader = None if block is None else stack.enter_context(ds_tba.Offloader(model, **block))
+            offloader = None if block is None else stack.enter_context(Offloader(model, **block))
             found += train(model, optimizer, offloader, steps, rank=dist.get_rank())
             if offloader is not None:
                 reports.append(offloader.report().to_dict())

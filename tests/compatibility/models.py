@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,18 +30,19 @@ class Model:
     """How to build a model, and a batch of so many samples from a random generator."""
 
     build: Callable[[], nn.Module]
-    batch: Callable[[int, torch.Generator], dict[str, Tensor]]
+    batch: Callable[[int, torch.Generator], dict[str, Any]]
 
 
-def from_config(model: str, **settings: Any) -> Callable[[], nn.Module]:
+def hf(name: str, batch: Callable[[int, torch.Generator], dict[str, Any]], **settings: Any) -> Model:
+    """A model of Transformers."""
+
     def build() -> nn.Module:
         import transformers
 
-        of = getattr(transformers, model)
-        built: nn.Module = of(of.config_class(**settings))
-        return built.train()
+        of = getattr(transformers, name)
+        return of(of.config_class(**settings))
 
-    return build
+    return Model(build, batch)
 
 
 def words(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
@@ -86,34 +88,17 @@ def bytes_to_foretell(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
 
 
 class Denoiser(nn.Module):
-    """A diffusion model with its loss: what noise was added?"""
+    """A model of Diffusers with its loss: what noise was added?"""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, name: str, **settings: Any) -> None:
+        import diffusers
+
         super().__init__()
-        self.network = network
+        self.network = getattr(diffusers, name)(sample_size=PIXELS, dropout=0.1, **settings)
 
     def forward(self, sample: Tensor, noise: Tensor, **conditions: Tensor) -> SimpleNamespace:
         found = self.network(sample + noise, **conditions).sample
         return SimpleNamespace(loss=functional.mse_loss(found[:, : noise.shape[1]], noise))
-
-
-def unet() -> nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return Denoiser(UNet2DConditionModel(
-        sample_size=PIXELS, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=WIDTH,
-        norm_num_groups=8, attention_head_dim=8, dropout=0.1,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )).train()  # fmt: skip
-
-
-def dit() -> nn.Module:
-    from diffusers import DiTTransformer2DModel
-
-    return Denoiser(DiTTransformer2DModel(
-        sample_size=PIXELS, num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=8,
-        num_layers=LAYERS, dropout=0.1, num_embeds_ada_norm=1000,
-    )).train()  # fmt: skip
 
 
 def noisy(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
@@ -130,11 +115,9 @@ def noisy_with_class(batch: int, chance: torch.Generator) -> dict[str, Tensor]:
 
 
 def clip() -> nn.Module:
-    built = from_config(
-        "CLIPModel", projection_dim=WIDTH,
-        text_config={**WIDTHS, "max_position_embeddings": LENGTH, "attention_dropout": 0.1},
-        vision_config={**WIDTHS, "image_size": PIXELS, "patch_size": 4},
-    )()  # fmt: skip
+    text = {**WIDTHS, "max_position_embeddings": LENGTH, "attention_dropout": 0.1}
+    vision = {**WIDTHS, "image_size": PIXELS, "patch_size": 4}
+    built = hf("CLIPModel", captions, projection_dim=WIDTH, text_config=text, vision_config=vision).build()
     # DeepSpeed 0.19.8 cannot broadcast a parameter without dimensions.
     built.logit_scale = nn.Parameter(built.logit_scale.detach().reshape(1))
     return built
@@ -144,12 +127,7 @@ def our_gpt() -> nn.Module:
     sys.path.insert(0, str(ROOT / "examples"))
     from train_gpt import GPT
 
-    return GPT(WIDTH, LAYERS, LENGTH).train()
-
-
-def hf(name: str, batch: Callable[[int, torch.Generator], dict[str, Tensor]], **settings: Any) -> Model:
-    """A model of Transformers."""
-    return Model(from_config(name, **settings), batch)
+    return GPT(WIDTH, LAYERS, LENGTH)
 
 
 MODELS = {
@@ -176,7 +154,12 @@ MODELS = {
         encoder_ffn_dim=2 * WIDTH, decoder_ffn_dim=2 * WIDTH, dropout=0.1, max_source_positions=FRAMES // 2,
         max_target_positions=LENGTH, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1),
     "CLIP": Model(clip, captions),
-    "Diffusion U-Net": Model(unet, noisy_with_caption),
-    "Diffusion transformer (DiT)": Model(dit, noisy_with_class),
+    "Diffusion U-Net": Model(partial(Denoiser, "UNet2DConditionModel", block_out_channels=(32, 64), layers_per_block=1,
+        cross_attention_dim=WIDTH, norm_num_groups=8, attention_head_dim=8,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D")),
+        noisy_with_caption),
+    "Diffusion transformer (DiT)": Model(partial(Denoiser, "DiTTransformer2DModel", num_attention_heads=4,
+        attention_head_dim=16, in_channels=4, out_channels=8, num_layers=LAYERS, num_embeds_ada_norm=1000),
+        noisy_with_class),
     "GPT of examples/train_gpt.py": Model(our_gpt, bytes_to_foretell),
 }  # fmt: skip

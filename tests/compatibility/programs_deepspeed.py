@@ -18,12 +18,11 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP, UlyssesSPAttentionHF
 from models import MODELS
-from programs_plain import outcome
+from programs_plain import BATCH, ended, loop, started
 from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-WIDTH, HEADS, LENGTH, WORDS, LAYERS, BATCH = 64, 4, 32, 96, 3, 2
-EXPERTS = 4
+WIDTH, HEADS, LENGTH, WORDS, LAYERS, EXPERTS = 64, 4, 32, 96, 3, 4
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
@@ -34,11 +33,7 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return MLP.forward_of(self, x)
-
-    @staticmethod
-    def forward_of(mlp: Any, x: Tensor) -> Tensor:
-        return mlp.down(nn.functional.gelu(mlp.up(x)))
+        return self.down(nn.functional.gelu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -55,14 +50,13 @@ class Block(nn.Module):
         self.mlp = mlp()
         self.drop = nn.Dropout(0.1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend over tensors of (batch, length, heads, width of a head)."""
-        heads = [each.transpose(1, 2) for each in (query, key, value)]
-        return nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+    def attended(self, x: Tensor) -> Tensor:
+        heads = [each.transpose(1, 2) for each in self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)]
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+        return self.drop(self.out(attended.flatten(2)))
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        x = x + self.drop(self.out(self.attend(query, key, value).flatten(2)))
+        x = x + self.attended(x)
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
@@ -102,32 +96,6 @@ def texts(rank: int, *, lengths_change: bool = False) -> Iterator[Tensor]:
         yield torch.randint(0, WORDS, (BATCH, length), generator=chance)
 
 
-def started(config: dict[str, Any], build: Callable[[], nn.Module] = Net, **more: Any) -> Any:
-    """An engine for a new model, with every random state set."""
-    torch.manual_seed(0)
-    model = build()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **more)
-    torch.manual_seed(100 + engine.global_rank)
-    return engine
-
-
-def ended(engine: Any, losses: list[float], **more: Any) -> dict[str, Any]:
-    result = {**outcome(engine, losses), **more}
-    engine.destroy()
-    return result
-
-
-def loop(engine: Any, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
-    """Train for so many steps; return the loss of each micro-step."""
-    losses = []
-    for _ in range(steps * engine.gradient_accumulation_steps()):
-        loss = loss_of()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def train_on(engine: Any, batches: Iterator[Tensor], steps: int) -> list[float]:
     return loop(engine, lambda: engine(next(batches)), steps)
 
@@ -136,20 +104,9 @@ def train_on(engine: Any, batches: Iterator[Tensor], steps: int) -> list[float]:
 
 
 def trained(
-    config: dict[str, Any],
-    steps: int = 6,
-    *,
-    model: str = "plain",
-    lengths_change: bool = False,
-    autocast: bool = False,
+    config: dict[str, Any], steps: int = 6, *, model: str = "Net", lengths_change: bool = False, autocast: bool = False
 ) -> dict[str, Any]:
-    """The plain loop.
-
-    Args:
-        model: of ``BUILDS``.
-        lengths_change: each batch has a length of its own.
-        autocast: forward runs under the user's own ``torch.autocast``.
-    """
+    """The plain loop of a model of ``BUILDS``; with ``autocast`` forward runs under the user's own."""
     engine = started(config, BUILDS[model])
     batches = texts(engine.global_rank, lengths_change=lengths_change)
 
@@ -162,7 +119,7 @@ def trained(
 
 def trained_with_a_look(config: dict[str, Any], steps: int = 8) -> dict[str, Any]:
     """The script gathers ZeRO-3's parameters between forward and backward, which lets go of them."""
-    engine = started(config)
+    engine = started(config, Net)
     batches, losses = texts(engine.global_rank), []
     for step in range(steps):
         loss = engine(next(batches))
@@ -183,9 +140,8 @@ def trained_in_fp16(config: dict[str, Any], steps: int = 14) -> dict[str, Any]:
 
 def trained_with_no_sync(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
     """Gradient accumulation by hand: gradients are reduced with the last micro-batch alone."""
-    engine = started(config)
-    batches = texts(engine.global_rank)
-    losses = []
+    engine = started(config, Net)
+    batches, losses = texts(engine.global_rank), []
     for _ in range(steps):
         with engine.no_sync():
             for _ in range(2):
@@ -198,9 +154,8 @@ def trained_with_no_sync(config: dict[str, Any], steps: int = 4) -> dict[str, An
 
 def trained_two_engines(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     """An actor and a critic: both go forward before either goes backward."""
-    actor, critic = started(config), started(config)
-    batches = texts(actor.global_rank)
-    losses = []
+    actor, critic = started(config, Net), started(config, Net)
+    batches, losses = texts(actor.global_rank), []
     for _ in range(steps):
         text = next(batches)
         values, loss = critic(text), actor(text)
@@ -219,7 +174,7 @@ def trained_two_engines(config: dict[str, Any], steps: int = 5) -> dict[str, Any
 
 def trained_on_pairs(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     """Two forwards before each backward, as preference losses have them."""
-    engine = started(config)
+    engine = started(config, Net)
     batches = texts(engine.global_rank)
 
     def loss_of() -> Tensor:
@@ -252,8 +207,7 @@ def trained_from_zero_init(config: dict[str, Any], steps: int = 5) -> dict[str, 
             return Tied()
 
     engine = started(config, build)
-    batches = texts(engine.global_rank)
-    losses = []
+    batches, losses = texts(engine.global_rank), []
     for _ in range(steps):
         losses += train_on(engine, batches, 1)
         weight = engine.module.embedding.weight
@@ -299,6 +253,36 @@ def with_frozen_norms() -> nn.Module:
 # ---- checkpointing --------------------------------------------------------------------------------------------------
 
 
+class Counted(Block):
+    """Counts how often it runs, for the proof that it was made again in backward."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counted.runs += 1
+        return super().forward(x)
+
+
+class Odd(Counted):
+    """Takes and returns more than a tensor."""
+
+    def forward(self, x: Tensor, mask: Tensor, places: Tensor, nothing: None, scale: float, twice: Tensor) -> Any:
+        if nothing is not None:
+            raise TypeError("an argument that was None is something else")
+        x = super().forward(x.index_select(1, places)) * mask.unsqueeze(-1) + scale * twice
+        return x, mask.logical_not(), places + 0
+
+
+def call_odd(block: nn.Module, x: Tensor) -> Tensor:
+    """What DeepSpeed's own tests pass to a checkpoint: masks, indices, None, numbers, one tensor twice."""
+    mask = torch.ones(x.shape[:2], dtype=torch.bool).tril(LENGTH // 2)
+    places = torch.arange(x.shape[1]).flip(0)
+    out, negated, same = deepspeed.checkpointing.checkpoint(block, x, mask, places, None, 0.5, x)
+    if not torch.equal(negated, ~mask) or not torch.equal(same, places):
+        raise ValueError("a checkpoint returned other masks or indices")
+    return out
+
+
 # Matrix products are saved, the rest is made again. Under ZeRO-3 only without ``memory_efficient_linear``: that adds a
 # bias in place to what the policy has saved, and PyTorch does not notice. Backward then adds it twice: without us, and
 # with us where PyTorch hands us nothing.
@@ -311,17 +295,8 @@ CALLS: dict[str, Call] = {
     ),
     "deepspeed": deepspeed.checkpointing.checkpoint,
     "deepspeed, non-reentrant": deepspeed.checkpointing.non_reentrant_checkpoint,
+    "deepspeed, odd": call_odd,
 }
-
-
-class Counted(Block):
-    """Counts how often it runs, for the proof that it was made again in backward."""
-
-    runs = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Counted.runs += 1
-        return super().forward(x)
 
 
 def checkpoints_are_copies() -> None:
@@ -342,33 +317,28 @@ def checkpoints_are_copies() -> None:
 
 def checkpointed(config: dict[str, Any], call: str, steps: int = 5) -> dict[str, Any]:
     """Every block is checkpointed in one of these ways."""
-    engine = started(config, partial(Net, Counted, CALLS[call]))
+    engine = started(config, partial(Net, Odd if CALLS[call] is call_odd else Counted, CALLS[call]))
     if "deepspeed" in call:
         checkpoints_are_copies()
         deepspeed.checkpointing.configure(None, deepspeed_config=config, num_checkpoints=LAYERS)
-    batches = texts(engine.global_rank)
-    losses = train_on(engine, batches, steps)
+    losses = train_on(engine, texts(engine.global_rank), steps)
     return ended(engine, losses, runs=Counted.runs, micro_steps=steps * engine.gradient_accumulation_steps())
 
 
-# ---- saving and resuming --------------------------------------------------------------------------------------------
-
-
-def saved(config: dict[str, Any], to: Path, steps: int = 4) -> dict[str, Any]:
+def saved(config: dict[str, Any], to: Path) -> dict[str, Any]:
     """Trains and saves a checkpoint."""
-    engine = started(config)
-    losses = train_on(engine, texts(engine.global_rank), steps)
+    engine = started(config, Net)
+    losses = train_on(engine, texts(engine.global_rank), 4)
     engine.save_checkpoint(str(to), tag="saved")
     return ended(engine, losses)
 
 
-def resumed(config: dict[str, Any], source: Path, tag: str = "saved", steps: int = 4) -> dict[str, Any]:
+def resumed(config: dict[str, Any], source: Path) -> dict[str, Any]:
     """Goes on from a checkpoint."""
-    engine = started(config)
-    path, _ = engine.load_checkpoint(str(source), tag=tag)
-    if path is None:
+    engine = started(config, Net)
+    if engine.load_checkpoint(str(source), tag="saved")[0] is None:
         raise FileNotFoundError(f"no checkpoint in {source}")
-    return ended(engine, train_on(engine, texts(7 + engine.global_rank), steps))
+    return ended(engine, train_on(engine, texts(7 + engine.global_rank), 4))
 
 
 # ---- long sequences -------------------------------------------------------------------------------------------------
@@ -378,7 +348,7 @@ class TiledMlp(MLP):
     """Runs in tiles of the sequence, and again in backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return TiledMLP.apply(MLP.forward_of, self, x, 4, list(self.parameters()))
+        return TiledMLP.apply(MLP.forward, self, x, 4, list(self.parameters()))
 
 
 class TiledLoss(Net):
@@ -393,7 +363,7 @@ class TiledLoss(Net):
 
 
 BUILDS: dict[str, Callable[[], nn.Module]] = {
-    "plain": Net,
+    "Net": Net,
     "leaf modules": with_leaf_modules,
     "frozen norms": with_frozen_norms,
     "TiledMLP": partial(Net, partial(Block, TiledMlp)),
@@ -422,9 +392,6 @@ def ulysses_of_hugging_face(config: dict[str, Any], steps: int = 5) -> dict[str,
     return ended(engine, loop(engine, loss_of, steps))
 
 
-# ---- experts ---------------------------------------------------------------------------------------------------------
-
-
 class Experts(nn.Module):
     """One of several experts, which the ranks share out among them."""
 
@@ -441,40 +408,7 @@ def with_experts(config: dict[str, Any], steps: int = 5) -> dict[str, Any]:
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = Net(partial(Block, Experts))
-    groups = split_params_into_different_moe_groups_for_optimizer(
-        {"params": list(model.parameters()), "name": "parameters"}
-    )
-    torch.manual_seed(0)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
-    torch.manual_seed(100 + engine.global_rank)
-    return ended(engine, train_on(engine, texts(engine.global_rank), steps))
-
-
-# ---- what DeepSpeed's own tests pass to a checkpoint ----------------------------------------------------------------
-
-
-class OddBlock(Block):
-    """Takes and returns more than a tensor."""
-
-    def forward(self, x: Tensor, mask: Tensor, places: Tensor, nothing: None, scale: float, twice: Tensor) -> Any:
-        if nothing is not None:
-            raise TypeError("an argument that was None is something else")
-        x = super().forward(x.index_select(1, places)) * mask.unsqueeze(-1) + scale * twice
-        return x, mask.logical_not(), places + 0
-
-
-def with_odd_checkpoints(config: dict[str, Any], steps: int = 4) -> dict[str, Any]:
-    """Checkpoints that take masks, indices, None, numbers and one tensor twice, and return several tensors."""
-
-    def call(block: nn.Module, x: Tensor) -> Tensor:
-        mask = torch.ones(x.shape[:2], dtype=torch.bool).tril(LENGTH // 2)
-        places = torch.arange(x.shape[1]).flip(0)
-        out, negated, same = deepspeed.checkpointing.checkpoint(block, x, mask, places, None, 0.5, x)
-        if not torch.equal(negated, ~mask) or not torch.equal(same, places):
-            raise ValueError("a checkpoint returned other masks or indices")
-        return out
-
-    engine = started(config, partial(Net, OddBlock, call))
-    checkpoints_are_copies()
-    deepspeed.checkpointing.configure(None, deepspeed_config=config, num_checkpoints=LAYERS)
+    own = {"params": list(model.parameters()), "name": "parameters"}
+    groups = split_params_into_different_moe_groups_for_optimizer(own)
+    engine = started(config, lambda: model, model_parameters=groups)
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))

@@ -1,12 +1,24 @@
 """How people train with Hugging Face's libraries: Transformers' Trainer, Accelerate, PEFT and TRL.
 
-As in ``programs_plain.py``: each function is a training script, and returns what is compared.
+As in ``programs_plain.py``: each function is a training script, and returns what is compared. As a program this is
+a script for ``accelerate launch``, and what it compares goes to a file:
+
+    accelerate launch --config_file config.yaml programs_hf.py RESULT {loop, trainer} [BLOCK]
+
+BLOCK, in JSON, is for DeepSpeed settings that have no file in which it could stand.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import json
+import os
 import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,23 +27,17 @@ from programs_plain import outcome
 from torch import nn
 
 BLOCK = "activation_nvme_offload"
+Build = Callable[[], nn.Module]
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-def samples() -> list[dict[str, Any]]:
+def samples(*, varying_lengths: bool = False) -> list[dict[str, Any]]:
     """A data set: as many samples as a run may ask for."""
-    batch = MODELS["Llama"].batch(64, torch.Generator().manual_seed(1))
-    return [{key: value[index] for key, value in batch.items()} for index in range(64)]
-
-
-def of_varying_lengths(data: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    chance = random.Random(1)
-    lengths = [chance.randint(4, LENGTH) for _ in data]
-    return [
-        {key: value[:length] for key, value in sample.items()} for sample, length in zip(data, lengths, strict=True)
-    ]
+    batch, chance = MODELS["Llama"].batch(64, torch.Generator().manual_seed(1)), random.Random(1)
+    lengths = [chance.randint(4, LENGTH) if varying_lengths else LENGTH for _ in range(64)]
+    return [{key: value[at, :length] for key, value in batch.items()} for at, length in enumerate(lengths)]
 
 
 def padded(batch: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -125,9 +131,7 @@ def trainer(
                 model.train()
 
     arguments = TrainingArguments(**settings(config, steps, **more))
-    data = samples()
-    if varying_lengths:
-        data = of_varying_lengths(data)
+    data = samples(varying_lengths=varying_lengths)
     trains = Trainer(
         build(lora=lora), arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[Generating()],
         data_collator=padded if varying_lengths else None,
@@ -152,31 +156,29 @@ def resumed_trainer(config: dict[str, Any], steps: int = 10, **more: Any) -> dic
 # ---- TRL ------------------------------------------------------------------------------------------------------------
 
 
-def sft(config: dict[str, Any], steps: int = 8, **more: Any) -> dict[str, Any]:
-    """TRL's ``SFTTrainer`` on texts of many lengths."""
+def of_trl(kind: str, given: dict[str, Any], data: dict[str, list[str]], *builds: Build) -> dict[str, Any]:
+    """Train with TRL's trainer of this kind."""
+    import trl
     from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
 
-    arguments = SFTConfig(**settings(config, steps, max_length=LENGTH, **more))
-    data = Dataset.from_dict({"text": sentences(64)})
-    trains = SFTTrainer(build(), arguments, train_dataset=data, processing_class=tokenizer())
+    arguments = getattr(trl, f"{kind}Config")(**given)
+    models, texts = [build() for build in builds], Dataset.from_dict(data)
+    trains = getattr(trl, f"{kind}Trainer")(*models, args=arguments, train_dataset=texts, processing_class=tokenizer())
     losses = train(trains)
     return outcome(trains.model_wrapped, losses)
+
+
+def sft(config: dict[str, Any], steps: int = 8, **more: Any) -> dict[str, Any]:
+    """TRL's ``SFTTrainer`` on texts of many lengths."""
+    return of_trl("SFT", settings(config, steps, max_length=LENGTH, **more), {"text": sentences(64)}, build)
 
 
 def dpo(config: dict[str, Any], steps: int = 8, *, lora: bool = False, **more: Any) -> dict[str, Any]:
     """TRL's ``DPOTrainer``: the policy, and a reference that is not trained (with LoRA the same without adapters)."""
-    from datasets import Dataset
-    from trl import DPOConfig, DPOTrainer
-
-    arguments = DPOConfig(**settings(config, steps, max_length=2 * LENGTH, **more))
     texts = sentences(96)
-    data = Dataset.from_dict({"prompt": texts[:32], "chosen": texts[32:64], "rejected": texts[64:]})
-    policy = build(lora=lora)
-    reference = None if lora else build()
-    trains = DPOTrainer(policy, reference, arguments, train_dataset=data, processing_class=tokenizer())
-    losses = train(trains)
-    return outcome(trains.model_wrapped, losses)
+    data = {"prompt": texts[:32], "chosen": texts[32:64], "rejected": texts[64:]}
+    builds = [partial(build, lora=lora), *([] if lora else [build])]
+    return of_trl("DPO", settings(config, steps, max_length=2 * LENGTH, **more), data, *builds)
 
 
 # ---- Accelerate -----------------------------------------------------------------------------------------------------
@@ -216,14 +218,12 @@ def accelerated_loop(block: dict[str, Any] | None, plugin: Any = None, steps: in
     loader = torch.utils.data.DataLoader(samples(), batch_size=2, shuffle=True)
     engine, optimizer, loader = accelerator.prepare(built, optimizer, loader)
     losses: list[float] = []
-    for batch in loader:
+    for batch in itertools.islice(loader, steps):
         loss = engine(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if len(losses) == steps:
-            break
     return outcome(engine, losses)
 
 
@@ -243,3 +243,9 @@ def checkpointing(reentrant: bool, **more: Any) -> dict[str, Any]:
 
 
 FINE: dict[str, Any] = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0, "max_grad_norm": 0.1}
+
+
+if __name__ == "__main__":
+    path, way, *block = sys.argv[1:]
+    result = trainer(None) if way == "trainer" else accelerated_loop(json.loads(block[0]) if block else None)
+    Path(f"{path}{os.environ['RANK']}.json").write_text(json.dumps(result))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.runtime.activation_checkpointing import offload_activations
 from models import MODELS
@@ -45,10 +45,13 @@ def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, 
     kind = offload_activations.CheckpointHiddenStatesOffload
     kind._should_skip = lambda _self, tensor: isinstance(tensor, nn.Parameter)
     offload = kind(use_pin_memory=False, use_streams=False)
-    torch.manual_seed(0)
-    model = MODELS["Llama"].build()
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def build() -> nn.Module:
+        model = MODELS["Llama"].build()
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    engine = started(config, build)
     chance, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         with offload:
@@ -59,30 +62,19 @@ def with_deepspeed_offload(config: dict[str, Any], steps: int = 6) -> dict[str, 
     return ended(engine, losses)
 
 
-class RandomState:
-    """The hooks of ``torch_remat``, which leaves random numbers to its caller."""
-
-    def snapshot(self) -> Tensor:
-        return torch.get_rng_state()
-
-    def restore(self, state: Tensor) -> None:
-        torch.set_rng_state(state)
+# ``torch_remat`` leaves random numbers to its caller.
+RANDOM_STATE = SimpleNamespace(snapshot=torch.get_rng_state, restore=torch.set_rng_state)
 
 
 class RematBlock(Block):
     """Attention's saved tensors are kept, all else is made again."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attended(self, x: Tensor) -> Tensor:
         import torch_remat as remat
 
-        attended = remat.region(self.attended, "attention", recompute=False)(x)
+        attended = remat.region(super().attended, "attention", recompute=False)(x)
         remat.recompute_needs_tensor(attended)
-        x = x + attended
-        return x + self.drop(self.mlp(self.norm2(x)))
-
-    def attended(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).unbind(2)
-        return self.drop(self.out(self.attend(query, key, value).flatten(2)))
+        return attended
 
 
 def with_torch_remat(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
@@ -90,7 +82,7 @@ def with_torch_remat(config: dict[str, Any], steps: int = 6) -> dict[str, Any]:
     import torch_remat as remat
 
     def call(block: nn.Module, x: Tensor) -> Tensor:
-        return remat.checkpoint(region_name="block", recompute_state_hooks=(RandomState(),))(block)(x)
+        return remat.checkpoint(region_name="block", recompute_state_hooks=(RANDOM_STATE,))(block)(x)
 
     engine = started(config, partial(Net, RematBlock, call))
     return ended(engine, train_on(engine, texts(engine.global_rank), steps))

@@ -7,11 +7,15 @@ of ds_tba but ``engine.activation_offloader``, whose report they return.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
 from models import MODELS
+from torch import Tensor, nn
+
+BATCH = 2
 
 
 def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
@@ -29,11 +33,37 @@ def outcome(engine: Any, losses: list[float]) -> dict[str, Any]:
     }
 
 
+def started(config: dict[str, Any], build: Callable[[], nn.Module], **more: Any) -> Any:
+    """An engine for a new model, with every random state set."""
+    torch.manual_seed(0)
+    model = build()
+    options = {"model_parameters": model.parameters(), **more}
+    engine, *_ = deepspeed.initialize(model=model, config=config, **options)
+    torch.manual_seed(100 + engine.global_rank)
+    return engine
+
+
+def ended(engine: Any, losses: list[float], **more: Any) -> dict[str, Any]:
+    result = {**outcome(engine, losses), **more}
+    engine.destroy()
+    return result
+
+
+def loop(engine: Any, loss_of: Callable[[], Tensor], steps: int) -> list[float]:
+    """Train for so many steps; return the loss of each micro-step."""
+    losses = []
+    for _ in range(steps * engine.gradient_accumulation_steps()):
+        loss = loss_of()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 def plain_loop(
     config: dict[str, Any],
     model: str = "Llama",
     steps: int = 6,
-    batch: int = 2,
     *,
     has_cache: bool = True,
     own_backward: bool = False,
@@ -50,30 +80,32 @@ def plain_loop(
         same_data: ranks that have parts of one model get the same data.
     """
     torch.autograd.set_detect_anomaly(detects_anomalies)
-    torch.manual_seed(0)
-    built = MODELS[model].build()
-    for module in built.modules():
-        if not has_cache and hasattr(getattr(module, "config", None), "use_cache"):
-            module.config.use_cache = False
-    engine, *_ = deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config)
+
+    def build() -> nn.Module:
+        built = MODELS[model].build()
+        for module in built.modules():
+            if not has_cache and hasattr(getattr(module, "config", None), "use_cache"):
+                module.config.use_cache = False
+        return built
+
+    engine = started(config, build)
     rank = 0 if same_data else engine.global_rank
     chance = torch.Generator().manual_seed(1 + rank)
     torch.manual_seed(100 + rank)
-    losses = []
+
+    def loss_of() -> Tensor:
+        result = engine(**MODELS[model].batch(BATCH, chance))
+        return result if isinstance(result, Tensor) else result.loss
+
+    losses, backward = [], Tensor.backward if own_backward else engine.backward
     for _ in range(steps * engine.gradient_accumulation_steps()):
-        result = engine(**MODELS[model].batch(batch, chance))
-        loss = result if isinstance(result, torch.Tensor) else result.loss
-        if own_backward:
-            loss.backward()
-        else:
-            engine.backward(loss)
+        loss = loss_of()
+        backward(loss)
         engine.step()
         losses.append(loss.item())
         if evaluates:
             engine.eval()
             with torch.inference_mode():
-                losses.append(engine(**MODELS[model].batch(batch, chance)).loss.item())
+                losses.append(loss_of().item())
             engine.train()
-    result = outcome(engine, losses)
-    engine.destroy()
-    return result
+    return ended(engine, losses)

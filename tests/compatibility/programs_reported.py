@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from programs_deepspeed import LAYERS, WORDS, Net, ended, loop, started, texts, train_on
-from programs_plain import outcome
 from torch import Tensor, nn
 
 
@@ -106,7 +105,7 @@ def trained_with_forks(config: dict[str, Any], steps: int = 4, how: str = "exits
 
 
 def trained_with_mutations(config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
-    engine = started(config)
+    engine = started(config, Net)
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         return ended(engine, train_on(engine, texts(0), steps))
 
@@ -115,28 +114,21 @@ def trained_past_the_engine(config: dict[str, Any], steps: int = 3, how: str = "
     """Nothing of ours sees what autograd saves. The script has logging of its own, which shows warnings.
 
     Args:
-        how: the script calls ``engine.module``, or a ``wrapper`` around it; the engine runs under ``no_grad``, and the
-            head alone is trained; or the engine is called as it should be.
+        how: the script calls ``engine.module``; the engine runs under ``no_grad``, and the head alone is trained; or
+            the ``engine`` is called as it should be.
     """
     logging.basicConfig()
-    engine = started(config, Scores)
-    batches, past = texts(0), nn.Sequential(engine.module) if how == "wrapper" else engine.module
+    engine, batches = started(config, Scores), texts(0)
 
     def loss_of() -> Tensor:
         text = next(batches)
-        if how in ("module", "wrapper"):
-            scores = past(text)
-        elif how == "no_grad":
-            with torch.no_grad():
-                scores = engine(text)
+        with torch.set_grad_enabled(how != "no_grad"):
+            scores = (engine.module if how == "module" else engine)(text)
+        if how == "no_grad":
             scores = scores + engine.module.head.weight.mean()
-        else:
-            scores = engine(text)
         return torch.nn.functional.cross_entropy(scores.flatten(0, 1), text.flatten())
 
-    losses = loop(engine, loss_of, steps)
-    result = outcome(engine, losses)
     offloader = getattr(engine, "activation_offloader", None)
-    engine.destroy()
-    summary = "" if offloader is None else offloader.report().summary()
-    return {**result, "summary": summary, "ended": None if offloader is None else offloader.report().state}
+    result = ended(engine, loop(engine, loss_of, steps))
+    report = None if offloader is None else offloader.report()
+    return result if report is None else {**result, "summary": report.summary(), "ended": report.state}

@@ -10,7 +10,7 @@ from typing import Any
 
 import programs_deepspeed as programs
 import pytest
-from compare import COMPARED, PLANNED, RECOMPUTED, Compared, Way, compare, config_of, recomputed, row, rows
+from compare import COMPARED, PLANNED, RECOMPUTED, Compared, Way, compare, config_of, recomputed, rows
 from conftest import make_backend
 from forked import run
 from programs_plain import plain_loop
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.engine
 
 SECTION = "DeepSpeed"
 PLAN_STEPS = 10  # the first plan comes before
-
-
-def zero_of(**more: Any) -> Callable[[int], dict[str, Any]]:
-    return partial(config_of, zero_optimization=more)
 
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
@@ -66,7 +62,7 @@ WAYS = [
     Way("torch_autocast in the config", programs.trained, {}, [1, 3], decides=1,
         config=partial(config_of, torch_autocast=AUTOCAST)),
     Way("a second partition within the host (zero_hpz_partition_size), ZeRO-{}, 2 ranks", programs.trained, {}, [3],
-        decides=3, ranks=2, config=zero_of(zero_hpz_partition_size=2)),
+        decides=3, ranks=2, config=partial(config_of, zero_optimization={"zero_hpz_partition_size": 2})),
     Way("two forwards before each backward, gradient accumulation 2", programs.trained_on_pairs, decides=3,
         config=partial(config_of, gradient_accumulation_steps=2)),
     Way("engine.no_sync", programs.trained_with_no_sync, {}, [0, 1], decides=1),
@@ -87,10 +83,9 @@ WAYS = [
                   [3], None, 2, **PARTITIONED, **IN_HOST_MEMORY),
     checkpointing(BY_DEEPSPEED + " with contiguous_memory_optimization, ZeRO-{}, 2 ranks", "deepspeed", [2], 2, 2,
                   **CONTIGUOUS),
-    Way(f"{BY_DEEPSPEED} of masks, indices, None, numbers and several outputs", programs.with_odd_checkpoints, {}, [2],
-        config=partial(config_of, activation_checkpointing={})),
-    Way(f"{BY_DEEPSPEED} of these with cpu_checkpointing, and of one tensor twice", programs.with_odd_checkpoints, {},
-        [2], decides=2, config=partial(config_of, activation_checkpointing=IN_HOST_MEMORY)),
+    checkpointing(f"{BY_DEEPSPEED} of masks, indices, None, numbers and several outputs", "deepspeed, odd", [2]),
+    checkpointing(f"{BY_DEEPSPEED} of these with cpu_checkpointing, and of one tensor twice", "deepspeed, odd", [2], 2,
+                  **IN_HOST_MEMORY),
     Way("TiledMLP", programs.trained, {"model": "TiledMLP"}, decides=2),
     Way("TiledFusedLogitsLoss", programs.trained, {"model": "TiledFusedLogitsLoss"}, [3]),
     Way("UlyssesSPAttentionHF with Llama, ZeRO-{}, 2 ranks", programs.ulysses_of_hugging_face, decides=3, ranks=2),
@@ -121,9 +116,6 @@ AGAIN = [
 @pytest.mark.parametrize(("way", "stage"), rows(SECTION, AGAIN))
 def test_recomputing(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     row_says(way.says(way.compared(stage, tmp_path, block=RECOMPUTED, steps=2 * PLAN_STEPS, must_move=False)))
-
-
-# ---- under two placements -------------------------------------------------------------------------------------------
 
 
 def offloaded(stage: int, **devices: str) -> dict[str, Any]:
@@ -171,21 +163,13 @@ def test_placements(way: Way, stage: int, tmp_path: Path, row_says: Callable[[st
     row_says(f"nvme: {nvme}; adaptive: {planned}")
 
 
-# ---- saving and resuming --------------------------------------------------------------------------------------------
-
-SAVING = "save_checkpoint and load_checkpoint"
+SAVING = Way("save_checkpoint and load_checkpoint, with and without the block", programs.saved, decides=2)
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        row(SECTION, f"{SAVING}, with and without the block, ZeRO-{stage}", stage, decides=stage == 2)
-        for stage in (2, 3)
-    ],
-)
-def test_resuming(stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(("way", "stage"), rows(SECTION, [SAVING]))
+def test_resuming(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     """Checkpoints saved with and without the block, each loaded with and without it."""
-    config, plain, ours = config_of(stage), tmp_path / "plain_checkpoint", tmp_path / "our_checkpoint"
+    config, plain, ours = way.config(stage), tmp_path / "plain_checkpoint", tmp_path / "our_checkpoint"
     without_block = run(programs.saved, config, tmp_path / "plain", to=plain)
     saved = compare(programs.saved, config, tmp_path / "saved", plain=without_block, to=ours)
     again = compare(programs.resumed, config, tmp_path / "from_plain", source=plain)

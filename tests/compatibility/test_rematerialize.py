@@ -60,6 +60,6 @@ def test_way(way: Way, stage: int, tmp_path: Path, row_says: Callable[[str], Non
 
 
 def test_excluded_ops_are_saved(tmp_path: Path) -> None:
-    ops = ["mul", "silu", "cast"]
-    way = Way("", plain_loop, {"has_cache": False}, block={**ALONE, "rematerialize": {"exclude": ops}})
-    assert not set(way.compared(2, tmp_path, must_move=False).reports[0]["rematerialized_sites"]) & set(ops)
+    way = Way("", plain_loop, {"has_cache": False}, block={**ALONE, "rematerialize": {"exclude": ["silu"]}})
+    sites = way.compared(2, tmp_path, must_move=False).reports[0]["rematerialized_sites"]
+    assert "mul" in sites and "silu" not in sites

@@ -6,9 +6,6 @@ Under ZeRO-2 all goes to NVMe, under ZeRO-3 a plan says what; where a row has an
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,32 +14,19 @@ from typing import Any
 import pytest
 import yaml
 from compare import PLANNED, RECOMPUTED, SMALL, Way, agrees, row, rows
-from forked import run_once
-from programs_hf import (
-    BLOCK,
-    FINE,
-    accelerated,
-    checkpointing,
-    config_of,
-    dpo,
-    resumed_trainer,
-    sft,
-    trainer,
-)
+from forked import Program, run_once
+from programs_hf import BLOCK, FINE, accelerated, checkpointing, config_of, dpo, resumed_trainer, sft, trainer
 from programs_plain import plain_loop
-from support.runs import environment, free_port, remove_shared_memory, with_block
+from support.runs import free_port, python, remove_shared_memory, with_block
 
 pytestmark = pytest.mark.engine
 
-BLOCKS: dict[int, dict[str, Any]] = {2: {"placement": "nvme"}, 3: PLANNED}
-HERE = Path(__file__).parent
-
-
+NVME: dict[str, Any] = {"placement": "nvme"}
+BLOCKS: dict[int, dict[str, Any]] = {2: NVME, 3: PLANNED}
 TRAINER = "Transformers' Trainer"
 LOOPS = "DeepSpeed and Accelerate in a loop of one's own"
 EVALUATING: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 GROUPED: dict[str, Any] = {"train_sampling_strategy": "group_by_length", "varying_lengths": True}
-NVME: dict[str, Any] = {"placement": "nvme"}
 
 Trains = partial(Way, config=config_of)
 OF_TRAINER = [
@@ -111,28 +95,23 @@ def launched(
     directory.mkdir()
     config, port = directory / "accelerate.yaml", free_port()
     config.write_text(yaml.safe_dump({**LAUNCHED, "main_process_port": port, "deepspeed_config": deepspeed_settings}))
-    paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    done = subprocess.run(
-        [*launcher, str(HERE / "launched.py"), str(directory / "result"), *arguments],
-        env=environment(PYTHONPATH=paths, **variables), cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, timeout=240,
-    )  # fmt: skip
+    script = Path(__file__).with_name("programs_hf.py")
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", config, script, directory / "result")
+    done = python(*launcher, *arguments, cwd=directory, timeout_s=900, **variables)
     remove_shared_memory(port)
-    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return [json.loads((directory / f"result{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("way", "program"),
     [
-        row(section, f"{LAUNCH} with a DeepSpeed config in a file, ZeRO-3, 2 ranks", way, decides=way == "trainer")
-        for way, section in (("trainer", TRAINER), ("loop", LOOPS))
+        row(TRAINER, f"{LAUNCH} with a DeepSpeed config in a file, ZeRO-3, 2 ranks", "trainer", trainer, decides=True),
+        row(LOOPS, f"{LAUNCH} with a DeepSpeed config in a file, ZeRO-3, 2 ranks", "loop", accelerated),
     ],
 )
-def test_launched_with_a_file(way: str, tmp_path: Path, row_says: Callable[[str], None]) -> None:
+def test_launched_with_a_file(way: str, program: Program, tmp_path: Path, row_says: Callable[[str], None]) -> None:
     """The run without the block is of ranks that are forked; it has the same losses as under the launcher."""
-    program = trainer if way == "trainer" else accelerated
     plain = run_once(program, config_of(3), tmp_path / "plain", ranks=2)
     path = tmp_path / "block.json"
     path.write_text(json.dumps(with_block(config_of(3), tmp_path, **{**SMALL, **PLANNED})))

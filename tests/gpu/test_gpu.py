@@ -94,41 +94,30 @@ def check(rig: Rig, scenario: Scenario, cache: TensorCache) -> None:
 # ---- gradients ------------------------------------------------------------------------------------------------------
 
 
-@scenarios
-@pytest.mark.parametrize(
-    ("rig", "make"),
-    [pytest.param("late", over_nvme, marks=pytest.mark.thorough)]  # as test_ordering.py has it
-    + [
-        pytest.param("cuda", make, marks=gpu)
-        for make in (
-            over_nvme, slow_writes, slow_reads, failing_writes, in_host_memory
-        )
-    ],
-    indirect=["rig"],
-)  # fmt: skip
-def test_gradients_are_exact(rig: Rig, make_store: StoreFactory, make: Make, scenario: Scenario) -> None:
-    store = make(make_store, rig.accelerator)  # type: ignore[arg-type]
-    check(rig, scenario, cache_over(rig, store))
-    assert store.stats.offloaded_bytes > 0 or scenario in hazards.MOVE_NOTHING or make is slow_writes
-    if isinstance(store, NvmeStore):
-        nothing_is_held(store)
-    store.close()
+STORES: dict[str, tuple[Make, ...]] = {
+    "moved": (over_nvme, slow_writes, slow_reads, failing_writes, in_host_memory),
+    "made again": (over_nvme, in_host_memory),
+}
 
 
 @scenarios
 @pytest.mark.parametrize(
-    ("rig", "make"),
+    ("rig", "outputs", "make"),
     [
-        pytest.param("late", in_host_memory, marks=pytest.mark.thorough),  # as test_late_rematerialization.py has it
-        *(pytest.param("cuda", make, marks=gpu) for make in (over_nvme, in_host_memory)),
+        # as test_ordering.py and test_late_rematerialization.py have them
+        pytest.param("late", "moved", over_nvme, marks=pytest.mark.thorough),
+        pytest.param("late", "made again", in_host_memory, marks=pytest.mark.thorough),
+        *(pytest.param("cuda", outputs, make, marks=gpu) for outputs in STORES for make in STORES[outputs]),
     ],
     indirect=["rig"],
 )
-def test_gradients_are_exact_where_outputs_are_made_again(
-    rig: Rig, make_store: StoreFactory, make: Make, scenario: Scenario
-) -> None:
+def test_gradients_are_exact(rig: Rig, make_store: StoreFactory, outputs: str, make: Make, scenario: Scenario) -> None:
     store = make(make_store, rig.accelerator)  # type: ignore[arg-type]
-    check(rig, scenario, cache_over(rig, store, again=True))
+    check(rig, scenario, cache_over(rig, store, again=outputs == "made again"))
+    if outputs == "moved":
+        assert store.stats.offloaded_bytes > 0 or scenario in hazards.MOVE_NOTHING or make is slow_writes
+        if isinstance(store, NvmeStore):
+            nothing_is_held(store)
     store.close()
 
 

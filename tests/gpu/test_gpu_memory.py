@@ -46,14 +46,12 @@ class Sines(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.ones(1, device="cuda"))
-        self.is_slow = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x * self.gain
         for _ in range(SAVED):
             y = y.sin()
-            if self.is_slow:
-                y.register_hook(lambda _: torch.cuda._sleep(SLEEP_CYCLES))
+            y.register_hook(lambda _: torch.cuda._sleep(SLEEP_CYCLES))
         return y.sum()
 
 
@@ -71,8 +69,7 @@ def a_step(model: Sines, x: torch.Tensor, offloader: ActivationOffloader | None)
         offloader.note_micro_step()
         offloader.note_step()
     gradient, model.gain.grad = model.gain.grad, None
-    if gradient is None:
-        raise RuntimeError("backward left no gradient")
+    assert gradient is not None
     return peak - before, gradient.cpu()
 
 

@@ -6,7 +6,6 @@ a *draw* one of its inputs, and a *shape* the program around it; see :data:`SHAP
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +37,7 @@ STRIDE = 30
 SEED = 20261126
 
 Saving = Callable[[], AbstractContextManager[Any]]
+Call = Callable[..., Any]
 Forward = Callable[[], tuple[Any, list[Tensor]]]
 Result = list[Tensor] | type[Exception]
 
@@ -72,11 +72,9 @@ class Subject:
         torch.manual_seed(SEED)
         if not self.is_module:
             return _spread(list(self.info.sample_inputs("cpu", dtype, requires_grad=True)))
-        found = []
+        found, options = [], {"device": "cpu", "dtype": dtype, "requires_grad": True}
         for training in (True, False) if self.info.train_and_eval_differ else (True,):
-            made = self.info.module_inputs_func(
-                self.info, device="cpu", dtype=dtype, requires_grad=True, training=training
-            )
+            made = self.info.module_inputs_func(self.info, training=training, **options)
             found += [(one, training) for one in _spread(list(made))]
         return found
 
@@ -132,7 +130,34 @@ class Program:
     def forward(self) -> Forward:
         """Return the forward; its leaves are new, and the same each time."""
         torch.manual_seed(SEED)
-        return _prepare(self.subject, self.dtype, self.draw, self.shape)
+        call, values, leaves = (self._module if self.subject.is_module else self._operator)()
+        if self.shape == "alone":
+            return lambda: (call(*values), leaves)
+        one = torch.ones((), requires_grad=True)
+
+        def forward() -> tuple[Any, list[Tensor]]:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.shape == "autocast"):
+                # Products with one: the same values, which the graph can make again.
+                made = call(*tree_map(lambda value: value * one.to(value.dtype) if _is_leaf(value) else value, values))
+                return tree_map(_through_rules, made), leaves
+
+        return forward
+
+    def _module(self) -> tuple[Call, tuple[Any, ...], list[Tensor]]:
+        module_input, training = self.draw
+        made, given = module_input.constructor_input, module_input.forward_input
+        module: nn.Module = self.subject.info.module_cls(*made.args, **made.kwargs).to("cpu", self.dtype)
+        mark_owned(module.train(training))
+        for one in module.modules():
+            one.register_forward_pre_hook(lambda module, _: mark_owned(module))
+        values, leaves = _copied((given.args, given.kwargs))
+        return lambda args, kwargs: module(*args, **kwargs), values, [*leaves, *module.parameters(), *module.buffers()]
+
+    def _operator(self) -> tuple[Call, tuple[Any, ...], list[Tensor]]:
+        info, draw = self.subject.info, self.draw
+        run = info.get_inplace() if self.shape == "in place" else info.op
+        values, leaves = _copied((draw.input, draw.args, draw.kwargs))
+        return lambda x, args, kwargs: draw.output_process_fn_grad(run(x, *args, **kwargs)), values, leaves
 
 
 def programs(subject: Subject) -> Iterator[Program]:
@@ -147,73 +172,31 @@ def programs(subject: Subject) -> Iterator[Program]:
 # ---- one run --------------------------------------------------------------------------------------------------------
 
 
-class _Copies:
-    """Copies of a draw's tensors: the same bytes at the same offsets and strides, each tensor once."""
+def _copied(values: Any) -> tuple[Any, list[Tensor]]:
+    """Copies of a draw's tensors, each tensor once, and those of them that are leaves."""
+    made: dict[int, Tensor] = {}
+    leaves: list[Tensor] = []
 
-    def __init__(self) -> None:
-        self.leaves: list[Tensor] = []
-        self._made: dict[int, Tensor] = {}
-
-    def of(self, values: Any) -> Any:
-        return tree_map(self._copy, values)
-
-    def _copy(self, value: Any) -> Any:
+    def copy(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in self._made:
-            copy = _copy_of(value)
+        if id(value) not in made:
+            made[id(value)] = _copy_of(value)
             if value.requires_grad:
-                self.leaves.append(copy.requires_grad_())
-            self._made[id(value)] = copy
-        return self._made[id(value)]
+                leaves.append(made[id(value)].requires_grad_())
+        return made[id(value)]
+
+    return tree_map(copy, values), leaves
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
+    """The same bytes at the same offset and strides."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or type(tensor) is not Tensor:
         return tensor.clone()
     storage = tensor.untyped_storage().clone()
     made = torch.empty(0, dtype=tensor.dtype)
     return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
-
-
-def _prepare(subject: Subject, dtype: torch.dtype, draw: Any, shape: str) -> Forward:
-    """Return the forward of a program; its leaves are new."""
-    copies = _Copies()
-    if subject.is_module:
-        module_input, training = draw
-        made = module_input.constructor_input
-        module: nn.Module = subject.info.module_cls(*made.args, **made.kwargs).to("cpu", dtype).train(training)
-        mark_owned(module)
-        for one in module.modules():
-            one.register_forward_pre_hook(lambda module, _: mark_owned(module))
-        values = copies.of((module_input.forward_input.args, module_input.forward_input.kwargs))
-        leaves = copies.leaves + list(module.parameters()) + list(module.buffers())
-
-        def call(values: Any) -> Any:
-            args, kwargs = values
-            return module(*args, **kwargs)
-
-    else:
-        values = copies.of((draw.input, draw.args, draw.kwargs))
-        leaves = copies.leaves
-
-        def call(values: Any) -> Any:
-            first, args, kwargs = values
-            run = subject.info.get_inplace() if shape == "in place" else subject.info.op
-            return draw.output_process_fn_grad(run(first, *args, **kwargs))
-
-    if shape == "alone":
-        return lambda: (call(values), leaves)
-    one = torch.ones((), requires_grad=True)
-
-    def forward() -> tuple[Any, list[Tensor]]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=shape == "autocast"):
-            # Products with one: the same values, which the graph can make again.
-            made = call(tree_map(lambda value: value * one.to(value.dtype) if _is_leaf(value) else value, values))
-            return tree_map(_through_rules, made), leaves
-
-    return forward
 
 
 def _is_leaf(value: Any) -> bool:
@@ -274,16 +257,13 @@ def _cotangent(output: Tensor) -> Tensor:
 def difference(expected: Result, found: Result) -> str:
     """Return where two runs differ first; empty where each bit is the same. NaN is equal to NaN, whatever its bits."""
     if isinstance(expected, type) or isinstance(found, type):
-        return "" if expected is found else f"{_told(found)} instead of {_told(expected)}"
+        other, one = (result.__name__ if isinstance(result, type) else "no error" for result in (found, expected))
+        return "" if expected is found else f"{other} instead of {one}"
     for number, (a, b) in enumerate(zip(expected, found, strict=True)):
         reason = _tensors_differ(a, b)
         if reason:
             return f"tensor {number} of {len(expected)}: {reason}"
     return ""
-
-
-def _told(result: Result) -> str:
-    return result.__name__ if isinstance(result, type) else "no error"
 
 
 def _tensors_differ(a: Tensor, b: Tensor) -> str:
@@ -339,23 +319,14 @@ class Sweep:
     """Runs subjects, with a store for placement ``nvme``."""
 
     def __init__(self, store: NvmeStore) -> None:
-        self._store = store
-        self.tally = Tally()
+        self.store, self.tally = store, Tally()
 
     def over(self, names: Iterable[str]) -> Tally:
         """Run every draw of these subjects in every dtype, shape and placement."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name in names:
-                for program in programs(subjects()[name]):
-                    self._compare(program)
+        for name in names:
+            for program in programs(subjects()[name]):
+                self._compare(program)
         return self.tally
-
-    def is_empty(self) -> bool:
-        """Return whether the store holds nothing any more."""
-        with self._store.lock:
-            self._store.settle_copies()
-            return not any(path.extents.used_bytes for path in self._store.paths)
 
     def _compare(self, program: Program) -> None:
         name, tally = program.subject.name, self.tally
@@ -375,7 +346,7 @@ class Sweep:
                 tally.differences.append(f"{program}, {placement}: {reason}")
 
     def _with_us(self, program: Program, placement: str) -> Result:
-        store, is_alone = self._store, program.shape == "alone"
+        store, is_alone = self.store, program.shape == "alone"
         cache = TensorCache([store] if placement == "nvme" else [], "cpu", 1, wait_for_staging=True)
         # Alone, everything eligible goes to the drive; else what can be made again stays away from it.
         if not is_alone or placement == "keep":

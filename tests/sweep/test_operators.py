@@ -16,14 +16,13 @@ import pytest
 import torch
 from conftest import StoreFactory
 from operator_page import PAGE, counts_in
-from support.disks import until
+from support.stores import nothing_is_held
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
 from ds_tba.core.tensors import as_uint8
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
-PARTS_IN_CI, PARTS = 2, 30
 
 
 @pytest.fixture
@@ -31,27 +30,23 @@ def sweep(make_store: StoreFactory) -> operators.Sweep:
     return operators.Sweep(make_store(staging_bytes=8 << 20))
 
 
-def check(sweep: operators.Sweep, names: list[str], record_property: Callable[[str, Any], None]) -> None:
-    tally = sweep.over(names)
+@pytest.mark.swept
+@pytest.mark.parametrize(
+    ("part", "parts", "in_ci"),
+    [
+        *(pytest.param(part, 2, True, marks=pytest.mark.long, id=f"a thirtieth, {part}") for part in range(2)),
+        *(pytest.param(part, 30, False, marks=pytest.mark.thorough, id=f"the others, {part}") for part in range(30)),
+    ],
+)
+def test_gradients_are_those_without_us(
+    part: int, parts: int, in_ci: bool, sweep: operators.Sweep, record_property: Callable[[str, Any], None]
+) -> None:
+    tally = sweep.over(operators.part_of_names(part, parts, in_ci=in_ci))
     record_property("sweep", vars(tally))
     assert tally.differences == []
     assert tally.moved_bytes > 0 and tally.left_out_bytes > 0
     gc.collect()
-    until(sweep.is_empty, "an empty store")
-
-
-@pytest.mark.long
-@pytest.mark.swept
-@pytest.mark.parametrize("part", range(PARTS_IN_CI))
-def test_a_thirtieth(part: int, sweep: operators.Sweep, record_property: Callable[[str, Any], None]) -> None:
-    check(sweep, operators.part_of_names(part, PARTS_IN_CI, in_ci=True), record_property)
-
-
-@pytest.mark.thorough
-@pytest.mark.swept
-@pytest.mark.parametrize("part", range(PARTS))
-def test_the_others(part: int, sweep: operators.Sweep, record_property: Callable[[str, Any], None]) -> None:
-    check(sweep, operators.part_of_names(part, PARTS, in_ci=False), record_property)
+    nothing_is_held(sweep.store)
 
 
 @pytest.mark.long

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
-from support import hazards
-from support.hazards import leaf
+from conftest import StoreFactory
+from support.awkward import Read, function
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
@@ -22,7 +21,6 @@ ROW = re.compile(
     r"^\| \[(?P<repository>[^ \]]+) #(?P<number>\d+)\]\((?P<url>[^)]+)\) \|.*\| (?P<tests>[^|]+) \|$", re.M
 )
 TEST = re.compile(r"\[`(?P<name>\w+)`\]\(\.\./\.\./(?P<path>tests/[\w/]+\.py)\)")
-SIDE = 64
 
 
 def test_each_row_names_a_test_that_exists() -> None:
@@ -37,25 +35,16 @@ def test_each_row_names_a_test_that_exists() -> None:
             assert f"def {test['name']}(" in (ROOT / test["path"]).read_text(), row[0]
 
 
-def test_torchtune_2456_a_function_that_wants_its_tensor_on_the_cpu(tmp_path: Path) -> None:
+def test_torchtune_2456_a_function_that_wants_its_tensor_on_the_cpu(make_store: StoreFactory) -> None:
     seen: list[Tensor] = []
 
-    class WantsCpu(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * 2
+    def gradient(grad: Tensor, read: Read) -> Tensor:
+        seen.extend(read())
+        return grad * 2
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.extend(ctx.saved_tensors)
-            return grad * 2
-
-    with hazards.nvme_cache(tmp_path) as like:
-        cache = TensorCache(like.stores, "meta", 1)
-        x = leaf(SIDE, SIDE)
-        with cache.saving():
-            loss = WantsCpu.apply(x).sum()
-        loss.backward()
-        assert seen[0].device.type == "cpu" and seen[0].data_ptr() == x.data_ptr()
-        assert sum(store.stats.offloaded_bytes for store in cache.stores) == 0
+    store, x = make_store(), torch.randn(64, 64, requires_grad=True)
+    with TensorCache([store], "meta", 1).saving():
+        loss = function(lambda x: (x * 2, [x]), gradient)(x).sum()
+    loss.backward()
+    assert seen[0].device.type == "cpu" and seen[0].data_ptr() == x.data_ptr()
+    assert store.stats.offloaded_bytes == 0
