@@ -88,12 +88,10 @@ def test_the_parameter_is_the_one_that_was_saved(cache: TensorCache, use: Callab
     assert bool(cache.stores) == any(store.stats.offloaded_bytes > 0 for store in cache.stores)
 
 
-sine = function(lambda a: (a.sin(), [a.cos()]), lambda grad, read: grad * read()[0])
-
-
 @moved
 def test_a_graph_that_stays_holds_nothing_that_functions_have_read(cache: TensorCache) -> None:
     """With a budget there may be no room for it."""
+    sine = function(lambda a: (a.sin(), [a.cos()]), lambda grad, read: grad * read()[0])
     y = x = leaf()
     cache.limit(4 * x.nbytes)
     with cache.saving():

@@ -20,11 +20,7 @@ LIMIT_S = 60.0
 
 
 class Gated(HostStore):
-    """Reads nothing before the gate is open.
-
-    Attributes:
-        fails: how many of the next reads fail.
-    """
+    """Reads nothing before the gate is open; so many of the next reads fail."""
 
     def __init__(self) -> None:
         super().__init__(Accelerator(), 16 << 20)

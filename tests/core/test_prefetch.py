@@ -255,3 +255,20 @@ def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_
     assert seen[0][0] == seen[0][2] == STORED and seen[0][1] <= READ_AHEAD
     outputs[0].sum().backward()
     assert seen[1][2] == STORED and seen[1][0] <= READ_AHEAD
+
+
+@pytest.mark.parametrize("kind", [Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+def test_a_storage_that_is_read_ahead_is_counted_once(make_store: StoreFactory, kind: type[Accelerator]) -> None:
+    device = kind()
+    store = make_store(accelerator=device)
+    cache = TensorCache([store], "cpu", 64 << 10, accelerator=device)
+    with cache.saving():
+        loss = chain(torch.randn(128, 128, requires_grad=True), 2).sum()
+    wait_for_writes(store)
+    record, before = cache.forward.micro_step._records[0], cache.stats.resident.now
+    with cache.lock:
+        assert record is not None and cache.prefetch(record) and cache.prefetch(record)
+        assert cache.stats.resident.now == before + (not device.is_synchronous) * record.nbytes
+    loss.backward()
+    cache.settle()
+    assert cache.stats.resident.now == 0
