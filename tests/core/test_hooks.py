@@ -12,8 +12,9 @@ from ds_tba.core.hooks import ForwardHooks, keep_originals
 from ds_tba.errors import ActivationModifiedError
 
 
-def test_what_passes_through_is_checked_and_freed_as_by_autograd_itself() -> None:
-    packed: list[torch.Tensor] = []
+def test_what_passes_through_is_checked_freed_and_shared_with_no_gradient_as_by_autograd_itself() -> None:
+    keep_originals()
+    packed, weight = list[torch.Tensor](), torch.nn.Parameter(torch.randn(64))
     ours = ForwardHooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor)
     with ours:
         ours.end()  # not on top for another thread, say: put on again
@@ -28,21 +29,8 @@ def test_what_passes_through_is_checked_and_freed_as_by_autograd_itself() -> Non
         changed.mul_(2)
         with pytest.raises(ActivationModifiedError):
             changed.sum().backward()
+        returns_what_it_saved = function(lambda x, weight: (x * 1, [weight]), lambda _, read: (None, read()[0]))
+        returns_what_it_saved(torch.randn(64, requires_grad=True), weight).sum().backward()
+    assert weight.grad is not None and weight.grad.data_ptr() != weight.data_ptr()
     del loss, out, changed
     assert not packed and gone() is None
-
-
-# Its gradient is the weight that it saved.
-weight_of = function(lambda x, weight: (x * 1, [weight]), lambda _, read: (None, read()[0]))
-
-
-def test_a_parameter_that_passes_through_shares_no_memory_with_its_gradient() -> None:
-    keep_originals()
-    weight = torch.nn.Parameter(torch.randn(64))
-    ours = ForwardHooks(lambda tensor: tensor, lambda tensor: tensor)
-    with ours:
-        ours.end()
-        ours.__enter__()
-        loss = weight_of(torch.randn(64, requires_grad=True), weight).sum()
-    loss.backward()
-    assert weight.grad is not None and weight.grad.data_ptr() != weight.data_ptr()

@@ -1,22 +1,23 @@
-"""An exception in the middle of our bookkeeping: later steps are exact, or refused with the repair."""
+"""An exception in the middle of our bookkeeping: later steps are exact, or refused with the repair. And a child."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
-import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import AlarmError
+from conftest import Alarm, AlarmError, StoreFactory
 from support import runs
-from support.doubles import raising
+from support.doubles import raising, wait_for_writes
 from support.offloaders import make
 
-from ds_tba.core.accounts import CountedGone, Notice
+from ds_tba.core.accounts import Notice
 from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ActivationLostError, ActivationModifiedError, StateError
 
@@ -37,28 +38,19 @@ def test_figures_can_be_read_by_a_handler_that_has_interrupted_the_holder_of_the
     assert cache.stats.saved.now == 0
 
 
-class Watched:
-    pass
-
-
-def test_an_interrupt_while_figures_are_read_leaves_no_lock_taken() -> None:
+def test_an_interrupt_while_figures_are_read_leaves_no_lock_taken(alarm: Alarm) -> None:
     """The next forward waited for ever: a handler may run right after a call has taken the lock."""
-    cache, random_s = TensorCache([], "cpu", 1), random.Random(0)
-    before = signal.signal(signal.SIGALRM, raising(AlarmError()))
-    try:
-        for _ in range(100):
-            with suppress(AlarmError):
-                signal.setitimer(signal.ITIMER_REAL, random_s.uniform(5e-5, 5e-4))
-                for _ in range(1000):  # an exception in a finalizer of PyTorch's would be dropped
-                    one = Watched()
-                    cache.ends.watch(Notice(one, cache.ends.tell))
-                    del one
-                    assert cache.stats is cache.meter
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert not cache.lock.locked()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    cache, chance = TensorCache([], "cpu", 1), random.Random(0)
+    for _ in range(100):
+        with suppress(AlarmError):
+            alarm(chance.uniform(5e-5, 5e-4))
+            for _ in range(1000):  # an exception in a finalizer of PyTorch's would be dropped
+                one = set[int]()
+                cache.ends.watch(Notice(one, cache.ends.tell))
+                del one
+                assert cache.stats is cache.meter
+            alarm(0)
+        assert not cache.lock.locked()
 
 
 @pytest.mark.long
@@ -112,21 +104,18 @@ def test_after_an_interrupt_anywhere_the_next_steps_are_exact_or_refused(
 def test_an_exception_in_our_bookkeeping_poisons_unless_it_is_a_refusal(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, is_refused: bool, where: str
 ) -> None:
-    cache, fail = TensorCache([], "cpu", 1), raising(error)
-    x = torch.randn(8, requires_grad=True)
+    cache, x = TensorCache([], "cpu", 1), torch.randn(8, requires_grad=True)
     with cache.saving():
         held = cache.pack(x * 2)
-        if where == "pack":
-            monkeypatch.setattr(cache.ends, "act", fail)
-            monkeypatch.setattr(cache.ends, "left", [1])
-            with pytest.raises(type(error)):
-                cache.pack(x * 3)
-    if where != "pack":
-        cache.ends.watch(CountedGone(held, cache.ends.tell))
-        monkeypatch.setattr(cache.ends, "act", fail)
-        monkeypatch.setattr(cache.ends, "left", [1])
-        with pytest.raises(type(error)):
-            cache.unpack(cache.forward.micro_step, held) if where == "unpack" else cache.end_micro_step()
+        calls: dict[str, Callable[[], object]] = {
+            "pack": lambda: cache.pack(x * 3),
+            "unpack": lambda: cache.unpack(cache.forward.micro_step, held),
+            "end_micro_step": cache.end_micro_step,
+        }
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(cache.ends, "act", raising(error))
+            patch.setattr(cache.ends, "left", [1])
+            calls[where]()
     if is_refused:
         with pytest.raises(StateError, match=f"{type(error).__name__} came in the middle of .* last checkpoint"):
             cache.refuse_broken()
@@ -143,3 +132,41 @@ def test_after_an_interrupt_in_our_bookkeeping_no_forward_and_no_step_goes_on(tm
             call()
     offloader.close()
     assert offloader.report().state == "finished"
+
+
+# ---- a child that is forked between forward and backward ------------------------------------------------------------
+
+
+def loss_of(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(8):
+        x = x.sin()
+    return x.sum()
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_child_is_told_that_it_has_no_lanes_and_its_parent_goes_on(
+    make_store: StoreFactory, is_written: bool
+) -> None:
+    store = make_store()
+    cache, x = TensorCache([store], "cpu", 1024), torch.randn(128, 128, requires_grad=True)
+    with cache.saving():
+        loss = loss_of(x)
+    if is_written:
+        wait_for_writes(store)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            loss.backward()
+        except StateError:
+            cache.refuse_broken()  # a forward of its own is not refused for that
+            with cache.saving():
+                loss_of(x.detach().requires_grad_()).backward()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    loss.backward()
+    expected = x.detach().clone().requires_grad_()
+    loss_of(expected).backward()
+    assert torch.equal(x.grad, expected.grad)

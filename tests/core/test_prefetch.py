@@ -9,7 +9,7 @@ import torch
 from conftest import StoreFactory
 from support.disks import until
 from support.doubles import EventAccelerator, Gate, ScriptedBackend, fails, in_turn, part_of, raising, wait_for_writes
-from support.prefetching import KIB, Spy, cache_over, chain
+from support.prefetching import Spy, cache_over, chain
 from support.stores import CPU, MIB, bytes_read, noise, nothing_is_held, put, slots_in_use, stored
 
 from ds_tba.core.cache import TensorCache
@@ -42,6 +42,16 @@ on_the_cpu = pytest.mark.parametrize("store", [Accelerator], indirect=True)
 on_a_device = pytest.mark.parametrize("store", [EventAccelerator], indirect=True)
 
 
+def states(tickets: list[SwapTicket]) -> set[PartState]:
+    return {part_of(ticket).state for ticket in tickets}
+
+
+def release(store: NvmeStore, tickets: list[SwapTicket]) -> None:
+    for ticket in tickets:
+        store.release(ticket)
+    nothing_is_held(store)
+
+
 def under_write(store: NvmeStore, gate: Gate, *pieces: torch.Tensor) -> list[SwapTicket]:
     """Tickets of which the first is being written, and the others wait for it."""
     tickets = [put(store, piece.clone()) for piece in pieces]
@@ -69,39 +79,22 @@ def test_what_is_wanted_under_its_write_is_handed_over_without_a_read(store: Nvm
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
-    wait_for_writes(store)
-    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in tickets), "the writes to leave it there")
+    until(lambda: states(tickets) == {PartState.LOADED}, "the writes to leave it there")
+    if store.ring.accelerator.is_synchronous:  # it stays in its slot until it is needed
+        assert all(ticket.destination is None for ticket in tickets) and slots_in_use(store) == 3 * (MIB + 4096)
+    else:
+        assert all(part_of(ticket).arrival is not None for ticket in tickets) and slots_in_use(store) == 0
+        assert store.read_ahead.prefetched_bytes == 3 * (MIB + 4096)
     for ticket, piece in zip(tickets, pieces, strict=True):
         loaded = store.get(ticket, CPU)
         assert loaded.stored and torch.equal(loaded.data, piece)
         del loaded
+    assert slots_in_use(store) == 0
     assert store.stats.forwarded_bytes == 3 * (MIB + 1) and bytes_read(store) == 0
     for ticket, piece in zip(tickets, pieces, strict=True):  # a second backward reads what was written
         assert torch.equal(store.get(ticket, CPU).data, piece)
-        store.release(ticket)
     assert store.stats.forwarded_bytes == 3 * (MIB + 1) and bytes_read(store) == 3 * (MIB + 4096)
-    nothing_is_held(store)
-
-
-@on_a_device
-def test_on_an_asynchronous_device_its_slot_is_free_with_the_end_of_its_write(store: NvmeStore, gate: Gate) -> None:
-    tickets = under_write(store, gate, *(noise(MIB) for _ in range(3)))
-    assert all(store.prefetch(ticket) for ticket in tickets)
-    gate.opened.set()
-    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in tickets), "the writes")
-    assert all(part_of(ticket).arrival is not None for ticket in tickets)
-    assert slots_in_use(store) == 0 and store.read_ahead.prefetched_bytes == 3 * MIB
-
-
-@on_the_cpu
-def test_on_the_cpu_it_stays_in_its_slot_until_it_is_needed(store: NvmeStore, gate: Gate) -> None:
-    (ticket,) = under_write(store, gate, noise(MIB))
-    store.prefetch(ticket)
-    gate.opened.set()
-    until(lambda: part_of(ticket).state is PartState.LOADED, "the write")
-    assert ticket.destination is None and slots_in_use(store) == MIB
-    store.get(ticket, CPU)
-    assert slots_in_use(store) == 0
+    release(store, tickets)
 
 
 @on_the_cpu
@@ -112,16 +105,15 @@ def test_reads_behind_what_is_being_written_are_not_held_up(store: NvmeStore, ga
     gate.opened.clear()
     late = [put(store, noise(MIB)) for _ in range(6)]
     assert [store.prefetch(ticket) for ticket in late + before] == [True] * 8 + [False]
-    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in before[:2]), "the reads")
+    until(lambda: states(before[:2]) == {PartState.LOADED}, "the reads")
     gate.opened.set()
 
 
 def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(store: NvmeStore, gate: Gate) -> None:
     gate.opened.set()
     early = [stored(store, noise(MIB)) for _ in range(10)]
-    for ticket in early[:6]:
-        assert store.prefetch(ticket)
-    until(lambda: all(part_of(ticket).state is PartState.LOADED for ticket in early[:6]), "the reads")
+    assert all(store.prefetch(ticket) for ticket in early[:6])
+    until(lambda: states(early[:6]) == {PartState.LOADED}, "the reads")
     gate.opened.clear()
     late = [put(store, noise(MIB)) for _ in range(2)]
     assert [store.prefetch(ticket) for ticket in late] == [True, True]
@@ -130,15 +122,13 @@ def test_what_is_wanted_counts_within_the_bound_of_what_is_read_ahead(store: Nvm
     assert not store.prefetch(early[6])
     if not store.ring.accelerator.is_synchronous:
         # What was read ahead waits on the device, so that there is room for one more write.
-        more = put(store, noise(MIB))
-        assert not store.prefetch(more)
+        late.append(put(store, noise(MIB)))
+        assert not store.prefetch(late[-1])
         store.get(early[0], CPU)
-        assert store.prefetch(more)
+        assert store.prefetch(late[-1])
     gate.opened.set()
     wait_for_writes(store)
-    for ticket in [*early, *late, *([more] if not store.ring.accelerator.is_synchronous else [])]:
-        store.release(ticket)
-    nothing_is_held(store)
+    release(store, early + late)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["being written", "queued"])
@@ -155,9 +145,7 @@ def test_what_is_asked_for_before_its_write_ends_is_handed_over_as_ever(
     wait_for_writes(store)
     assert (store.stats.forwarded_bytes, store.stats.cancelled_bytes) == (MIB, which * MIB)
     del loaded
-    for ticket in tickets:
-        store.release(ticket)
-    nothing_is_held(store)
+    release(store, tickets)
 
 
 def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(store: NvmeStore, gate: Gate) -> None:
@@ -170,8 +158,7 @@ def test_bytes_that_stayed_in_memory_for_nothing_were_read_not_handed_over(store
     assert store.cancel_prefetch(ticket) and part_of(ticket).state is PartState.STORED
     assert torch.equal(store.get(ticket, CPU).data, data)
     assert (store.stats.forwarded_bytes, bytes_read(store)) == (0, MIB)
-    store.release(ticket)
-    nothing_is_held(store)
+    release(store, [ticket])
 
 
 def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
@@ -182,13 +169,12 @@ def test_a_write_that_fails_after_it_was_wanted_keeps_the_bytes(
     tickets = under_write(store, gate, *pieces)
     assert all(store.prefetch(ticket) for ticket in tickets)
     gate.opened.set()
-    until(lambda: all(part_of(ticket).state is PartState.RESCUED for ticket in tickets), "the failures")
+    until(lambda: states(tickets) == {PartState.RESCUED}, "the failures")
     assert store.read_ahead.unwritten_bytes == store.read_ahead.prefetched_bytes == 0
     for ticket, piece in zip(tickets, pieces, strict=True):
         assert store.prefetch(ticket)
         assert torch.equal(store.get(ticket, CPU).data, piece)
-        store.release(ticket)
-    nothing_is_held(store)
+    release(store, tickets)
 
 
 @on_a_device
@@ -203,9 +189,7 @@ def test_a_copy_out_that_fails_after_it_was_wanted_raises_and_counts_no_longer(
         until(lambda: store.lane_error is not None, "the copy")
     with pytest.raises(ActivationLostError, match="illegal memory access"):
         store.get(second, CPU)
-    for ticket in (first, second):
-        store.release(ticket)
-    nothing_is_held(store)
+    release(store, [first, second])
 
 
 # ---- when it begins -------------------------------------------------------------------------------------------------
@@ -216,7 +200,7 @@ def tickets_of(cache: TensorCache) -> list[SwapTicket]:
     return [record.ticket for record in records if isinstance(record.ticket, SwapTicket)]
 
 
-READ_AHEAD = {PartState.READ_QUEUED, PartState.READING, PartState.LOADED}
+STORED, READ_AHEAD = {PartState.STORED}, {PartState.READ_QUEUED, PartState.READING, PartState.LOADED}
 LAST: dict[str, Callable[[], torch.Tensor]] = {
     "a small tensor": lambda: torch.ones(4),
     "a parameter": lambda: torch.nn.Parameter(torch.ones(1024, 64)),
@@ -230,10 +214,10 @@ def test_reading_ahead_begins_with_the_first_unpack_of_anything(make_store: Stor
     cache, seen = cache_over(store), list[set[PartState]]()
     x = torch.randn(128, 128, requires_grad=True)
     with cache.saving():
-        y = Spy.apply(chain(x, 8), LAST[last](), lambda: seen.append({part_of(ticket).state for ticket in tickets}))
+        y = Spy.apply(chain(x, 8), LAST[last](), lambda: seen.append(states(tickets)))
     tickets = tickets_of(cache)
     wait_for_writes(store)
-    assert len(tickets) == 8 and {part_of(ticket).state for ticket in tickets} == {PartState.STORED}
+    assert len(tickets) == 8 and states(tickets) == STORED
     y.sum().backward()
     assert len(seen) == 1 and seen[0] <= READ_AHEAD
 
@@ -246,18 +230,14 @@ def test_what_is_unpacked_in_forward_begins_nothing(make_store: StoreFactory) ->
     with cache.saving():
         early = chain(x, 4)
         wait_for_writes(store)
-        inner = Spy.apply(
-            x, torch.ones(4), lambda: seen.append({part_of(ticket).state for ticket in tickets_of(cache)})
-        )
+        inner = Spy.apply(x, torch.ones(4), lambda: seen.append(states(tickets_of(cache))))
         torch.autograd.grad(inner.sum(), x)
         torch.autograd.grad(chain(x, 1).sum(), x)  # unpacks what was moved, too
-        y = Spy.apply(
-            chain(early, 4), torch.ones(4), lambda: seen.append({part_of(ticket).state for ticket in tickets})
-        )
+        y = Spy.apply(chain(early, 4), torch.ones(4), lambda: seen.append(states(tickets)))
     tickets = tickets_of(cache)
     wait_for_writes(store)
     y.sum().backward()
-    assert seen[0] == {PartState.STORED}
+    assert seen[0] == STORED
     assert len(tickets) == 8 and seen[1] <= READ_AHEAD
 
 
@@ -268,35 +248,27 @@ def test_of_several_forwards_only_that_whose_backward_begins_is_read_ahead(make_
     outputs, tickets = [], []
     for _ in range(3):
         with cache.saving():
-            look = lambda: seen.append([{part_of(one).state for one in group} for group in tickets])  # noqa: E731
-            outputs.append(Spy.apply(chain(x, 2), torch.ones(4), look))
+            outputs.append(Spy.apply(chain(x, 2), torch.ones(4), lambda: seen.append([*map(states, tickets)])))
         tickets.append(tickets_of(cache))
     wait_for_writes(store)
-    stored = {PartState.STORED}
     outputs[1].sum().backward()
-    assert seen[0][0] == seen[0][2] == stored and seen[0][1] <= READ_AHEAD
+    assert seen[0][0] == seen[0][2] == STORED and seen[0][1] <= READ_AHEAD
     outputs[0].sum().backward()
-    assert seen[1][2] == stored and seen[1][0] <= READ_AHEAD
+    assert seen[1][2] == STORED and seen[1][0] <= READ_AHEAD
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_storage_that_is_read_ahead_is_counted_once(make_store: StoreFactory, asynchronous: bool) -> None:
-    device = EventAccelerator() if asynchronous else None
-    store = make_store(accelerator=device or Accelerator())
-    cache, seen = TensorCache([store], "cpu", 64 * KIB, accelerator=device), list[list[bool]]()
-    x = torch.randn(128, 128, requires_grad=True)
+@pytest.mark.parametrize("kind", [Accelerator, EventAccelerator], ids=["synchronous", "asynchronous"])
+def test_a_storage_that_is_read_ahead_is_counted_once(make_store: StoreFactory, kind: type[Accelerator]) -> None:
+    device = kind()
+    store = make_store(accelerator=device)
+    cache = TensorCache([store], "cpu", 64 << 10, accelerator=device)
     with cache.saving():
-        look = lambda: seen.append([one in cache._ahead for one in records])  # noqa: E731
-        y = Spy.apply(chain(x, 2), torch.ones(4), look)
-    records = [one for one in cache.forward.micro_step._records if one is not None]
+        loss = chain(torch.randn(128, 128, requires_grad=True), 2).sum()
     wait_for_writes(store)
-    before = cache.stats.resident.now
-    ahead, cancelled = records[-1], records[0]
+    record, before = cache.forward.micro_step._records[0], cache.stats.resident.now
     with cache.lock:
-        assert cache.prefetch(cancelled) and cancelled in cache._ahead
-        assert cache.stats.resident.now == before + asynchronous * cancelled.nbytes
-        assert cache.prefetch(cancelled)  # counted once
-        cache.end_prefetch(cancelled)
-        assert cancelled not in cache._ahead and cache.stats.resident.now == before
-    y.sum().backward()
-    assert set(seen[0]) == {True} and ahead.loaded is None
+        assert record is not None and cache.prefetch(record) and cache.prefetch(record)
+        assert cache.stats.resident.now == before + (not device.is_synchronous) * record.nbytes
+    loss.backward()
+    cache.settle()
+    assert cache.stats.resident.now == 0

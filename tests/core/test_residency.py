@@ -6,18 +6,18 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import Closing, StoreFactory
+from conftest import Closing
+from support.disks import until
 from support.doubles import new_operation
 from support.late_device import LateDevice
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
-from ds_tba.storage.base import Always, Choice
+from ds_tba.storage.base import Always
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
@@ -28,6 +28,16 @@ COUNT = 40
 @pytest.fixture
 def device(closing: Closing) -> LateDevice:
     return closing(LateDevice, LateDevice.end)(late_compute=True, longest_pause_s=0.0)
+
+
+@pytest.fixture
+def store(device: LateDevice, closing: Closing) -> HostStore:
+    return closing(HostStore)(device, COUNT * MIB, ahead_bytes=MIB)
+
+
+@pytest.fixture
+def cache(device: LateDevice, store: HostStore) -> TensorCache:
+    return TensorCache([store], "cpu", 1024, accelerator=device, released_bytes=3 * MIB)
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +83,6 @@ def backward(device: LateDevice, cache: TensorCache, saved: list[object], second
     assert exact == [True] * 2 * count
 
 
-def of_host_memory(device: LateDevice, ahead_bytes: int = MIB) -> HostStore:
-    return HostStore(device, COUNT * MIB, ahead_bytes)
-
-
 def settle(device: LateDevice, cache: TensorCache) -> None:
     device.synchronize()
     cache.settle()
@@ -90,29 +96,33 @@ def peak_of_backward(device: LateDevice, cache: TensorCache) -> int:
     device.peak_held_bytes = 0
     backward(device, cache, saved)
     settle(device, cache)
-    cache.settle()
+    cache.settle()  # and what that stream has given back counts no longer
     assert cache.stats.resident.now == 0
     return device.peak_held_bytes
 
 
 @pytest.mark.parametrize("budget_bytes", [2 * MIB, 5 * MIB])
-def test_backward_holds_no_more_than_the_budget(device: LateDevice, budget_bytes: int) -> None:
-    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
+def test_backward_holds_no_more_than_the_budget(device: LateDevice, cache: TensorCache, budget_bytes: int) -> None:
     cache.limit(budget_bytes, "the budget")
     assert peak_of_backward(device, cache) <= budget_bytes
     assert cache.stats.resident.peak <= budget_bytes
 
 
-def test_what_another_stream_writes_and_the_caller_waits_for_is_there_in_backward(device: LateDevice) -> None:
+def test_without_a_budget_backward_holds_little_more_than_its_bound(device: LateDevice, cache: TensorCache) -> None:
+    assert peak_of_backward(device, cache) <= (3 + 1 + 1) * MIB  # and what is wanted now, and what is read ahead
+
+
+def test_what_another_stream_writes_and_the_caller_waits_for_is_there_in_backward(
+    device: LateDevice, cache: TensorCache
+) -> None:
     """A Function that begins an asynchronous collective saves its result; the caller waits after the Function."""
-    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
     side, gate = device.new_stream(), threading.Event()
     with cache.saving():
         received, allocated = device.allocate(MIB, CPU), device.new_event()
         allocated.record(device.current_stream())
         side.wait_event(allocated)
         with device.on(side):
-            device.launch(lambda to: (gate.wait(30), to.fill_(7)), received)
+            device.launch(lambda to: (gate.wait(30), to.fill_(0)), received)
         written = device.new_event()
         written.record(side)
         held = cache.pack(received)
@@ -121,22 +131,18 @@ def test_what_another_stream_writes_and_the_caller_waits_for_is_there_in_backwar
         cache.pack(device.allocate(MIB, CPU))
         gate.set()
     del received
-    seen: list[bool] = []
-    tensor = cache.unpack(cache.forward.micro_step, held)
-    device.launch(lambda found: seen.append(bool((found == 7).all())), tensor)
-    device.synchronize()
-    assert seen == [True]
+    backward(device, cache, [(held, held)])
 
 
-def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(device: LateDevice) -> None:
-    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
-    keeping = SimpleNamespace(choose=lambda key, nbytes: Choice((), False, "plan"))
+def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(
+    device: LateDevice, cache: TensorCache
+) -> None:
     cache.limit(MIB + 1024, "the budget")
     maker, other, gate = device.new_stream(), device.new_stream(), threading.Event()
-    with cache.saving(keeping):
+    with cache.saving(Always((), wait=False)):
         with device.on(maker):
             made = device.allocate(MIB, CPU)
-            device.launch(lambda to: (gate.wait(30), to.fill_(7)), made)
+            device.launch(lambda to: (gate.wait(30), to.fill_(0)), made)
             held = cache.pack(made)
             new_operation()
             cache.pack(device.allocate(512, CPU))  # ends the operation before; it is too small to be in use itself
@@ -146,18 +152,14 @@ def test_what_was_kept_on_one_stream_is_moved_from_another_after_its_kernels(dev
             threading.Timer(0.2, gate.set).start()
             cache.pack(device.allocate(MIB, CPU))  # there is room for one
     assert held.held is None
-    seen: list[bool] = []
     with device.on(other):
-        tensor = cache.unpack(cache.forward.micro_step, held)
-        device.launch(lambda found: seen.append(bool((found == 7).all())), tensor)
-    device.synchronize()
-    assert seen == [True]
+        backward(device, cache, [(held, held)])
 
 
 class FullDevice(LateDevice):
     """Has room for so many bytes, and does not look again for what its streams are done with by now."""
 
-    room_bytes = 4 * MIB
+    room_bytes = COUNT * MIB
     refusals = 0
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
@@ -169,40 +171,22 @@ class FullDevice(LateDevice):
 
 def test_a_reload_that_finds_no_memory_waits_for_what_was_let_go_of_and_tries_again() -> None:
     device = FullDevice(late_compute=True, longest_pause_s=0.0)
-    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device, released_bytes=COUNT * MIB)
-    saved = []
-    for number in range(COUNT):
-        with cache.saving(continues=number > 0):
-            data = device.allocate(MIB, CPU)
-            device.launch(lambda to, value=number: to.fill_(value), data)
-            saved.append((cache.pack(data), cache.pack(data)))
-            del data
-        settle(device, cache)
+    store = HostStore(device, COUNT * MIB, ahead_bytes=MIB)
+    cache = TensorCache([store], "cpu", 1024, accelerator=device, released_bytes=COUNT * MIB)
+    saved = forward(device, cache)
+    settle(device, cache)
+    device.room_bytes = 4 * MIB
     backward(device, cache, saved)
     assert device.refusals > 0
     device.end()
 
 
-def test_without_a_budget_backward_holds_little_more_than_its_bound(device: LateDevice) -> None:
-    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device, released_bytes=3 * MIB)
-    assert peak_of_backward(device, cache) <= (3 + 1 + 1) * MIB  # and what is wanted now, and what is read ahead
+def assert_lock_is_free(cache: TensorCache) -> None:
+    assert cache.lock.acquire(timeout=10)
+    cache.lock.release()
 
 
-def test_what_pieces_pass_through_counts_until_the_device_has_read_it(
-    device: LateDevice, make_store: StoreFactory
-) -> None:
-    pieces = make_store(accelerator=device, staging_bytes=MIB)
-    cache = TensorCache([pieces], "cpu", 1024, wait_for_staging=True, accelerator=device)
-    cache.limit(8 * MIB, "the budget")
-    saved = forward(device, cache, 12, 2 * MIB)
-    settle(device, cache)
-    device.peak_held_bytes = 0
-    backward(device, cache, saved)
-    assert 0 < device.peak_held_bytes <= 8 * MIB
-
-
-def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> None:
-    cache = TensorCache([of_host_memory(device)], "cpu", 1024, accelerator=device)
+def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice, cache: TensorCache) -> None:
     cache.limit(3 * MIB, "the budget")
     saved = forward(device, cache, 6)
     settle(device, cache)  # or backward would get the last storage itself, which a copy out still holds
@@ -214,71 +198,52 @@ def test_the_wait_is_without_the_lock_and_for_the_oldest(device: LateDevice) -> 
             use(device, cache, saved.pop(), other, lambda found, gate=gate: gate.wait(30))  # type: ignore[misc]
             done.append(gate)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        for passed in range(3):
-            until_s = time.monotonic() + 10
-            while len(done) < 3 + passed and time.monotonic() < until_s:
-                time.sleep(0.01)
-            time.sleep(0.05)
-            assert len(done) == 3 + passed  # as many as fit, beside those that the device is done with
-            assert cache.lock.acquire(timeout=10)
-            cache.lock.release()
-            gates[passed].set()
-    finally:
-        for gate in gates:
-            gate.set()
-        thread.join(30)
-    assert len(done) == 6
+    threading.Thread(target=run, daemon=True).start()
+    for fit, gate in enumerate(gates[:3], start=3):
+        until(lambda fit=fit: len(done) >= fit, "as many as fit, beside those that the device is done with")
+        time.sleep(0.05)
+        assert len(done) == fit
+        assert_lock_is_free(cache)
+        gate.set()
+    for gate in gates:
+        gate.set()
+    until(lambda: len(done) == 6, "all of them")
 
 
 def test_forward_waits_for_the_oldest_copy_out_and_without_the_lock(device: LateDevice) -> None:
-    store = of_host_memory(device, ahead_bytes=8 * MIB)
+    store = HostStore(device, COUNT * MIB, ahead_bytes=8 * MIB)
     cache = TensorCache([store], "cpu", 1024, accelerator=device)
     cache.limit(4 * MIB, "the budget")
-    gates, packed = [threading.Event(), threading.Event()], threading.Event()
+    gates, packed, held = [threading.Event(), threading.Event()], threading.Event(), list[object]()
 
-    def tensor() -> Tensor:
-        data = device.allocate(MIB, CPU)
-        device.launch(lambda to: to.fill_(1), data)
+    def pack() -> None:
         new_operation()
-        return data
+        held.append(cache.pack(device.allocate(MIB, CPU)))
 
-    held = []
     for gate in gates:  # two copies out that hold their tensors until their gates open
         store._copies._out_stream.run(lambda gate=gate: gate.wait(30))
         with cache.saving():
-            held.append(cache.pack(tensor()))
+            pack()
     with cache.saving(Always((), wait=False)):
-        held += [cache.pack(tensor()) for _ in range(2)]
-
-        def run() -> None:
-            held.append(cache.pack(tensor()))
-            packed.set()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            assert not packed.wait(0.1) and cache.stats.resident.now == 4 * MIB
-            assert cache.lock.acquire(timeout=10)
-            cache.lock.release()
-            gates[0].set()
-            assert packed.wait(10) and not gates[1].is_set()
-            assert cache.stats.resident.peak <= 4 * MIB
-        finally:
-            for gate in gates:
-                gate.set()
-            thread.join(30)
+        pack()
+        pack()
+        threading.Thread(target=lambda: (pack(), packed.set()), daemon=True).start()
+        assert not packed.wait(0.1) and cache.stats.resident.now == 4 * MIB
+        assert_lock_is_free(cache)
+        gates[0].set()
+        assert packed.wait(10) and not gates[1].is_set()
+        assert cache.stats.resident.peak <= 4 * MIB
+        gates[1].set()
     store.close()
 
 
-def test_what_the_program_keeps_of_each_step_counts_as_saved_no_longer_than_copies_hold_it(device: LateDevice) -> None:
-    store = HostStore(device, 64 * MIB)
-    cache, outputs, counted = TensorCache([store], "cpu", 1024, accelerator=device), [], []
+def test_what_the_program_keeps_of_each_step_counts_as_saved_no_longer_than_copies_hold_it(
+    device: LateDevice, store: HostStore, cache: TensorCache
+) -> None:
+    outputs, counted = list[Tensor](), list[int]()
     for _ in range(6):
         gate = threading.Event()
-        store._copies._out_stream.run(lambda gate=gate: gate.wait(30))
+        store._copies._out_stream.run(gate.wait)
         with cache.saving():
             outputs.append(device.allocate(MIB, CPU))
             held = cache.pack(outputs[-1])
@@ -290,13 +255,13 @@ def test_what_the_program_keeps_of_each_step_counts_as_saved_no_longer_than_copi
         device.synchronize()
     cache.end_micro_step()
     assert max(counted) <= 2 * MIB and counted[-1] > 0 and cache.stats.resident.now == 0
-    store.close()
 
 
-def test_what_a_later_step_saves_again_counts_for_as_long_as_its_copy_runs(device: LateDevice) -> None:
+def test_what_a_later_step_saves_again_counts_for_as_long_as_its_copy_runs(
+    device: LateDevice, store: HostStore, cache: TensorCache
+) -> None:
     """An encoder's output, say, that decoders of two micro-steps save."""
-    store = HostStore(device, 64 * MIB)
-    cache, data, gates = TensorCache([store], "cpu", 1024, accelerator=device), device.allocate(MIB, CPU), []
+    data, gates = device.allocate(MIB, CPU), list[threading.Event]()
     for _ in range(2):
         gates.append(threading.Event())
         store._copies._out_stream.run(gates[-1].wait)
@@ -313,16 +278,14 @@ def test_what_a_later_step_saves_again_counts_for_as_long_as_its_copy_runs(devic
     device.synchronize()
     cache.end_micro_step()
     assert cache.stats.resident.now == 0
-    store.close()
 
 
-def test_a_long_batch_keeps_no_later_one_from_being_read_ahead(device: LateDevice) -> None:
-    store = HostStore(device, 64 * MIB)
-    cache, asked = TensorCache([store], "cpu", 1024, wait_for_staging=True, accelerator=device), list[object]()
+def test_a_long_batch_keeps_no_later_one_from_being_read_ahead(
+    device: LateDevice, store: HostStore, cache: TensorCache
+) -> None:
+    asked, counts, prefetch = list[object](), list[int](), store.prefetch
     cache.limit(3 * MIB + MIB // 8)
-    prefetch = store.prefetch
     store.prefetch = lambda ticket: asked.append(ticket) or prefetch(ticket)  # type: ignore[method-assign]
-    counts = []
     for nbytes in (3 * MIB, MIB // 4):
         saved = forward(device, cache, 4, nbytes)
         device.synchronize()
@@ -332,4 +295,3 @@ def test_a_long_batch_keeps_no_later_one_from_being_read_ahead(device: LateDevic
         counts.append(len(asked))
         cache.end_micro_step()
     assert counts == [0, 3]
-    store.close()

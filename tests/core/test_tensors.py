@@ -1,18 +1,18 @@
-"""Which storages are a model's own is known in every forward, whatever became of the model since the last one."""
+"""Which storages are a model's own, whatever became of the model since the last forward; and which tensors stay."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from conftest import StoreFactory
+from support import hazards
+from support.each_hazard import cache_over
 from torch import Tensor, nn
 
-from ds_tba.core.cache import TensorCache
-from ds_tba.core.tensors import attributes_of, is_owned, mark_all_owned, stamp_of
+from ds_tba.core.tensors import Eligibility, Gate, attributes_of, is_owned, mark_all_owned, mark_owned, stamp_of
+from ds_tba.device.accelerator import Accelerator
 
 
 def model() -> nn.Module:
@@ -64,26 +64,12 @@ def test_autocasts_copies_of_parameters_stay_where_there_is_no_budget(
     make_store: StoreFactory, budget_bytes: int | None
 ) -> None:
     """Autocast holds them until it exits, so that moving them frees nothing and wears the drive."""
-    store, x = make_store(), torch.randn(8, 256)
-    model = nn.Sequential(nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 256))
-    cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
+    cache = cache_over(make_store(), wait=True)
     cache.limit(budget_bytes)
-
-    def gradients(saving: Callable[[], Any]) -> list[Tensor]:
-        model.zero_grad()
-        with saving(), torch.autocast("cpu", torch.bfloat16):
-            loss = model(x).float().square().sum()
-        loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-    expected, found = gradients(nullcontext), gradients(cache.saving)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    copies_bytes = 2 * 256 * 256 * 2
-    if budget_bytes is None:
-        assert cache.stats.kept_bytes["a parameter in another dtype"] >= copies_bytes / 2
-        assert store.stats.offloaded_bytes < 256 * 256
-    else:  # the plan says what leaves
-        assert cache.stats.kept_bytes["a parameter in another dtype"] == 0
+    hazards.check(hazards.autocast, cache)
+    cast_bytes = cache.stats.kept_bytes["a parameter in another dtype"]
+    # Else the plan says what leaves.
+    assert cast_bytes == 0 if budget_bytes else cast_bytes >= 2 * 2 * 4 * hazards.SIDE * hazards.SIDE
 
 
 def test_attributes_are_the_user_s_and_no_stamp_of_ours() -> None:
@@ -93,3 +79,38 @@ def test_attributes_are_the_user_s_and_no_stamp_of_ours() -> None:
     made.scale = 2.0  # type: ignore[attr-defined]
     assert attributes_of(made, is_of_function=False) == attributes_of(made, is_of_function=True) == {"scale": 2.0}
     assert attributes_of(torch.zeros(4), is_of_function=False) is None
+
+
+# ---- why a saved tensor stays in device memory, by tensors that have each reason ------------------------------------
+
+
+E = Eligibility
+
+
+def _owned() -> Tensor:
+    module = nn.BatchNorm1d(64)
+    mark_owned(module)
+    return module.running_mean
+
+
+CASES: dict[str, tuple[Callable[[], Tensor], Eligibility]] = {
+    "an activation": (lambda: torch.randn(64).requires_grad_().exp(), E.ELIGIBLE),
+    "a parameter": (lambda: nn.Parameter(torch.randn(64)), E.PARAMETER),
+    "the transpose of a parameter": (lambda: nn.Linear(8, 8).weight.t(), E.PARAMETER),
+    "a buffer of the model": (_owned, E.PARAMETER),
+    "a subclass": (lambda: torch.randn(64).as_subclass(type("Subclass", (Tensor,), {})), E.SUBCLASS),
+    "a sparse tensor": (lambda: torch.eye(64).to_sparse(), E.NOT_DENSE),
+    "a conjugate": (lambda: torch.randn(64, dtype=torch.complex64).conj(), E.NOT_DENSE),
+    "a tensor of inference mode": (lambda: torch.inference_mode()(torch.randn)(64), E.NOT_DENSE),
+    "zeros without memory": (lambda: torch._efficientzerotensor(64), E.NO_STORAGE),
+    "no elements": (lambda: torch.empty(0), E.NO_STORAGE),
+    "another device": (lambda: torch.empty(64, device="meta"), E.OTHER_DEVICE),
+    "few bytes": (lambda: torch.randn(8), E.SMALL),
+    "a slice of much": (lambda: torch.randn(1024)[:64], E.SPARSE_VIEW),
+    "autocast's copy of a parameter": (lambda: nn.Parameter(torch.randn(64)).to(torch.bfloat16), E.CAST_OF_PARAMETER),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), CASES.values(), ids=CASES)
+def test_what_may_leave(make: Callable[[], Tensor], expected: Eligibility) -> None:
+    assert Gate(torch.device("cpu"), 128, Accelerator()).judge(make(), acts=True, casts_stay=True) is expected

@@ -18,7 +18,6 @@ from conftest import Closing
 from support.stepping import end_step, forward, note_backward, offloader_of
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from ds_tba.core.hooks import innermost_hooks
 from ds_tba.offloader import ActivationOffloader
@@ -64,6 +63,14 @@ def begun(make: Make, **block: Any) -> tuple[nn.Module, ActivationOffloader, Ten
     model = model_of()
     offloader = make(model, **block)
     return model, offloader, engine_forward(model, torch.randn(4, 16, 32), offloader)
+
+
+def takes_nothing(offloader: ActivationOffloader) -> bool:
+    """Whether a training of somebody else's is exact, and none of what it saves comes to this one."""
+    meter, x = offloader.cache.meter, torch.ones(1 << 16, requires_grad=True)
+    packed = meter.packed_tensors
+    x.exp().sum().backward()
+    return torch.equal(x.grad, x.detach().exp()) and meter.packed_tensors == packed  # type: ignore[arg-type]
 
 
 def preference_loss(logits: Tensor, words: Tensor) -> Tensor:
@@ -117,20 +124,18 @@ class Others(saved_tensors_hooks):
     """Hooks of the user's."""
 
     def __init__(self) -> None:
-        self.packed = 0
+        self.packed = list[Tensor]()
+        super().__init__(lambda tensor: self.packed.append(tensor) or tensor, lambda tensor: tensor)  # type: ignore[func-returns-value]
 
-        def pack(tensor: Tensor) -> Tensor:
-            self.packed += 1
-            return tensor
-
-        super().__init__(pack, lambda tensor: tensor)
+    def are_innermost(self) -> bool:
+        return innermost_hooks() == (self.pack_hook, self.unpack_hook)
 
 
 def test_hooks_of_others_around_the_forward_stay_the_innermost(make: Make) -> None:
     others = Others()
     with others:
         _, offloader, logits = begun(make)
-        assert innermost_hooks() == (others.pack_hook, others.unpack_hook)
+        assert others.are_innermost()
     assert innermost_hooks() is None
     engine_backward(logits.exp().sum(), offloader)
 
@@ -140,31 +145,24 @@ def test_hooks_of_others_inside_of_ours_are_never_taken_off(make: Make) -> None:
     with others:
         engine_backward(logits.exp().sum(), offloader)
         again = engine_forward(model, torch.randn(4, 16, 32), offloader)
-        assert innermost_hooks() == (others.pack_hook, others.unpack_hook)
+        assert others.are_innermost()
         engine_backward(again.exp().sum(), offloader)
-        assert innermost_hooks() == (others.pack_hook, others.unpack_hook)
-    assert others.packed == 2  # of the losses
+        assert others.are_innermost()
+    assert len(others.packed) == 2  # of the losses
     offloader.stop_saving()
     assert innermost_hooks() is None
 
 
 def test_an_error_in_the_loss_and_a_forward_without_backward(make: Make) -> None:
-    model = model_of()
-    offloader = make(model)
+    model, offloader, logits = begun(make)
     with pytest.raises(ZeroDivisionError):
-        engine_forward(model, torch.randn(4, 16, 32), offloader).exp().sum() / (1 // 0)
+        logits.exp().sum() / (1 // 0)
+    del logits
     for _ in range(3):
         engine_forward(model, torch.randn(4, 16, 32), offloader)
     engine_backward(engine_forward(model, torch.randn(4, 16, 32), offloader).exp().sum(), offloader)
     gc.collect()
     assert offloader.cache.live_records == 0
-
-
-def test_a_backward_that_no_engine_calls_leaves_nothing_open_after_the_step(make: Make) -> None:
-    _, offloader, logits = begun(make)
-    checkpoint(lambda one: one.exp().sum(), logits, use_reentrant=True).backward()
-    offloader.stop_saving()
-    assert innermost_hooks() is None
 
 
 def test_a_stop_inside_of_a_backward_does_not_stay_undone(make: Make) -> None:
@@ -177,14 +175,13 @@ def test_a_stop_inside_of_a_backward_does_not_stay_undone(make: Make) -> None:
 
 
 def test_two_forwards_before_one_backward(make: Make) -> None:
+    inputs = [torch.randn(4, 16, 32) for _ in range(2)]
+
     def gradients(offloader_for: Callable[[nn.Module], ActivationOffloader | None]) -> list[Tensor]:
         model = model_of()
-        offloader, chance = offloader_for(model), torch.Generator().manual_seed(2)
-        losses = [
-            engine_forward(model, torch.randn(4, 16, 32, generator=chance), offloader).log_softmax(-1).square().mean()
-            for _ in range(2)
-        ]
-        engine_backward(losses[0] - losses[1], offloader)
+        offloader = offloader_for(model)
+        one, other = (engine_forward(model, x, offloader).log_softmax(-1).square().mean() for x in inputs)
+        engine_backward(one - other, offloader)
         return [one.grad for one in model.parameters() if one.grad is not None]
 
     assert all(map(torch.equal, gradients(make), gradients(lambda _: None)))
@@ -196,11 +193,7 @@ def test_the_next_forward_of_any_engine_ends_what_another_saves(make: Make) -> N
     made = engine_forward(one, torch.randn(4, 16, 32), first)
     with Others():  # which keep the first one's on the stack
         judged = engine_forward(other, torch.randn(4, 16, 32), second)
-    packed = first.report().packed_tensors
-    x = made.detach().requires_grad_()
-    x.exp().sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
-    assert first.report().packed_tensors == packed
+    assert takes_nothing(first)
     engine_backward(judged.mean(), second)
     engine_backward(made.mean(), first)
 
@@ -213,11 +206,7 @@ def test_hooks_that_a_closed_engine_left_in_other_threads_take_nothing_and_go_wi
     closing = threading.Thread(target=end, args=(first,))
     closing.start()
     closing.join()
-    packed = first.report().packed_tensors
-    x = torch.ones(1 << 16, requires_grad=True)
-    x.exp().sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())
-    assert first.report().packed_tensors == packed
+    assert takes_nothing(first)
     _, second, logits = begun(make)
     moved_bytes = second.report().offloaded_bytes
     engine_backward(logits.exp().sum(), second)
@@ -249,7 +238,7 @@ def test_closed_or_collected_with_hooks_open(make: Make) -> None:
     offloader.close()
     with save_on_cpu():
         logits.exp()
-    (torch.ones(4096, requires_grad=True).exp().sum()).backward()  # somebody else's
+    assert takes_nothing(offloader)
     offloader.stop_saving()
     assert innermost_hooks() is None
     engine_forward(model, torch.randn(4, 16, 32), offloader)
@@ -259,13 +248,9 @@ def test_closed_or_collected_with_hooks_open(make: Make) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_hooks_of_ours_take_nothing_in_a_forked_child(make: Make) -> None:
     _, offloader, logits = begun(make)
-    packed = offloader.report().packed_tensors
     child = os.fork()
     if not child:
-        x = torch.ones(4096, requires_grad=True)
-        x.exp().sum().backward()
-        is_right = torch.equal(x.grad, x.detach().exp()) and offloader.cache.meter.packed_tensors == packed
-        os._exit(0 if is_right else 1)
+        os._exit(0 if takes_nothing(offloader) else 1)
     assert os.waitpid(child, 0) == (child, 0)
     engine_backward(logits.exp().sum(), offloader)
 
@@ -288,13 +273,10 @@ def test_an_interrupt_as_hooks_go_on_or_off_leaves_none_there(make: Make, functi
     """A signal handler may raise before or after each line of them."""
     model = model_of()
     offloader = make(model, until_backward=False)
-    came = False
 
     def trace(frame: FrameType, happened: str, _: object) -> Any:
-        nonlocal came
-        if frame.f_code is function.__code__ and happened == event and not came:
-            came = True
-            raise KeyboardInterrupt
+        if frame.f_code is function.__code__ and happened == event:
+            raise KeyboardInterrupt  # which ends the tracing
         return trace
 
     before = sys.gettrace()
@@ -304,6 +286,6 @@ def test_an_interrupt_as_hooks_go_on_or_off_leaves_none_there(make: Make, functi
             forward(model, torch.randn(4, 16, 32), offloader)
     finally:
         sys.settrace(before)
-    assert came and innermost_hooks() is None
+    assert innermost_hooks() is None
     offloader.close()
     assert train(lambda model: make(model, until_backward=False)) == train(lambda _: None)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from conftest import Closing, StoreFactory
 from support.disks import until
-from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, part_of, raising, wait_for_writes
+from support.doubles import DeviceBackend, Gate, ScriptedBackend, new_operation, part_of, wait_for_writes
 from support.late_device import LateDevice
+from support.stores import CPU, MIB
 from torch import Tensor
 
 from ds_tba.core.cache import TensorCache
@@ -24,20 +25,13 @@ from ds_tba.storage.host import HostStore
 from ds_tba.storage.nvme import NvmeStore
 from ds_tba.storage.space import SwapTicket
 
-KIB, MIB = 1 << 10, 1 << 20
-CPU = torch.device("cpu")
+KIB = 1 << 10
 
 
 @pytest.fixture
-def make_device(closing: Closing) -> Callable[..., LateDevice]:
-    """Named before ``make_store`` in a test, so that stores are closed before their device ends."""
-    return closing(LateDevice, LateDevice.end)
-
-
-@pytest.fixture
-def device(make_device: Callable[..., LateDevice]) -> LateDevice:
-    """Tells also of memory that was written after it was freed."""
-    return make_device(late_compute=True, longest_pause_s=0.0, watch_freed=True)
+def device(closing: Closing) -> LateDevice:
+    """Tells of memory that was written after it was freed. Named before ``make_store``, whose stores end first."""
+    return closing(LateDevice, LateDevice.end)(late_compute=True, longest_pause_s=0.0, watch_freed=True)
 
 
 @pytest.fixture(params=["nvme", "nvme from the device", "host"])
@@ -77,6 +71,13 @@ def is_ahead(ticket: Any) -> bool:
     return (part_of(ticket) if isinstance(ticket, SwapTicket) else ticket).arrival is not None
 
 
+def sees(device: LateDevice, found: Tensor, value: int = 7) -> list[bool]:
+    """Launch a kernel that looks at bytes which have come back; whether they are right stands there once it has run."""
+    seen: list[bool] = []
+    device.launch(lambda data: seen.append(bool((data == value).all())), found)
+    return seen
+
+
 @every_store
 def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(device: LateDevice, store: Store[Any]) -> None:
     count, budget_bytes = 24, 8 * MIB
@@ -91,16 +92,12 @@ def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(device: Late
             saved.append(cache.pack(data))
             del data
             new_operation()
-    step, exact = cache.forward.micro_step, list[bool]()
-
-    def look(found: Tensor, wanted: int) -> None:
-        exact.append(bool((found == wanted).all()))
-
+    step, exact = cache.forward.micro_step, list[list[bool]]()
     while saved:
-        device.launch(partial(look, wanted=len(saved) - 1), cache.unpack(step, saved.pop()))
+        exact.append(sees(device, cache.unpack(step, saved.pop()), len(saved)))
     device.synchronize()
     cache.settle()
-    assert exact == [True] * count
+    assert exact == [[True]] * count
     assert list(device.reserved_bytes) == [device.current_stream()]
     in_all = sum(device.reserved_bytes.values())
     assert budget_bytes // 2 < in_all <= budget_bytes + MIB  # and what forward is about to save
@@ -109,15 +106,14 @@ def test_kept_and_reloaded_bytes_stay_within_the_budget_in_one_pool(device: Late
 @every_store
 def test_a_copy_waits_until_its_memory_is_free(device: LateDevice, store: Store[Any]) -> None:
     """Kernels that were queued before the allocation still write there, for its former tenant."""
-    gate, exact = threading.Event(), list[bool]()
-    ticket = saved_by(store, device)
+    ticket, gate = saved_by(store, device), threading.Event()
     device.current_stream().run(lambda: gate.wait(30))
     store.prefetch(ticket)
     time.sleep(0.05)  # for a copy that does not wait
     threading.Timer(0.2, gate.set).start()
-    device.launch(lambda found: exact.append(bool((found == 7).all())), store.get(ticket, CPU).data)
+    seen = sees(device, store.get(ticket, CPU).data)
     device.synchronize()
-    assert exact == [True]
+    assert seen == [True]
     store.release(ticket)
 
 
@@ -156,18 +152,24 @@ def test_memory_that_its_caller_drops_at_once_is_held_until_its_copy_is_done(
 
 
 @every_store
-def test_without_device_memory_nothing_is_read_ahead_and_nothing_taken(
+def test_without_device_memory_nothing_is_read_ahead_until_somebody_has_got_some(
     device: LateDevice, store: Store[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticket = saved_by(store, device)
+    """The allocator gives back all that it caches before it says no, so that it is asked once ahead of need."""
+    ticket, asked = saved_by(store, device), list[int]()
+
+    def allocate(nbytes: int, _device: torch.device) -> Tensor:
+        asked.append(nbytes)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     with monkeypatch.context() as patch:
-        patch.setattr(device, "allocate", raising(torch.OutOfMemoryError("CUDA out of memory")))
-        assert not store.prefetch(ticket)
+        patch.setattr(device, "allocate", allocate)
+        assert not any(store.prefetch(ticket) for _ in range(3)) and len(asked) == 1
         with pytest.raises(torch.OutOfMemoryError):
             store.get(ticket, CPU)
         assert device.allocated_bytes == 0
-    seen: list[bool] = []
-    device.launch(lambda found: seen.append(bool((found == 7).all())), store.get(ticket, CPU).data)
+    assert not store.prefetch(ticket)
+    seen = sees(device, store.get(ticket, CPU).data)
     device.synchronize()
     assert seen == [True] and store.prefetch(ticket)
     store.release(ticket)
@@ -181,40 +183,26 @@ def test_reloads_ahead_of_a_late_device_wait_for_its_copies_and_take_no_memory_b
     tickets = [saved_by(store, device, 256 * KIB, value) for value in range(6)]
     monkeypatch.setattr(store.ring, "overflow", lambda nbytes: pytest.fail("memory beside staging"))
     device.current_stream().run(lambda: gate.wait(30))
-    done: list[int] = []
-
-    def read() -> None:
-        for value, ticket in enumerate(tickets):
-            data = store.get(ticket, CPU).data
-            device.launch(lambda found, value=value: done.append(int((found == value).all())), data)
-
-    thread = threading.Thread(target=read)
-    thread.start()
+    read = ThreadPoolExecutor(1).submit(
+        lambda: [sees(device, store.get(ticket, CPU).data, value) for value, ticket in enumerate(tickets)]
+    )
     time.sleep(0.2)
-    assert thread.is_alive() and store.ring.slots.used_bytes == MIB
+    assert not read.done() and store.ring.slots.used_bytes == MIB
     gate.set()
-    thread.join(30)
+    seen = read.result(30)
     device.synchronize()
-    assert done == [1] * 6
+    assert seen == [[True]] * 6
 
 
 def test_what_is_given_up_while_another_thread_waits_for_it_is_no_hang(
-    make_device: Callable[..., LateDevice], make_store: StoreFactory
+    device: LateDevice, make_store: StoreFactory
 ) -> None:
-    device, gate = make_device(longest_pause_s=0.0), Gate("read")
-    store = make_store(ScriptedBackend(gate), accelerator=device)
-    ticket, problems = saved_by(store, device), list[Exception]()
-
-    def read() -> None:
-        try:
-            store.get(ticket, CPU)  # type: ignore[arg-type]
-        except StateError as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
+    gate = Gate("read")
+    store: Store[Any] = make_store(ScriptedBackend(gate), accelerator=device)
+    ticket = saved_by(store, device)
+    read = ThreadPoolExecutor(1).submit(store.get, ticket, CPU)
     assert gate.arrived.acquire(timeout=10)
-    store.release(ticket)  # type: ignore[arg-type]
+    store.release(ticket)
     gate.opened.set()
-    thread.join(20)
-    assert not thread.is_alive() and "given up" in str(problems[0])
+    with pytest.raises(StateError, match="given up"):
+        read.result(20)

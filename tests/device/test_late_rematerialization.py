@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from support.disks import until
 from support.each_hazard import Scenario, scenarios
 from support.late_device import POISON, LateDevice
 from support.peaks import BackwardPeak
-from support.stepping import assert_same_steps
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,21 +23,19 @@ from ds_tba.core.prefetch import Phase
 from ds_tba.errors import RematerializationError
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
-from ds_tba.storage.base import Store
 from ds_tba.storage.host import HostStore
 
 MIB = 1 << 20
 KIB = 1 << 10
 WIDTH = 64
 STEPS = 6
-MakeStores = Callable[[StoreFactory, LateDevice], list[Any]]
 
 
 class Answers(LateDevice):
     """Hears late of its kernels."""
 
-    def __init__(self, longest_pause_s: float = 0.002) -> None:
-        super().__init__(late_answers=True, longest_pause_s=longest_pause_s)
+    def __init__(self) -> None:
+        super().__init__(late_answers=True, longest_pause_s=0.002)
 
     def pinned(self, nbytes: int) -> Tensor:
         return super().pinned(nbytes).fill_(POISON)
@@ -50,25 +46,29 @@ def device(closing: Closing) -> Answers:
     return closing(Answers, LateDevice.end)()
 
 
-def kept(make_store: StoreFactory, device: LateDevice) -> list[Any]:
-    return []
+@pytest.fixture(params=["kept", "host memory", "a drive"])
+def cache(request: pytest.FixtureRequest, device: Answers, make_store: StoreFactory, closing: Closing) -> TensorCache:
+    stores: dict[str, Callable[[], list[Any]]] = {
+        "kept": list,
+        "host memory": lambda: [closing(HostStore)(device, 16 * MIB)],
+        "a drive": lambda: [make_store(accelerator=device, staging_bytes=4 * MIB)],
+    }
+    return cache_over(device, stores[request.param]())
 
 
-def in_host_memory(make_store: StoreFactory, device: LateDevice) -> list[Any]:
-    return [HostStore(device, 16 * MIB)]
+def over(*places: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("cache", places, indirect=True)
 
 
-def on_a_drive(make_store: StoreFactory, device: LateDevice) -> list[Any]:
-    return [make_store(accelerator=device, staging_bytes=4 * MIB)]
-
-
-stores = pytest.mark.parametrize("make", [kept, in_host_memory, on_a_drive], ids=lambda make: make.__name__)
-
-
-def cache_over(device: LateDevice, tiers: list[Store[Any]]) -> TensorCache:
-    cache = TensorCache(tiers, "cpu", hazards.MIN_BYTES, wait_for_staging=True, accelerator=device)
+def cache_over(device: LateDevice, stores: list[Any]) -> TensorCache:
+    cache = TensorCache(stores, "cpu", hazards.MIN_BYTES, wait_for_staging=True, accelerator=device)
     cache.rematerialize(RematStore(cache, Sites(cache, device)))
     return cache
+
+
+def end_step(cache: TensorCache) -> None:
+    cache.end_micro_step()
+    cache.rematerialization.sites.step += 1
 
 
 class Layer(nn.Module):
@@ -83,53 +83,30 @@ class Layer(nn.Module):
         return x + functional.silu(self.gate(y)) * functional.gelu(self.up(y)).cos()
 
 
-def train(make: Callable[[], nn.Module], cache: TensorCache | None, rows: int = 64) -> list[list[Tensor]]:
-    """Loss and gradients of each step."""
-    torch.manual_seed(3)
-    model, found = make(), []
-    for _ in range(STEPS):
-        x = torch.randn(rows, WIDTH)
-        with nullcontext() if cache is None else cache.saving():
-            loss = model(x).square().mean()
-        loss.backward()
-        if cache is not None:
-            cache.end_micro_step()
-            cache.rematerialization.sites.step += 1
-        gradients = [one.grad for one in model.parameters() if one.grad is not None]
-        found.append([loss.detach(), *(one.clone() for one in gradients)])
-        with torch.no_grad():
-            for one in model.parameters():
-                one -= 0.05 * one.grad  # type: ignore[operator]
-                one.grad = None
-        del loss
-    return found
+@pytest.fixture
+def training() -> Scenario:
+    model = nn.Sequential(Layer(), Layer(), Layer())
+
+    def three_layers(saving: hazards.Saving) -> list[Tensor]:
+        model.zero_grad()
+        with saving():
+            loss = model(torch.randn(64, WIDTH)).square().mean()
+        return [loss, *hazards.grads_after(loss, *model.parameters())]
+
+    return three_layers
 
 
-def three_layers() -> nn.Module:
-    return nn.Sequential(Layer(), Layer(), Layer())
-
-
-@stores
-def test_what_is_made_again_trains_to_the_bit(device: Answers, make_store: StoreFactory, make: MakeStores) -> None:
-    tiers = make(make_store, device)
-    cache = cache_over(device, tiers)
-    assert_same_steps(train(three_layers, None), train(three_layers, cache))
+def test_what_is_made_again_trains_to_the_bit(cache: TensorCache, training: Scenario) -> None:
+    hazards.check_made_again(training, cache, times=STEPS)
     assert cache.stats.rematerialized_bytes > STEPS * 64 * KIB
-    assert not tiers or sum(store.stats.offloaded_bytes for store in tiers) > 0
+    assert not cache.stores or sum(store.stats.offloaded_bytes for store in cache.stores) > 0
     assert not cache.rematerialization.sites.summary()["refused_sites"].get("made again it differs")
-    hazards.check_nothing_is_left(cache, "training")
-    for store in tiers:
-        store.close()
 
 
 @scenarios
-@pytest.mark.parametrize("make", [in_host_memory, on_a_drive], ids=lambda make: make.__name__)
-def test_gradients_are_exact(device: Answers, make_store: StoreFactory, make: MakeStores, scenario: Scenario) -> None:
-    tiers = make(make_store, device)
-    cache = cache_over(device, tiers)
+@over("host memory", "a drive")
+def test_gradients_are_exact(cache: TensorCache, scenario: Scenario) -> None:
     hazards.check_made_again(scenario, cache)
-    for store in tiers:
-        store.close()
 
 
 class Stuck(Answers):
@@ -152,10 +129,10 @@ class Stuck(Answers):
         return event
 
 
-def test_no_answer_is_read_before_its_time() -> None:
+def test_no_answer_is_read_before_its_time(training: Scenario) -> None:
     device = Stuck()
     cache = cache_over(device, [])
-    train(three_layers, cache)
+    hazards.check_made_again(training, cache, times=STEPS)
     assert device.gate.is_set()
     assert cache.rematerialization.sites.summary()["refused_sites"].get("made again it differs") is None
     assert cache.stats.rematerialized_bytes > 0
@@ -167,6 +144,7 @@ class Watched:
 
     def __init__(self, after: list[Watched]) -> None:
         self._lock, self._after, self._owner = threading.Lock(), after, 0
+        self.locked = self._lock.locked
 
     def __enter__(self) -> None:
         self.acquire()
@@ -177,9 +155,6 @@ class Watched:
         self._lock.acquire()
         self._owner = me
 
-    def locked(self) -> bool:
-        return self._lock.locked()
-
     def release(self) -> None:
         self._owner = 0
         self._lock.release()
@@ -188,22 +163,19 @@ class Watched:
         self.release()
 
 
-@pytest.mark.parametrize("make", [kept, in_host_memory], ids=lambda make: make.__name__)
-def test_no_thread_takes_the_cache_s_lock_after_a_store_s(
-    device: Answers, make_store: StoreFactory, make: MakeStores
-) -> None:
+@over("kept", "host memory")
+def test_no_thread_takes_the_cache_s_lock_after_a_store_s(cache: TensorCache, training: Scenario) -> None:
     """Or two threads would wait for each other, and one whose save acts on an end for itself."""
-    cache = cache_over(device, make(make_store, device))
     locks = [Watched([]) for _ in cache.issuers]
     cache.lock = Watched(locks)  # type: ignore[assignment]
     for store, lock in zip(cache.issuers, locks, strict=True):
         store._lock = lock  # type: ignore[attr-defined]
-    train(three_layers, cache)
+    hazards.check_made_again(training, cache, times=STEPS)
     assert cache.stats.rematerialized_bytes > 0
 
 
-def test_what_is_made_again_counts_from_when_it_is_made(device: Answers) -> None:
-    cache = cache_over(device, [])
+@over("kept")
+def test_what_is_made_again_counts_from_when_it_is_made(cache: TensorCache) -> None:
     peak = BackwardPeak(cache)
     gates = [nn.Parameter(torch.rand(64, WIDTH)) for _ in range(8)]
     for _ in range(STEPS):
@@ -215,15 +187,14 @@ def test_what_is_made_again_counts_from_when_it_is_made(device: Answers) -> None
         cache.rematerialization.wait_for_answers()
         before_bytes, peak.nbytes = cache.stats.resident.now, 0
         loss.backward()
-        cache.end_micro_step()
-        cache.rematerialization.sites.step += 1
+        end_step(cache)
     assert cache.stats.rematerialized_bytes >= 6 * gates[0].nbytes
     assert peak.nbytes <= before_bytes + 2 * gates[0].nbytes, (peak.nbytes, before_bytes)
 
 
-def test_a_comparison_after_forward_does_not_begin_backward(device: Answers) -> None:
+@over("host memory")
+def test_a_comparison_after_forward_does_not_begin_backward(device: Answers, cache: TensorCache) -> None:
     """It loads its operands: as if backward wanted them, all would be read ahead, and a second forward stand alone."""
-    cache = cache_over(device, [HostStore(device, 16 * MIB)])
     weight, phases = nn.Parameter(torch.randn(64, WIDTH)), []
     for _ in range(4):
         with cache.saving():
@@ -238,30 +209,8 @@ def test_a_comparison_after_forward_does_not_begin_backward(device: Answers) -> 
         phases.append((cache.forward.micro_step.phase, cache.expects_forward))
         loss.backward()
         del loss, x, y
-        cache.end_micro_step()
-        cache.rematerialization.sites.step += 1
+        end_step(cache)
     assert phases == [(Phase.WAITING, True)] * 4 and cache.stats.rematerialized_bytes > 0
-
-
-def test_a_difference_is_seen_however_late_the_answer_comes() -> None:
-    """A change that autograd does not see: once compared, the site is used no more, and gradients stay right."""
-    device = Answers(longest_pause_s=0.02)
-
-    class Changes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.up(x)
-            z = functional.silu(y)
-            z.data.mul_(2)  # no version tells
-            return z.sin()
-
-    cache = cache_over(device, [])
-    assert_same_steps(train(Changes, None), train(Changes, cache))
-    assert cache.rematerialization.sites.summary()["refused_sites"]["made again it differs"] >= 1
-    device.end()
 
 
 class TwoStreams:
@@ -269,9 +218,8 @@ class TwoStreams:
 
     def __init__(self, device: Answers) -> None:
         self._device, self._layer = device, nn.Linear(WIDTH, WIDTH)
-        self.cache = TensorCache([], "cpu", KIB, accelerator=device)
-        self.store = RematStore(self.cache, Sites(self.cache, device))
-        self.cache.rematerialize(self.store)
+        self.cache = cache_over(device, [])
+        self.store: Any = self.cache.rematerialization
         self.slow, self.fast, self.opened = device.new_stream(), device.current_stream(), threading.Event()
         for _ in range(3):  # until the site is proven
             self.forward(self.fast).backward()
