@@ -1,4 +1,4 @@
-"""Two ranks with unequal drives, sizes and wishes: one plan, the results of the run without us, and nobody waits."""
+"""Two ranks with unequal sizes and wishes: one plan, the results of the run without us, and nobody waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Ranks
 
 pytestmark = pytest.mark.engine
-FAST, SLOW = 400e6, 15e6  # bytes per second: far apart, as a busy machine reaches a fifth of the first only
+DRIVE_BYTES_PER_S = 400e6
 TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
 STEPS = 18
 CHANGE = 5  # the step from which on a rank does what the other does not
@@ -36,7 +36,7 @@ def offloader_of(model: torch.nn.Module, rank: int, where: str, case: str) -> Ac
     own = Path(where, f"{case}{rank}")
     own.mkdir()
     io = {"staging_bytes": 16 << 20, "swap_file_bytes": 64 << 20}
-    with opened(ModelledDrive(SLOW if rank == 1 and case == "drives" else FAST)):
+    with opened(ModelledDrive(DRIVE_BYTES_PER_S)):
         return watching(own, model, PLANNERS["adaptive"], Ranks(), rank=rank, max_step_overhead=1000.0, io=io)
 
 
@@ -46,7 +46,6 @@ def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
         return None
     return {
         "placements": [int(one) for one in found.placements],
-        "write_bytes_per_s": found.trace.resources.write_bytes_per_s,
         "storages_bytes": sum(one.nbytes for one in found.trace.storages),
     }
 
@@ -98,14 +97,6 @@ def check(directory: Path, case: str) -> list[dict[str, Any]]:
     assert plans[0] == plans[1] and plans[0][-1] is not None
     assert found[0]["report"]["plans"] == found[1]["report"]["plans"] >= 1
     return found
-
-
-def test_the_slowest_drive_decides_for_both(tmp_path: Path) -> None:
-    found = check(tmp_path, "drives")
-    own = [rank["report"]["bandwidth"][0]["write_bytes_per_s"] for rank in found]
-    assert own[0] > 3 * own[1] and own[1] < 1.2 * SLOW
-    planned = [plan["write_bytes_per_s"] for plan in found[0]["plans"] if plan is not None]
-    assert planned and max(planned) < 2 * SLOW < FAST / 2
 
 
 def test_the_rank_that_saves_most_decides_for_both(tmp_path: Path) -> None:
