@@ -11,7 +11,6 @@ from support.late_device import LateDevice
 from update_programs import build, steps
 
 from ds_tba.update import UpdateConfig, zero3
-from ds_tba.update.pinning import Registry
 
 
 class Pins:
@@ -33,50 +32,37 @@ class Pins:
         del self.pinned[address]
 
 
-def loads(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint that is loaded in mid-run, with pinned moments."""
-    engine = build(config, late=block)
-    update, pins = engine.interleaved_optimizer_update, Pins()
-    update._updater.registry = Registry(pins, None)
-    steps(engine, 2)
-    engine.save_checkpoint(str(Path.cwd() / "checkpoint"), tag="2")
-    steps(engine, 2, seed=2)
-    zero = engine.optimizer
-    states = [zero.optimizer.state[master] for master in zero.fp32_partitioned_groups_flat]
-    storages = [state[name].untyped_storage() for state in states for name in ("exp_avg", "exp_avg_sq")]
-    places = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
-    of_moments = {address for address in pins.pinned if any(start <= address < stop for start, stop in places)}
-    others = sorted(set(pins.pinned) - of_moments)
-    moments = [weakref.ref(storage) for storage in storages]
-    found: dict[str, Any] = {"pinned": len(of_moments), "moments": len(moments)}
-    del states, storages
-    engine.load_checkpoint(str(Path.cwd() / "checkpoint"), tag="2")
-    found["freed"] = sum(moment() is None for moment in moments)
-    found["masters and gradients stay"] = bool(others) and sorted(pins.pinned) == others
-    found["goes on"] = steps(engine, 2, seed=2)
-    engine.load_checkpoint(str(Path.cwd() / "checkpoint"), tag="2")
-    found["goes on again"] = steps(engine, 2, seed=2)
-    return found
-
-
 class _AsCuda(LateDevice):
     def device(self) -> torch.device:
         return torch.device("cuda", 0)
 
 
-def starts(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
-    """Return what is pinned when the update is taken over and after each of two steps, and what the report says."""
-    pins = Pins()
+def loads(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint that is loaded in mid-run, with pinned moments."""
+    pins, folder = Pins(), str(Path.cwd() / "checkpoint")
     zero3.CudaDriver = lambda: pins  # type: ignore[assignment,misc]
     engine = build(config)
-    device = _AsCuda(longest_pause_s=0.001)
-    update = zero3.InterleavedUpdate(UpdateConfig.model_validate(block), device, engine.optimizer)
+    device, zero = _AsCuda(longest_pause_s=0.001), engine.optimizer
+    update = zero3.InterleavedUpdate(UpdateConfig.model_validate(block), device, zero)
     engine.interleaved_optimizer_update = update
-    found: dict[str, Any] = {"pinned": [len(pins.pinned)]}
+    counts = [len(pins.pinned)]
     for _ in range(2):
         steps(engine, 1)
-        found["pinned"].append(len(pins.pinned))
-    found["pinned_bytes"] = update.report().pinned_bytes
-    update.close()
-    engine.destroy()
+        counts.append(len(pins.pinned))
+    found: dict[str, Any] = {"pinned": counts, "pinned_bytes": update.report().pinned_bytes}
+    engine.save_checkpoint(folder, tag="2")
+    steps(engine, 2, seed=2)
+    states = [zero.optimizer.state[master] for master in zero.fp32_partitioned_groups_flat]
+    storages = [state[name].untyped_storage() for state in states for name in ("exp_avg", "exp_avg_sq")]
+    places = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+    others = sorted(address for address in pins.pinned if not any(start <= address < stop for start, stop in places))
+    moments = [weakref.ref(storage) for storage in storages]
+    found |= {"pinned moments": len(pins.pinned) - len(others), "moments": len(moments)}
+    del states, storages
+    engine.load_checkpoint(folder, tag="2")
+    found["freed"] = sum(moment() is None for moment in moments)
+    found["masters and gradients stay"] = bool(others) and sorted(pins.pinned) == others
+    found["goes on"] = steps(engine, 2, seed=2)
+    engine.load_checkpoint(folder, tag="2")
+    found["goes on again"] = steps(engine, 2, seed=2)
     return found

@@ -189,26 +189,18 @@ def test_a_child_goes_through_its_exit_and_frees_nothing_that_it_has_not() -> No
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-# ---- when a run starts
+# ---- a run
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("limit_bytes", [None, 10**9])
-def test_what_is_there_at_the_start_is_pinned_then_and_counted(limit_bytes: int | None, tmp_path: Path) -> None:
+def test_what_is_there_is_pinned_and_let_go_when_a_load_replaces_it(limit_bytes: int | None, tmp_path: Path) -> None:
     """With a limit whole sub-groups come first, which are whole in the first step only."""
     block = {**CHUNKS, "exact": False, "device_share": 0.5, "pinned_bytes": limit_bytes}
-    (found,) = forked.run(programs.starts, ds_config(bf16={"enabled": True}), tmp_path, block=block)
+    (found,) = forked.run(programs.loads, ds_config(bf16={"enabled": True}), tmp_path, block=block)
     at_start, first, second = found["pinned"]
     assert first == second > 0 and at_start == (0 if limit_bytes else first // 2)
     assert found["pinned_bytes"] > 0
-
-
-# ---- loads
-
-
-@pytest.mark.engine
-def test_moments_that_a_load_replaces_are_unpinned_and_freed_at_once(tmp_path: Path) -> None:
-    (found,) = forked.run(programs.loads, ds_config(bf16={"enabled": True}), tmp_path, block=CHUNKS)
-    assert found["pinned"] > 0 and found["moments"] == found["freed"] > 0
+    assert found["pinned moments"] > 0 and found["moments"] == found["freed"] > 0
     assert found["masters and gradients stay"]
     assert found["goes on"] == found["goes on again"]

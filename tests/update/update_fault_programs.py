@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from update_programs import BLOCK, build, digest, state_of, steps
+from update_programs import BLOCK, build, digest, steps
 
 from ds_tba.errors import UpdateInterruptedError
 from ds_tba.update import updater
@@ -110,27 +110,21 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
 
 
 def surroundings(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
-    """Steps under another default dtype, and with a hook of all optimizers."""
+    """Steps under other default dtypes, and one with a hook of all optimizers, which sees their states."""
     found: dict[str, Any] = {}
     for name, own in {"stock": {}, "ours": {BLOCK: block}}.items():
-        engine = build({**config, **own})
-        generator, seen = torch.Generator().manual_seed(3), found.setdefault(name, [])
+        engine, seen = build({**config, **own}), found.setdefault(name, [])
 
-        def see(optimizer: Any, _args: Any, _kwargs: Any, seen: list[Any] = seen) -> None:
+        def see(optimizer: Any, *_: object, seen: list[Any] = seen) -> None:
             seen.append([digest(state["exp_avg"]) for state in optimizer.state.values()])
 
-        for number, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.float32]):
-            loss = engine(torch.randn(4, 37, generator=generator).bfloat16(), True)
-            engine.backward(loss)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
             torch.set_default_dtype(dtype)
-            hook = register_optimizer_step_post_hook(see) if number == 3 else None
-            try:
-                engine.step()
-            finally:
-                torch.set_default_dtype(torch.float32)
-                if hook is not None:
-                    hook.remove()
-            seen.append(state_of(engine))
+            seen += steps(engine, 1)
+        torch.set_default_dtype(torch.float32)
+        hook = register_optimizer_step_post_hook(see)
+        seen += steps(engine, 1)
+        hook.remove()
         if name == "ours":
             found["fallbacks"] = engine.interleaved_optimizer_update.report().fallbacks
         engine.destroy()

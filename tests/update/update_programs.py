@@ -140,9 +140,9 @@ def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> di
         variant = dict(variant)
         block, is_late = variant.pop("block", None), variant.pop("late", False)
         own = {**config, **variant.pop("config", {}), **({BLOCK: block} if block is not None and not is_late else {})}
-        taken = {"count": variant.pop("count", 4), "workers": variant.pop("workers", False)}
+        count, workers = variant.pop("count", 4), variant.pop("workers", False)
         engine = build(own, late=block if is_late else None, **variant)
-        found = steps(engine, **taken)
+        found = steps(engine, count, workers=workers)
         update = getattr(engine, "interleaved_optimizer_update", None)
         results.append({"steps": found, "report": update.report().to_dict() if update is not None else {}})
         engine.destroy()
