@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,8 @@ class Routed(nn.Module):
         return self.last(x).float().square().mean() + 0.1 * sum(one.float().logsumexp(-1).mean() for one in routed)
 
 
-def with_state(first: str) -> nn.Module:
-    return parts.Net("linear", ((first, "Attention", "Dropout"),) * DEPTH, WIDTH, 0)
+def with_tracker() -> nn.Module:
+    return parts.Net("linear", (("Tracker", "Attention", "Dropout"),) * DEPTH, WIDTH, 0)
 
 
 def trained(config: dict[str, Any], make: Callable[[], nn.Module] = Routed) -> dict[str, Any]:
@@ -106,13 +105,9 @@ def test_recomputed_blocks_train_as_without_us(
     assert compared.reports[0]["recomputed_bytes"] > 0
 
 
-@pytest.mark.parametrize(("kind", "stage", "ranks"), [("Counter", 2, 1), ("Tracker", 3, 2)])
-def test_a_block_with_state_ends_the_run_with_an_error_that_names_it(
-    tmp_path: Path, kind: str, stage: int, ranks: int
-) -> None:
-    """Also on several ranks, of which none is left waiting."""
-    config = runs.with_block(runs.plain_config(stage), tmp_path, **RECOMPUTE)
+def test_a_block_with_state_ends_every_rank_with_an_error_that_names_it(tmp_path: Path) -> None:
+    config = runs.with_block(runs.plain_config(3), tmp_path, **RECOMPUTE)
     with pytest.raises(forked.ProgramFailed) as failed:
-        forked.run(trained, config, tmp_path, ranks=ranks, make=partial(with_state, kind))
+        forked.run(trained, config, tmp_path, ranks=2, make=with_tracker)
     assert "RecomputationError: the output of the block 'blocks.2' differs" in str(failed.value)
     assert 'naming the others in "recompute"' in str(failed.value)

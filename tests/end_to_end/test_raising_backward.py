@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.disks import until
+from support.doubles import raising
 from support.models import Stack
 from support.stepping import forward, offloader_of, train
 from torch import Tensor, nn
@@ -29,8 +30,7 @@ class BoomError(Exception):
     pass
 
 
-def boom(*_: object) -> None:
-    raise BoomError
+boom = raising(BoomError())
 
 
 class Boom(torch.autograd.Function):

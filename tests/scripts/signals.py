@@ -51,11 +51,6 @@ class Interrupted(BaseException):
     """Raised by the user's handler, for the training loop to catch, as Ctrl-C and ``sys.exit`` do."""
 
 
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
 def forked(run: Callable[[], int]) -> int:
     """Return the exit status of a run in a process of its own, negative for the signal that ended it."""
     child = os.fork()
@@ -128,7 +123,7 @@ def closes(directory: Path, report: Path, chance: random.Random) -> int:
     finally:
         if end != "exit":
             offloader.close()
-        say(f"RUN {' '.join(seen)} {report.name}")
+        print(f"RUN {' '.join(seen)} {report.name}", flush=True)
     return 0
 
 
@@ -137,7 +132,8 @@ def each_that_closes(directory: Path, runs: str) -> None:
     for number in range(int(runs)):
         report = directory / f"report{number}.json"
         code = forked(lambda report=report, number=number: closes(directory, report, random.Random(number)))
-        say(f"END {number} {code} {json.loads(report.read_text())['state'] if report.exists() else 'no report'}")
+        state = json.loads(report.read_text())["state"] if report.exists() else "no report"
+        print(f"END {number} {code} {state}", flush=True)
 
 
 class Interrupter:
@@ -183,7 +179,7 @@ def interrupted(directory: Path, placement: str, at: int, expected: list[Tensor]
         except StateError as error:
             if "in the middle of ds_tba's bookkeeping" in str(error):
                 return REFUSED
-            say(str(error))
+            print(error, flush=True)
             return OTHER
         if not all(map(torch.equal, found, expected)):
             return WRONG
@@ -197,9 +193,9 @@ def each_call(directory: Path, first: str, every: str, placement: str) -> None:
         end = ENDS.get(code, f"ended with {code}")
         ends[end] += 1
         if code not in (EXACT, REFUSED):
-            say(f"CALL {at} {end}")
+            print(f"CALL {at} {end}", flush=True)
         at += int(every)
-    say(f"ENDS exact {ends.pop('exact', 0)} refused {ends.pop('refused', 0)} others {ends.total()}")
+    print(f"ENDS exact {ends.pop('exact', 0)} refused {ends.pop('refused', 0)} others {ends.total()}", flush=True)
 
 
 if __name__ == "__main__":

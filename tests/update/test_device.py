@@ -38,15 +38,9 @@ def make_device(closing: Closing) -> Callable[..., LateDevice]:
     return closing(make, LateDevice.end)
 
 
-def update(
-    rate: float,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
+def update(rate: float, *tensors: torch.Tensor) -> None:
     """Rounds each element of each op once, so that it has one right result."""
+    master, exp_avg, exp_avg_sq, gradient, scratch = tensors
     exp_avg.mul_(0.5).add_(gradient)
     scratch.copy_(gradient).mul_(gradient)
     exp_avg_sq.mul_(0.75).add_(scratch)
@@ -84,9 +78,7 @@ def fill(device: LateDevice, memory: torch.Tensor, values: torch.Tensor) -> None
 
 def on_device(device: LateDevice, values: torch.Tensor) -> torch.Tensor:
     """Memory of the device into which the current stream writes the values."""
-    memory = device.allocate(values.nbytes, CPU).view(values.dtype)
-    fill(device, memory, values)
-    return memory
+    return device.filled(values.view(torch.uint8)).view(values.dtype)
 
 
 def bits_of(device: LateDevice, memory: torch.Tensor) -> torch.Tensor:
@@ -97,13 +89,10 @@ def bits_of(device: LateDevice, memory: torch.Tensor) -> torch.Tensor:
 
 
 def submit(
-    pipeline: DevicePipeline,
-    tensors: Tensors,
-    target: torch.Tensor | None = None,
-    factor: float = 1.0,
-    rate: float = 0.125,
+    pipeline: DevicePipeline, tensors: Tensors, target: torch.Tensor | None, factor: float = 1.0, rate: float = 0.125
 ) -> None:
-    pipeline.submit(SubGroup(*tensors, target, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), 1, factor), partial(update, rate))
+    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0)
+    pipeline.submit(SubGroup(*tensors, target, hyper, 1, factor), partial(update, rate))
 
 
 # ---- Random steps ---------------------------------------------------------------------------------------------------
@@ -197,7 +186,7 @@ def test_the_host_s_part_of_a_chunk_is_held_until_it_is_written_back(make_device
     pipeline.begin(most_jobs=9)
     tensors = state(64)
     held = [weakref.ref(tensor) for tensor in tensors]
-    submit(pipeline, tensors)
+    submit(pipeline, tensors, None)
     tensors.clear()
     assert None not in [one() for one in held]
     pipeline.drain()
@@ -266,7 +255,7 @@ def test_the_device_wants_no_job_while_another_waits_for_its_upload(make_device:
     pipeline.begin(most_jobs=9)
     gate = held_up(device, UP)
     assert pipeline.wants_job()
-    submit(pipeline, state(CHUNK))
+    submit(pipeline, state(CHUNK), None)
     assert pipeline.has_room() and not pipeline.wants_job()
     gate.set()
     until(pipeline.wants_job, "the upload")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,8 +41,7 @@ def adams(op: Any, count: int, beta1: float, beta2: float, *, adamw: bool = True
             op.destroy_adam(opt_id)
 
 
-@dataclass
-class State:
+class State(NamedTuple):
     """Master parameters and moments."""
 
     master: torch.Tensor
@@ -53,14 +52,11 @@ class State:
     def fresh(cls, elements: int, generator: torch.Generator) -> State:
         return cls(torch.randn(elements, generator=generator), torch.zeros(elements), torch.zeros(elements))
 
-    def all(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.master, self.exp_avg, self.exp_avg_sq
-
     def clone(self) -> State:
-        return State(*(one.clone() for one in self.all()))
+        return State(*(one.clone() for one in self))
 
     def part(self, start: int, stop: int) -> State:
-        return State(*(one[start:stop] for one in self.all()))
+        return State(*(one[start:stop] for one in self))
 
     def host_update(self, adam: Callable[..., object], step: int, hyper: Hyper, gradient: torch.Tensor) -> None:
         adam(step, *hyper.numbers, self.master, gradient, self.exp_avg, self.exp_avg_sq)
@@ -68,7 +64,7 @@ class State:
     def update(self, gradient: torch.Tensor, scalars: Scalars) -> None:
         """Ours, where the gradient must stay as it is."""
         before = gradient.clone()
-        update_(*self.all(), gradient, torch.full_like(gradient, torch.nan), scalars)
+        update_(*self, gradient, torch.full_like(gradient, torch.nan), scalars)
         assert gradient.view(torch.int32).equal(before.view(torch.int32))
 
 
@@ -76,7 +72,7 @@ def differing(expected: State, found: State) -> int:
     """How many elements are not the same bits; a NaN is a NaN."""
     return sum(
         int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
-        for a, b in zip(expected.all(), found.all(), strict=True)
+        for a, b in zip(expected, found, strict=True)
     )
 
 
@@ -150,10 +146,10 @@ def test_hyperparameters_at_random(op: Any, block: int) -> None:
         elements = 128 * chance.randrange(1, 9)
         created_with = betas = chance.choice(BETAS), chance.choice(BETAS)
         adamw, step = chance.random() < 0.5, chance.choice([0, 0, 7, 100, 10**6])
-        expected = State.fresh(elements, generator)
-        expected.exp_avg, expected.exp_avg_sq = expected.master.flip(0), expected.master.square().flip(0)
-        expected.master[:3] = torch.tensor([0.0, -0.0, 1e-40])
-        for one in expected.all():
+        master = torch.randn(elements, generator=generator)
+        expected = State(master, master.flip(0), master.square().flip(0))
+        master[:3] = torch.tensor([0.0, -0.0, 1e-40])
+        for one in expected:
             one[chance.randrange(9) :: 9] = chance.choice(AWKWARD)
         found, powers = expected.clone(), Powers(*created_with)
         with adams(op, 1, *created_with, adamw=adamw) as (stock,):

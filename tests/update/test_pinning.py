@@ -161,26 +161,21 @@ def test_children_have_all_but_the_pinned_pages_until_they_are_unpinned() -> Non
 
 
 CHILD_THAT_EXITS = """
-import gc, os, sys, weakref
+import gc, os, sys
+from types import SimpleNamespace
 import torch
 from ds_tba.update.pinning import Registry
-class Driver:
-    def register(self, address, nbytes): return True
-    def unregister(self, address): pass
-registry = Registry(Driver(), None)
-class Owner: pass
-owner = Owner()
+registry = Registry(SimpleNamespace(register=lambda *_: True, unregister=lambda _: None), None)
 memory = [torch.ones(5000) for _ in range(50)]  # small enough for malloc's heap
 assert all(registry.pin(one) for one in memory)
-weakref.finalize(owner, registry.close)
 pid = os.fork()
 if pid == 0:
-    del owner, registry, memory
+    registry.close()
+    del registry, memory
     gc.collect()
     others = [torch.ones(size) for size in range(3000, 30000, 500)]
     sys.exit(0 if sum(float(one.sum()) for one in others) == sum(range(3000, 30000, 500)) else 1)
-status = os.waitpid(pid, 0)[1]
-os._exit(os.waitstatus_to_exitcode(status) & 255)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 255)
 """
 
 
