@@ -60,8 +60,7 @@ def groups_of(model: nn.Module, kind: str) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if kind == "one":
         return trained
-    flat = [parameter for parameter in trained if parameter.dim() < 2]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    flat, matrices = ([one for one in trained if (one.dim() > 1) == is_matrix] for is_matrix in (False, True))
     other = {"betas": (0.8, 0.99), "lr": 3e-3} if kind == "betas" else {}
     return [{"params": matrices, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0, **other}]
 
@@ -226,9 +225,9 @@ def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "lr": 10 ** chance.uniform(-4, -1),
         "weight_decay": chance.choice([0.0, 0.1]),
         "eps": chance.choice([1e-8, 1e-4]),
+        "betas": chance.choice([[0.9, 0.999], [0.0, 0.95], [0.8, 0.9]]),
+        "adam_w_mode": chance.random() < 0.7,
     }
-    adam["betas"] = chance.choice([[0.9, 0.999], [0.0, 0.95], [0.8, 0.9]])
-    adam["adam_w_mode"] = chance.random() < 0.7
     config = ds_config(
         zero_optimization=zero,
         optimizer={"type": "Adam", "params": adam},
@@ -242,12 +241,13 @@ def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "device_buffer_bytes": chunk_bytes * 5 * chance.choice([1, 2, 4]),
         "device_share": chance.choice([0, 1, None, chance.random()]),
     }
-    variant = {
+    return config, {
         "groups": chance.choice(["one", "decay", "betas"]),
         "width": chance.choice([1, 30, 128, 193, 300]),
         "count": chance.randint(2, 4),
+        "block": block,
+        "late": chance.random() < 0.4,
     }
-    return config, {**variant, "block": block, "late": chance.random() < 0.4}
 
 
 def compare_drawn(config: None, *, seeds: list[int]) -> dict[str, Any]:
@@ -259,12 +259,8 @@ def compare_drawn(config: None, *, seeds: list[int]) -> dict[str, Any]:
         stock = {name: value for name, value in ours.items() if name not in ("block", "late")}
         try:
             expected, found = compare(drawn, variants=[stock, ours])["variants"]
-            differing = [
-                (number, name)
-                for number, (one, other) in enumerate(zip(expected["steps"], found["steps"], strict=True))
-                for name in one
-                if one[name] != other[name]
-            ]
+            pairs = enumerate(zip(expected["steps"], found["steps"], strict=True))
+            differing = [(number, name) for number, (one, other) in pairs for name in one if one[name] != other[name]]
             if differing:
                 failed[str(seed)] = f"{differing[:3]} of {ours}"
             elements[0] += found["report"]["elements"]
