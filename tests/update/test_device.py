@@ -133,23 +133,18 @@ class Training:
         self.low = self.expected[0].to(self.dtype, copy=True)
 
         assert pipeline.begin(most_jobs=9)
-        missing = []
         for number in chance.sample(range(len(self.cuts)), len(self.cuts)):
             cut = self.cuts[number]
             tensors = [tensor[cut] for tensor in self.host]
             if not is_job[number]:
                 self.on_host(tensors, cut, factor, rate)
                 continue
-            target = self.parameters[cut] if chance.random() < 0.8 else None
-            missing += [] if target is not None else [cut]
             until(pipeline.has_room, "a free slot")
-            submit(pipeline, tensors, target, factor, rate)
+            submit(pipeline, tensors, self.parameters[cut], factor, rate)
             tensors.clear()  # the last hold on the gradient
         pipeline.drain()
 
         assert same(self.host, self.expected)
-        for cut in missing:
-            fill(device, self.parameters[cut], self.low[cut])
         after = bits_of(device, self.parameters)
         assert not device.is_freed_memory_written()
         assert device.allocated_bytes == self.parameters.nbytes
