@@ -55,6 +55,7 @@ NONE = "none of them"
         ({"placement": "nvme", "only": ["*"]}, NONE, "^rank 0 has only or except, and rank 1 has none of them"),
         ({"placement": "keep", "report": {"trace_path": "x"}}, 'placement "adaptive"', "^rank 0 has report.trace_path"),
     ],
+    ids=["equal", "a plan and no block", "no plan and no block", "names of modules and no block", "a trace"],
 )
 def test_ranks_that_would_wait_for_each_other_are_refused(
     two_ranks: distributed.Store, keys: dict[str, Any], other: str, told: str
@@ -117,6 +118,7 @@ OTHER_VERSION = r'DeepSpeed 0\.\d+\.\d is not supported.*pip install "deepspeed'
         ("0.20.0", "cuda", OTHER_VERSION),
         ("0.19.5", "xpu", "the device is xpu, and ds_tba serves the CPU and CUDA: remove"),
     ],
+    ids=["too old", "the oldest", "with a suffix", "too new", "another device"],
 )
 def test_deepspeed_outside_the_supported_range_and_other_devices_are_refused(
     monkeypatch: pytest.MonkeyPatch, version: str, device: str, told: str
