@@ -55,7 +55,7 @@ NONE = "none of them"
         ({"placement": "nvme", "only": ["*"]}, NONE, "^rank 0 has only or except, and rank 1 has none of them"),
         ({"placement": "keep", "report": {"trace_path": "x"}}, 'placement "adaptive"', "^rank 0 has report.trace_path"),
     ],
-    ids=["equal", "a plan and no block", "no plan and no block", "names of modules and no block", "a trace"],
+    ids=["equal", "a plan and none", "no plan", "names of modules and none", "a trace and none"],
 )
 def test_ranks_that_would_wait_for_each_other_are_refused(
     two_ranks: distributed.Store, keys: dict[str, Any], other: str, told: str
