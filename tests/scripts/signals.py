@@ -1,7 +1,7 @@
 """Trainings that a signal interrupts, each in a forked process of its own, which tells where it hangs.
 
-    PYTHONPATH=tests python tests/scripts/signals.py closes DIRECTORY RUNS
-    PYTHONPATH=tests python tests/scripts/signals.py anywhere DIRECTORY FIRST EVERY PLACEMENT
+    python tests/scripts/signals.py closes DIRECTORY RUNS
+    python tests/scripts/signals.py anywhere DIRECTORY FIRST EVERY PLACEMENT
 
 closes: at a random moment a handler closes the offloader and exits, raises or returns. Each run prints its end, how
 long that took and whether the signal came in the middle of ds_tba, and the state in its report.
@@ -23,17 +23,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from support import offloaders
-from support.models import Mlp, Stack
-from support.stepping import forward, note_backward
-from torch import Tensor
+from torch import nn
 
 from ds_tba import offloader as offloading
+from ds_tba.config import AioConfig, OffloadConfig
+from ds_tba.device.accelerator import Accelerator
 from ds_tba.errors import StateError
 from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Alone
@@ -49,6 +49,11 @@ ENDS = {EXACT: "exact", LOST: "lost", REFUSED: "refused", WRONG: "wrong"}
 
 class Interrupted(BaseException):
     """Raised by the user's handler, for the training loop to catch, as Ctrl-C and ``sys.exit`` do."""
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def forked(run: Callable[[], int]) -> int:
@@ -68,24 +73,30 @@ def is_in_package(frame: FrameType | None) -> bool:
     return False
 
 
-def make(directory: Path, **block: Any) -> ActivationOffloader:
-    """Return an offloader with little staging."""
+def make(directory: Path, watched: nn.Module | None = None, **block: Any) -> ActivationOffloader:
+    """Return an offloader with little staging, which makes plans of a model that is given."""
     io = {"backend": "posix", "staging_bytes": 1 << 20, "swap_file_bytes": 64 << 20}
     host_bytes = 4 << 20 if block["placement"] == "host" else 0
-    return offloaders.make(directory, io=io, host_budget_bytes=host_bytes, **block)
+    more = {"nvme_path": str(directory), "io": io, "min_tensor_bytes": 4096, "host_budget_bytes": host_bytes}
+    offloader = ActivationOffloader(OffloadConfig.model_validate(more | block), AioConfig(), Accelerator())
+    if watched is not None:
+        offloader.watch(watched, Alone())
+    return offloader
 
 
-def new_model() -> tuple[Stack, Tensor]:
+def new_model() -> tuple[nn.Module, torch.Tensor]:
     """Return a model and a batch, the same ones each time."""
     torch.manual_seed(0)
-    return Stack(lambda: Mlp(WIDTH), 6), torch.randn(TOKENS, WIDTH)
+    layers = [(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))] * 6
+    return nn.Sequential(*(layer for block in layers for layer in block)), torch.randn(TOKENS, WIDTH)
 
 
-def step(model: Stack, x: Tensor, offloader: ActivationOffloader | None) -> list[Tensor]:
-    loss = forward(model, x, offloader)
+def step(model: nn.Module, x: torch.Tensor, offloader: ActivationOffloader | None) -> list[torch.Tensor]:
+    with nullcontext() if offloader is None else offloader.saving():
+        loss = model(x).square().mean()
     loss.backward()
-    note_backward(offloader)
     if offloader is not None:
+        offloader.note_micro_step()
         offloader.note_step()
     found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
     model.zero_grad(set_to_none=True)
@@ -123,7 +134,7 @@ def closes(directory: Path, report: Path, chance: random.Random) -> int:
     finally:
         if end != "exit":
             offloader.close()
-        print(f"RUN {' '.join(seen)} {report.name}", flush=True)
+        say(f"RUN {' '.join(seen)} {report.name}")
     return 0
 
 
@@ -132,8 +143,7 @@ def each_that_closes(directory: Path, runs: str) -> None:
     for number in range(int(runs)):
         report = directory / f"report{number}.json"
         code = forked(lambda report=report, number=number: closes(directory, report, random.Random(number)))
-        state = json.loads(report.read_text())["state"] if report.exists() else "no report"
-        print(f"END {number} {code} {state}", flush=True)
+        say(f"END {number} {code} {json.loads(report.read_text())['state'] if report.exists() else 'no report'}")
 
 
 class Interrupter:
@@ -150,13 +160,11 @@ class Interrupter:
                 raise Interrupted
 
 
-def interrupted(directory: Path, placement: str, at: int, expected: list[Tensor]) -> int:
+def interrupted(directory: Path, placement: str, at: int, expected: list[torch.Tensor]) -> int:
     """How a training goes on after an interrupt at that call."""
     is_planned = placement == "adaptive"
     model, x = new_model()
-    offloader = make(directory, placement=placement, max_step_overhead=1000.0)
-    if is_planned:
-        offloader.watch(model, Alone())
+    offloader = make(directory, model if is_planned else None, placement=placement, max_step_overhead=1000.0)
     for _ in range(STEPS_TO_A_PLAN if is_planned else 1):
         step(model, x, offloader)
     interrupter, is_lost = Interrupter(at), False
@@ -179,7 +187,7 @@ def interrupted(directory: Path, placement: str, at: int, expected: list[Tensor]
         except StateError as error:
             if "in the middle of ds_tba's bookkeeping" in str(error):
                 return REFUSED
-            print(error, flush=True)
+            say(str(error))
             return OTHER
         if not all(map(torch.equal, found, expected)):
             return WRONG
@@ -193,9 +201,9 @@ def each_call(directory: Path, first: str, every: str, placement: str) -> None:
         end = ENDS.get(code, f"ended with {code}")
         ends[end] += 1
         if code not in (EXACT, REFUSED):
-            print(f"CALL {at} {end}", flush=True)
+            say(f"CALL {at} {end}")
         at += int(every)
-    print(f"ENDS exact {ends.pop('exact', 0)} refused {ends.pop('refused', 0)} others {ends.total()}", flush=True)
+    say(f"ENDS exact {ends.pop('exact', 0)} refused {ends.pop('refused', 0)} others {ends.total()}")
 
 
 if __name__ == "__main__":
