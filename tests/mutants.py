@@ -258,7 +258,7 @@ MUTANTS = [
            "        if part.factor != 1.0:\n", "        if False:\n", OF_ENGINES),
     Mutant("the device is given chunks as long as it has room", UPDATE,
            "        return self.has_room() and (self._upload_begins is None or bool(self._upload_begins.query()))",
-           "        return self.has_room()", "tests/update/test_update_time.py"),
+           "        return self.has_room()", OF_UPDATE),
     Mutant("staging takes the next parameters before their copy is done", OF_HOST,
            "        event.synchronize()  # else", "        pass  # else", "tests/update/test_host.py"),
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ EAGER = {
 }
 # Nothing is large enough to be moved: recomputing alone makes the peak lower.
 RECOMPUTE: dict[str, Any] = {"min_tensor_bytes": 1 << 20, "recompute": True, "max_step_overhead": 1000.0}
-WITHOUT_STATE = ("routed", "plain")
 STEPS, WIDTH, ROWS, DEPTH = 8, 64, 512, 3
 
 
@@ -65,32 +64,18 @@ class Routed(nn.Module):
         return self.last(x).float().square().mean() + 0.1 * sum(one.float().logsumexp(-1).mean() for one in routed)
 
 
-def of_parts(first: str) -> Callable[[], nn.Module]:
-    return lambda: parts.Net("linear", ((first, "Attention", "Dropout"),) * DEPTH, WIDTH, 0)
+def with_tracker() -> nn.Module:
+    return parts.Net("linear", (("Tracker", "Attention", "Dropout"),) * DEPTH, WIDTH, 0)
 
 
-KINDS = {"routed": Routed, "plain": of_parts("Norm"), "counter": of_parts("Counter"), "tracker": of_parts("Tracker")}
-
-
-def trained(config: dict[str, Any], kind: str) -> dict[str, Any]:
+def trained(config: dict[str, Any], make: Callable[[], nn.Module] = Routed) -> dict[str, Any]:
     parts.reset_states(0)
-    engine = started(deepcopy(config), KINDS[kind])
+    engine = started(deepcopy(config), make)
     parts.reset_states(100 + engine.global_rank)
     dtype = next(engine.module.parameters()).dtype
     chance = torch.Generator().manual_seed(1 + engine.global_rank)
     losses = loop(engine, lambda: engine(torch.randn(ROWS, WIDTH, generator=chance).to(dtype)), STEPS)
     return ended(engine, losses, states=repr(parts.states()))
-
-
-def compare(
-    config: dict[str, Any], directory: Path, kinds: Sequence[str], ranks: int = 1, **block: Any
-) -> list[dict[str, Any]]:
-    """Train each kind without the block and with it, in engines of their own; return the first rank's reports."""
-    configs = (config, runs.with_block(config, directory, **block))
-    each = [(one, {"kind": kind}) for kind in kinds for one in configs]
-    found = forked.run_each(trained, each, directory, ranks=ranks)
-    pairs = zip(found[::2], found[1::2], strict=True)
-    return [agrees(*pair, must_move=False, more=["states"]).reports[0] for pair in pairs]
 
 
 def eager(config: dict[str, Any]) -> dict[str, Any]:
@@ -108,24 +93,21 @@ def on_nvme(directory: Path) -> dict[str, Any]:
     [
         pytest.param(lambda _: runs.plain_config(2, bf16={"enabled": True}), 1, id="ZeRO-2, bf16"),
         pytest.param(lambda _: eager(runs.plain_config(3)), 2, id="ZeRO-3, released at once"),
-        pytest.param(lambda _: runs.plain_config(3), 2, id="ZeRO-3, defaults", marks=pytest.mark.thorough),
         pytest.param(on_nvme, 1, id="ZeRO-3, parameters on NVMe"),
     ],
 )
 def test_recomputed_blocks_train_as_without_us(
     tmp_path: Path, config_in: Callable[[Path], dict[str, Any]], ranks: int
 ) -> None:
-    reports = compare(config_in(tmp_path), tmp_path, WITHOUT_STATE, ranks, **RECOMPUTE)
-    assert [one["recomputed_bytes"] > 0 for one in reports] == [True] * len(WITHOUT_STATE)
+    config = config_in(tmp_path)
+    each = [(one, {}) for one in (config, runs.with_block(config, tmp_path, **RECOMPUTE))]
+    compared = agrees(*forked.run_each(trained, each, tmp_path, ranks=ranks), must_move=False, more=["states"])
+    assert compared.reports[0]["recomputed_bytes"] > 0
 
 
-@pytest.mark.parametrize(("kind", "stage", "ranks"), [("counter", 2, 1), ("tracker", 3, 2)])
-def test_a_block_with_state_ends_the_run_with_an_error_that_names_it(
-    tmp_path: Path, kind: str, stage: int, ranks: int
-) -> None:
-    """Also on several ranks, of which none is left waiting."""
-    config = runs.with_block(runs.plain_config(stage), tmp_path, **RECOMPUTE)
+def test_a_block_with_state_ends_every_rank_with_an_error_that_names_it(tmp_path: Path) -> None:
+    config = runs.with_block(runs.plain_config(3), tmp_path, **RECOMPUTE)
     with pytest.raises(forked.ProgramFailed) as failed:
-        forked.run(trained, config, tmp_path, ranks=ranks, kind=kind)
+        forked.run(trained, config, tmp_path, ranks=2, make=with_tracker)
     assert "RecomputationError: the output of the block 'blocks.2' differs" in str(failed.value)
     assert 'naming the others in "recompute"' in str(failed.value)

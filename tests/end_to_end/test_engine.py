@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,12 @@ import pytest
 import torch
 from conftest import ALONE
 from support import runs
+from support.doubles import raising
 from torch import distributed
 
 from ds_tba import engine, ranks
 from ds_tba.config import OffloadConfig
+from ds_tba.core.cache import TensorCache
 from ds_tba.errors import ConfigError, IncompatibleError, PathError, StateError
 
 
@@ -40,23 +43,19 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> distributed.Store:
     return store
 
 
+NONE = "none of them"
+
+
 @pytest.mark.parametrize(
     ("keys", "other", "told"),
     [
         ({}, 'placement "adaptive"', ""),
-        ({}, "none of them", r'^rank 0 has placement "adaptive", and rank 1 has none of them.*the same "placement"'),
-        ({"placement": "nvme"}, "none of them", ""),
-        (
-            {"placement": "nvme", "only": ["*"]},
-            "none of them",
-            "^rank 0 has only or except, and rank 1 has none of them",
-        ),
-        (
-            {"placement": "keep", "report": {"trace_path": "x"}},
-            'placement "adaptive"',
-            r"^rank 0 has report.trace_path, ",
-        ),
+        ({}, NONE, r'^rank 0 has placement "adaptive", and rank 1 has none of them.*the same "placement"'),
+        ({"placement": "nvme"}, NONE, ""),
+        ({"placement": "nvme", "only": ["*"]}, NONE, "^rank 0 has only or except, and rank 1 has none of them"),
+        ({"placement": "keep", "report": {"trace_path": "x"}}, 'placement "adaptive"', "^rank 0 has report.trace_path"),
     ],
+    ids=["equal", "a plan and none", "no plan", "names of modules and none", "a trace and none"],
 )
 def test_ranks_that_would_wait_for_each_other_are_refused(
     two_ranks: distributed.Store, keys: dict[str, Any], other: str, told: str
@@ -66,10 +65,7 @@ def test_ranks_that_would_wait_for_each_other_are_refused(
     closed: list[int] = []
     made = SimpleNamespace(shared_keys=config.shared_keys, close=lambda: closed.append(1))
     two_ranks.set("ds_tba/1/1", json.dumps({"problem": None, "keys": other}))
-    if told:
-        with pytest.raises(ConfigError, match=told):
-            ranks.on_all_ranks(lambda: made)
-    else:
+    with pytest.raises(ConfigError, match=told) if told else nullcontext():
         assert ranks.on_all_ranks(lambda: made) is made
     assert closed == [1] * bool(told)
 
@@ -98,10 +94,7 @@ def test_a_disabled_block_asks_no_other_rank(two_ranks: distributed.Store) -> No
 def test_an_error_that_is_not_ours_reaches_the_others_too(
     two_ranks: distributed.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def out_of_memory(*_: Any, **__: Any) -> Any:
-        raise MemoryError("no memory for staging")
-
-    monkeypatch.setattr(engine, "ActivationOffloader", out_of_memory)
+    monkeypatch.setattr(engine, "ActivationOffloader", raising(MemoryError("no memory for staging")))
     two_ranks.set("ds_tba/1/1", '{"problem": null}')  # ranks are counted first
     with pytest.raises(MemoryError):
         engine._build(runs.with_block(runs.plain_config(), tmp_path), SimpleNamespace())
@@ -113,30 +106,36 @@ def test_a_rank_without_the_block_is_named_instead_of_waited_for(two_ranks: dist
         ranks.agree(None)
 
 
+OTHER_VERSION = r'DeepSpeed 0\.\d+\.\d is not supported.*pip install "deepspeed'
+
+
 @pytest.mark.parametrize(
-    ("version", "good"), [("0.19.4", False), ("0.19.5", True), ("0.19.8+abc", True), ("0.20.0", False)]
+    ("version", "device", "told"),
+    [
+        ("0.19.4", "cpu", OTHER_VERSION),
+        ("0.19.5", "cpu", ""),
+        ("0.19.8+abc", "cuda", ""),
+        ("0.20.0", "cuda", OTHER_VERSION),
+        ("0.19.5", "xpu", "the device is xpu, and ds_tba serves the CPU and CUDA: remove"),
+    ],
+    ids=["too old", "the oldest", "with a suffix", "too new", "another device"],
 )
 def test_deepspeed_outside_the_supported_range_and_other_devices_are_refused(
-    monkeypatch: pytest.MonkeyPatch, version: str, good: bool
+    monkeypatch: pytest.MonkeyPatch, version: str, device: str, told: str
 ) -> None:
-    devices = ["cpu", "cuda", "xpu"]
-    accelerator = SimpleNamespace(get_accelerator=lambda: SimpleNamespace(device_name=lambda: devices.pop(0)))
+    accelerator = SimpleNamespace(get_accelerator=lambda: SimpleNamespace(device_name=lambda: device))
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version, accelerator=accelerator))
-    if good:
-        for _ in range(2):
-            engine._refuse_incompatible(SimpleNamespace())
-        with pytest.raises(IncompatibleError, match="the device is xpu, and ds_tba serves the CPU and CUDA: remove"):
-            engine._refuse_incompatible(SimpleNamespace())
-        return
-    with pytest.raises(IncompatibleError, match=r'DeepSpeed 0\.\d+\.\d is not supported.*pip install "deepspeed'):
+    with pytest.raises(IncompatibleError, match=told) if told else nullcontext():
         engine._refuse_incompatible(SimpleNamespace())
 
 
 PROGRAM = """
-import gc, os, sys, weakref
-import torch, deepspeed
-from deepspeed.runtime.engine import DeepSpeedEngine
+import gc, json, os
+import deepspeed, torch
+from pytest import raises
+from support.disks import until
 config = {config}
+plain = {{key: value for key, value in config.items() if key != "activation_nvme_offload"}}
 def build(config):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 64))
@@ -151,18 +150,21 @@ print("good")
 """
 
 
+def code_of(body: str, directory: Path) -> str:
+    return PROGRAM.format(config=runs.with_block(runs.plain_config(), directory), body=textwrap.dedent(body))
+
+
 def program(body: str, directory: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    config = runs.with_block(runs.plain_config(), directory)
-    code = PROGRAM.format(config=config, body=textwrap.dedent(body))
-    done = runs.python("-c", code, timeout_s=120, **ALONE, MASTER_PORT=str(runs.free_port()), **variables)
+    variables |= {**ALONE, "MASTER_PORT": str(runs.free_port())}
+    done = runs.python("-c", code_of(body, directory), timeout_s=120, **variables)
     assert done.returncode == 0 and done.stdout.endswith("good\n"), done.stdout + done.stderr
     return done
 
 
 def forked(body: str, directory: Path) -> runs.Result:
     """As :func:`program`, in a process that does not end as an interpreter does."""
-    config, script = runs.with_block(runs.plain_config(), directory), directory / "program.py"
-    script.write_text(PROGRAM.format(config=config, body=textwrap.dedent(body)))
+    script = directory / "program.py"
+    script.write_text(code_of(body, directory))
     done = runs.run(None, directory, script=script, start=runs.of_ranks.script)
     assert done.returncode == 0 and "good" in done.output.splitlines(), done.output
     return done
@@ -179,16 +181,11 @@ def test_attach_does_explicitly_what_the_entry_point_does(tmp_path: Path) -> Non
     step(engine)
     assert offloader.report().written_bytes > 0 and offloader.report().steps == 1
     assert "ds_tba" in repr(type(build(config).activation_offloader)), "the next engine attaches by itself"
-    plain = {key: value for key, value in config.items() if key != "activation_nvme_offload"}
     other = build(plain)
     assert not hasattr(other, "activation_offloader")
     step(other)
-    try:
+    with raises(ds_tba.ConfigError, match='no "activation_nvme_offload" block'):
         ds_tba.attach(other)
-    except ds_tba.ConfigError as error:
-        assert 'no "activation_nvme_offload" block' in str(error)
-    else:
-        raise SystemExit("attach took an engine without the block")
     """
     program(body, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
@@ -196,21 +193,8 @@ def test_attach_does_explicitly_what_the_entry_point_does(tmp_path: Path) -> Non
 @pytest.mark.engine
 def test_a_block_in_the_environment_serves_configs_without_one(tmp_path: Path) -> None:
     body = """
-    import json, logging, os, ds_tba
-    from contextlib import contextmanager
-
-    @contextmanager
-    def refused(*parts):
-        try:
-            yield
-        except ds_tba.ConfigError as error:
-            assert str(error).startswith("DS_TBA_BLOCK of the environment: ")
-            assert all(part in str(error) for part in parts), error
-        else:
-            raise SystemExit(f"not refused: {parts}")
-
+    import ds_tba
     block = config["activation_nvme_offload"]
-    plain = {key: value for key, value in config.items() if key != "activation_nvme_offload"}
     for held in ("  ", json.dumps(block), json.dumps({"activation_nvme_offload": block})):
         os.environ["DS_TBA_BLOCK"] = held
         assert hasattr(build(plain), "activation_offloader") == bool(held.strip())
@@ -234,8 +218,9 @@ def test_a_block_in_the_environment_serves_configs_without_one(tmp_path: Path) -
         (json.dumps({"activation_nvme_offload": block, "aio": 1}), '"aio" is 1'),
     ):
         os.environ["DS_TBA_BLOCK"] = held
-        with refused(*parts):
+        with raises(ds_tba.ConfigError, match="^DS_TBA_BLOCK of the environment: ") as refused:
             build(plain)
+        assert all(part in str(refused.value) for part in parts), refused.value
     assert hasattr(build({**plain, "aio": {}}), "activation_offloader"), "the config's own is used"
     """
     done = forked(body, tmp_path)
@@ -254,7 +239,7 @@ def test_an_engine_without_an_optimizer_is_left_alone(tmp_path: Path) -> None:
     with torch.no_grad():
         reference(torch.ones(2048, 64))
     step(engine)
-    import json, ds_tba
+    import ds_tba
     engine.destroy()
     assert json.load(open(config["activation_nvme_offload"]["report"]["path"]))["steps"] == 1
     net = torch.nn.Linear(64, 64)
@@ -269,22 +254,12 @@ def test_an_engine_without_an_optimizer_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.engine
 def test_engines_that_go_in_every_way_leave_nothing(tmp_path: Path) -> None:
     body = """
-    import threading, time
+    import threading
     def lanes():
         return [thread for thread in threading.enumerate() if thread.name.startswith("ds_tba")]
-    def wait_for_no_lanes(what):
-        deadline = time.monotonic() + 30
-        while lanes():
-            if time.monotonic() > deadline:
-                raise SystemExit(f"{what}: {lanes()}")
-            time.sleep(0.01)
-    try:
+    with raises(Exception, match="(?i)nosuchoptimizer"):
         build({**config, "optimizer": {"type": "NoSuchOptimizer"}})
-    except Exception as error:
-        assert "nosuchoptimizer" in str(error).lower(), error
-    else:
-        raise SystemExit("it was built")
-    wait_for_no_lanes("never built")
+    until(lambda: not lanes(), "the end of the lanes of an engine that was never built")
     engine = build({**config, "zero_optimization": {"stage": 3}})  # whose modules have hooks of ours
     step(engine)
     def ours(module):
@@ -307,7 +282,7 @@ def test_engines_that_go_in_every_way_leave_nothing(tmp_path: Path) -> None:
     del loss
     gc.set_threshold(700)
     gc.collect()
-    wait_for_no_lanes("collected")
+    until(lambda: not lanes(), "the end of the lanes of an engine that was collected")
     # Two at once, left to interpreter exit.
     engines = [build(config), build(config)]
     a, b = step(engines[0]), step(engines[1])
@@ -349,14 +324,10 @@ def test_the_offloader_is_built_for_the_device_that_deepspeed_is_about_to_set(tm
 
 
 def test_a_torch_func_transform_in_forward_names_the_way_out() -> None:
-    def forward() -> torch.Tensor:
-        return torch.func.grad(lambda a: a.sin().sum())(torch.ones(3))
-
-    from ds_tba.core.cache import TensorCache
-
+    forward = partial(torch.func.grad(lambda a: a.sin().sum()), torch.ones(3))
     offloader = SimpleNamespace(saving=lambda inputs: TensorCache([], "cpu", 0).saving(), stop_saving=lambda: None)
     with pytest.raises(IncompatibleError, match=r"torch\.func"):
-        engine._forward(offloader, partial(forward), SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
+        engine._forward(offloader, forward, SimpleNamespace(module=torch.nn.Identity()))  # type: ignore[arg-type]
 
 
 def test_a_refusal_after_an_interrupt_names_the_last_checkpoint(tmp_path: Path) -> None:

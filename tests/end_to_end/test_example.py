@@ -10,7 +10,7 @@ from typing import Any
 
 import demo as example
 import pytest
-from demo import Outcome, limit_of, summary
+from demo import Outcome, summary
 from support import ranks, runs
 
 from ds_tba.storage.backends import aio
@@ -112,8 +112,3 @@ def test_the_longest_sequence_is_where_the_line_of_peaks_reaches_the_limit() -> 
     said = summary([steep, halved, flat], 400 * mib)
     assert "In 400 MiB" in said and "1,200 tokens with the block" in said and "2.0 x and 4 x" in said
     assert summary([steep, halved], 400 * mib) == "" == summary([steep, halved, flat], 0)
-
-
-def test_the_limit_is_what_is_held_and_a_part_of_what_a_step_adds() -> None:
-    assert limit_of({"held_memory_bytes": 100, "peak_memory_bytes": 300}, 0.25) == 150
-    assert limit_of({"held_memory_bytes": 100, "peak_memory_bytes": 300}, 0) == 0

@@ -38,16 +38,12 @@ SUB_BLOCKS = [key for key, value in VALID.items() if isinstance(value, dict)]
 PLACES = [(key,) for key in VALID] + [(block, key) for block in SUB_BLOCKS for key in VALID[block]]
 
 
-def misspelt(key: str, at: int, how: str) -> str:
-    at %= len(key)
-    return {
-        "dropped": key[:at] + key[at + 1 :],
-        "doubled": key[:at] + key[at] + key[at:],
-        "capital": key[:at] + key[at].upper() + key[at + 1 :],
-        "dashed": key.replace("_", "-"),
-    }[how]
-
-
+MISSPELT: list[Callable[[str], str]] = [
+    lambda key: key[:-1],
+    lambda key: key[0] + key,
+    str.capitalize,
+    lambda key: key.replace("_", "-"),
+]
 wrong_values = (
     st.none()
     | st.booleans()
@@ -59,9 +55,9 @@ wrong_values = (
     | st.text(max_size=5)
     | st.dictionaries(st.text("abc", min_size=1, max_size=3), st.just("auto"), max_size=1)
 )
-unknown_keys = st.tuples(
-    st.sampled_from(PLACES), st.integers(0, 20), st.sampled_from(["dropped", "doubled", "capital", "dashed"])
-).map(lambda drawn: (*drawn[0][:-1], misspelt(drawn[0][-1], drawn[1], drawn[2])))
+unknown_keys = st.tuples(st.sampled_from(PLACES), st.sampled_from(MISSPELT)).map(
+    lambda drawn: (*drawn[0][:-1], drawn[1](drawn[0][-1]))
+)
 mutations = st.lists(
     st.tuples(st.sampled_from(PLACES) | st.sampled_from(PLACES) | unknown_keys, wrong_values), min_size=1, max_size=3
 )

@@ -6,7 +6,6 @@ The cases of one number of ranks train one after the other in one job, which tak
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,16 +33,11 @@ SAVED = {"rematerialize": False}
 BF16 = {"bf16": {"enabled": True}}
 TIMEOUT_S = 600
 BY_NAME = 'excluded by name: "except" has 4'
-Case = tuple[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 # ---- the program ----------------------------------------------------------------------------------------------------
 
 WIDTH, CLASSES, DEPTH, ROWS = 64, 32, 4, 32
-
-
-class Interruption(Exception):
-    """Raised by a block."""
 
 
 class Stage(nn.Module):
@@ -96,17 +90,6 @@ def batches(seed: int, varies: bool, is_masked: bool) -> Iterator[tuple[Any, Ten
         yield (tokens, mask) if is_masked else tokens, tokens.roll(1, 1)
 
 
-def raise_once(module: nn.Module) -> None:
-    """Raise in the middle of a schedule."""
-    passes = itertools.count()
-
-    def look(*_: Any) -> None:
-        if torch.is_grad_enabled() and next(passes) == MICRO_BATCHES - 1:
-            raise Interruption
-
-    module.register_forward_pre_hook(look)
-
-
 def trained(
     config: dict[str, Any],
     *,
@@ -118,7 +101,6 @@ def trained(
     is_masked: bool = False,
     is_seeded: bool = False,
     tensor_parallel: int = 1,
-    raises: bool = False,
     bytes_per_s: float | None = None,
 ) -> dict[str, Any]:
     """Train a pipeline.
@@ -128,7 +110,6 @@ def trained(
         is_masked: stages hand over a tuple.
         is_seeded: PipelineModule seeds every layer.
         tensor_parallel: ranks that divide what stages hand over among them.
-        raises: once, in the middle of a schedule; the script goes on with the next batch.
         bytes_per_s: rate of the drives, or None for the machine's own.
     """
     deepspeed.init_distributed(dist_backend="gloo")
@@ -145,21 +126,13 @@ def trained(
         [first, *(LayerSpec(Block) for _ in range(DEPTH)), last], topology=topology, loss_fn=loss_of,
         partition_method="uniform", checkpointable_layers=["Block"], seed_layers=is_seeded, dynamic_shape=varies,
     )  # fmt: skip
-    if raises:
-        raise_once(model.forward_funcs[2])
     with opened(ModelledDrive(bytes_per_s) if bytes_per_s else None):
         engine, *_ = deepspeed.initialize(config=config, model=model, model_parameters=list(model.parameters()))
     torch.manual_seed(100 + engine.global_rank)
     data, held_out = (batches(seed, varies, is_masked) for seed in (engine.grid.data_parallel_id, 1000))
     losses = []
     for step in range(steps):
-        try:
-            losses.append(engine.train_batch(data).item())
-        except Interruption:
-            engine.timers("train_batch").stop()
-            engine.zero_grad()
-            losses.append(math.nan)
-            continue
+        losses.append(engine.train_batch(data).item())
         if evaluates and step % 2:
             losses.append(engine.eval_batch(held_out).item())
     return ended(engine, losses)
@@ -168,27 +141,26 @@ def trained(
 # ---- its cases ------------------------------------------------------------------------------------------------------
 
 
-def case(
-    directory: Path, name: str, options: dict[str, Any], config: dict[str, Any], *blocks: dict[str, Any]
-) -> list[Case]:
-    """A training without the block, and with each of these blocks."""
-    plain = runs.plain_config(config.pop("stage", 0), gradient_accumulation_steps=MICRO_BATCHES, **config)
-    plain["train_micro_batch_size_per_gpu"] = 1
-    cases = [(name, (plain, options))]
-    for number, block in enumerate(blocks):
-        own = directory / f"{name}.{number}"
-        own.mkdir()
-        io = {"staging_bytes": 8 << 20, "swap_file_bytes": 128 << 20}
-        with_us = runs.with_block(plain, own, **{"min_tensor_bytes": 65536, "io": io, **block})
-        cases.append((own.name, (with_us, options)))
-    return cases
+def train(
+    directory: Path, ranks: int, cases: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return what each rank returns of each case, and of it with each block as ``CASE.NUMBER``: the same as without.
 
-
-def train(directory: Path, *cases: list[Case], ranks: int) -> dict[str, list[dict[str, Any]]]:
-    """Return what each rank returns of each case; with a block that is what it returns without."""
-    names, each = zip(*(one for many in cases for one in many), strict=True)
-    results = forked.run_each(trained, each, directory, ranks=ranks, timeout_s=TIMEOUT_S)
-    found = dict(zip(names, results, strict=True))
+    Args:
+        cases: options of the program, what the config has beside the usual, and the blocks.
+    """
+    each: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for name, (options, more, blocks) in cases.items():
+        common = {"gradient_accumulation_steps": MICRO_BATCHES, "train_micro_batch_size_per_gpu": 1}
+        plain = runs.plain_config(**{**common, **more})
+        each[name] = plain, options
+        for number, block in enumerate(blocks):
+            own = directory / f"{name}.{number}"
+            own.mkdir()
+            io = {"staging_bytes": 8 << 20, "swap_file_bytes": 128 << 20}
+            each[own.name] = runs.with_block(plain, own, **{"min_tensor_bytes": 65536, "io": io, **block}), options
+    results = forked.run_each(trained, [*each.values()], directory, ranks=ranks, timeout_s=TIMEOUT_S)
+    found = dict(zip(each, results, strict=True))
     for name in found:
         if "." in name:
             agrees(found[name.partition(".")[0]], found[name], must_move=False)
@@ -202,16 +174,16 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
     seen = {"steps": 7, "evaluates": True}
     checkpointed, non_reentrant = {"activation_checkpoint_interval": 1}, {"use_reentrant": False}
     held = {**ADAPTIVE, "activation_budget_bytes": 3 << 20}
-    found = train(
-        tmp_path,
-        case(tmp_path, "fp32", seen, {}, *moved),
-        case(tmp_path, "bf16", {**seen, "tied": True}, {"stage": 1, **BF16}, ADAPTIVE),
-        case(tmp_path, "checkpointed", seen, {"pipeline": checkpointed}, ADAPTIVE),
-        case(tmp_path, "non_reentrant", {}, {"pipeline": {**checkpointed, **non_reentrant}}, nvme),
-        case(tmp_path, "varies", {"varies": True, "steps": 9}, {}, ADAPTIVE),
-        case(tmp_path, "masked", {"is_masked": True}, {"stage": 1}, held),
-        ranks=2,
-    )
+    cases = {
+        "fp32": (seen, {}, moved),
+        "bf16": ({**seen, "tied": True}, {"stage": 1, **BF16}, [ADAPTIVE]),
+        "checkpointed": (seen, {"pipeline": checkpointed}, [ADAPTIVE]),
+        "non_reentrant": ({}, {"pipeline": {**checkpointed, **non_reentrant}}, [nvme]),
+        "varies": ({"varies": True, "steps": 9}, {}, [ADAPTIVE]),
+        "masked": ({"is_masked": True}, {"stage": 1}, [held]),
+        "one_stage": ({"stages": 1, "steps": 8}, {}, [ADAPTIVE]),
+    }
+    found = train(tmp_path, 2, cases)
     for rank in range(2):
         kept, *others = (found[f"fp32.{number}"][rank]["report"] for number in range(4))
         assert kept["offloaded_bytes"] == 0
@@ -219,7 +191,7 @@ def test_two_stages_with_micro_batches_in_flight(tmp_path: Path) -> None:
             assert report["offloaded_bytes"] > 0 and report["fallbacks"] == 0
             assert report["peak_saved_bytes_without"] == kept["peak_saved_bytes"]
             assert report["peak_saved_bytes"] < kept["peak_saved_bytes"] / 3
-        for name in ("fp32.3", "bf16.0", "varies.0", "masked.0"):
+        for name in ("fp32.3", "bf16.0", "varies.0", "masked.0", "one_stage.0"):
             report = found[name][rank]["report"]
             assert report["plans"] >= 1 and report["plan"]["bytes"]["nvme"] > 0
             assert report["steps"] == report["micro_steps"]
@@ -235,39 +207,22 @@ def test_stages_recompute_each_what_its_drive_asks_for(tmp_path: Path) -> None:
     # More than the 4.2 MB that the trial of a block takes.
     block = {**ADAPTIVE, "activation_budget_bytes": 5_000_000, "recompute": True}
     options = {"steps": 10, "is_masked": True, "is_seeded": True, "bytes_per_s": 10e6}
-    found = train(tmp_path, case(tmp_path, "slow", options, {}, block), ranks=2)
+    found = train(tmp_path, 2, {"slow": (options, {}, [block])})
     for rank in range(2):
         report = found["slow.0"][rank]["report"]
         assert report["recomputed_bytes"] > 0 and report["plan"]["recomputed_blocks"] > 0
         assert report["budget_excess_bytes"] == 0
 
 
-@pytest.mark.thorough
-def test_one_stage_alone_also_after_a_step_that_raised(tmp_path: Path) -> None:
-    options = {"stages": 1, "steps": 8}
-    found = train(
-        tmp_path,
-        case(tmp_path, "one", options, {}, {**ADAPTIVE, **SAVED}),
-        case(tmp_path, "raises", {**options, "raises": True}, {}, {"placement": "nvme"}, {**ADAPTIVE, **SAVED}),
-        ranks=1,
-    )
-    for name in ("one.0", "raises.1"):
-        report = found[name][0]["report"]
-        assert report["plans"] >= 1 and report["peak_saved_bytes"] < report["peak_saved_bytes_without"] / 3
-    assert found["raises"][0]["losses"].count("nan") == 1
-    assert found["raises.1"][0]["report"]["steps"] == 7
-
-
 def test_two_stages_of_two_ranks_follow_a_plan_for_each_stage(tmp_path: Path) -> None:
     options = {"steps": 8, "tied": True, "evaluates": True}
     divided = {"pipe_partitioned": True, "grad_partitioned": True}
-    found = train(
-        tmp_path,
-        case(tmp_path, "grid", options, {"stage": 1}, ADAPTIVE),
+    cases = {
+        "grid": (options, {"stage": 1}, [ADAPTIVE]),
         # DeepSpeed replaces the data of what a stage returns, and puts it back together for backward.
-        case(tmp_path, "divided", {"tensor_parallel": 2}, {"pipeline": divided}, {"placement": "nvme"}),
-        ranks=4,
-    )
+        "divided": ({"tensor_parallel": 2}, {"pipeline": divided}, [{"placement": "nvme"}]),
+    }
+    found = train(tmp_path, 4, cases)
     plans = [found["grid.0"][rank]["report"]["plan"] for rank in range(4)]
     for plan in plans:
         plan |= {"reason": "", "measured_step_s": None}  # those are a rank's own

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.disks import until
+from support.doubles import raising
 from support.models import Stack
 from support.stepping import forward, offloader_of, train
 from torch import Tensor, nn
@@ -25,12 +25,7 @@ RECOMPUTED = {
 }  # fmt: skip
 
 
-class BoomError(Exception):
-    pass
-
-
-def boom(*_: object) -> None:
-    raise BoomError
+boom = raising(RuntimeError("boom"))
 
 
 class Boom(torch.autograd.Function):
@@ -45,7 +40,7 @@ class Boom(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.kind == "before it reads":
-            raise BoomError
+            boom()
         one, _ = ctx.saved_tensors
         if ctx.kind == "KeyboardInterrupt":
             raise KeyboardInterrupt
@@ -54,7 +49,7 @@ class Boom(torch.autograd.Function):
         if ctx.kind == "a backward inside":
             with torch.enable_grad():
                 Boom.apply(torch.randn(ROWS, WIDTH, requires_grad=True), "").sum().backward()
-        raise BoomError
+        return boom()
 
 
 class Net(Stack):
@@ -86,14 +81,14 @@ def backward(net: Net, loss: Tensor) -> None:
     if net.kind == "through a freed graph":
         loss.backward()
     if net.kind == "behind backward":
-        raise BoomError
+        boom()
 
 
-def fail(net: Net, save: Callable[[Tensor], Tensor]) -> None:
-    loss = save(torch.randn(ROWS, WIDTH))
+def fail(net: Net, offloader: ActivationOffloader) -> None:
+    loss = forward(net, torch.randn(ROWS, WIDTH), offloader)
     try:
         backward(net, loss)
-    except (RuntimeError, BoomError, KeyboardInterrupt):
+    except (RuntimeError, KeyboardInterrupt):
         return
     raise AssertionError(f"{net.kind}: nothing raised")
 
@@ -109,7 +104,7 @@ def test_nothing_is_left_of_a_backward_that_raised(tmp_path: Path, block: dict[s
     offloader: ActivationOffloader = offloader_of(tmp_path, net, min_tensor_bytes=2048, **block)
     train(net, offloader, (torch.randn(ROWS, WIDTH) for _ in range(5 if block is RECOMPUTED else 1)))
     net.kind = kind
-    fail(net, lambda x: forward(net, x, offloader))
+    fail(net, offloader)
     if block is RECOMPUTED:
         gc.collect()  # the frame of PyTorch's checkpoint and the exception refer to each other
     cache = offloader.cache

@@ -1,9 +1,10 @@
-"""Two ranks with unequal drives, sizes and wishes: one plan, the results of the run without us, and nobody waits."""
+"""Two ranks with unequal sizes and wishes: one plan, the results of the run without us, and nobody waits."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 import torch.distributed as dist
 from curves.throttled import opened
 from planners import PLANNERS
-from support import runs
+from support import runs, stepping
 from support.modelled_drive import ModelledDrive
 from support.offloaders import watching
 from support.planned_training import ROWS, WIDTH, Model
-from support.stepping import end_step, forward, note_backward
+from torch import Tensor, nn
 
 from ds_tba import ranks
 from ds_tba.device.accelerator import available_bytes
@@ -26,58 +27,47 @@ from ds_tba.offloader import ActivationOffloader
 from ds_tba.plan.agreement import Ranks
 
 pytestmark = pytest.mark.engine
-FAST, SLOW = 400e6, 15e6  # bytes per second: far apart, as a busy machine reaches a fifth of the first only
+DRIVE_BYTES_PER_S = 400e6
 TIMEOUT_S = 180  # of a run of seconds: whoever waits longer waits for ever
 STEPS = 18
 CHANGE = 5  # the step from which on a rank does what the other does not
 
 
-def offloader_of(model: torch.nn.Module, rank: int, where: str, case: str) -> ActivationOffloader:
-    own = Path(where, f"{case}{rank}")
-    own.mkdir()
-    io = {"staging_bytes": 16 << 20, "swap_file_bytes": 64 << 20}
-    with opened(ModelledDrive(SLOW if rank == 1 and case == "drives" else FAST)):
-        return watching(own, model, PLANNERS["adaptive"], Ranks(), rank=rank, max_step_overhead=1000.0, io=io)
-
-
-def in_force(offloader: ActivationOffloader) -> dict[str, Any] | None:
-    found = offloader.controller.in_force if offloader.controller is not None else None
+def in_force(offloader: ActivationOffloader | None) -> dict[str, Any] | None:
+    """The plan that the next step follows."""
+    found = offloader.controller.in_force if offloader is not None and offloader.controller is not None else None
     if found is None:
         return None
-    return {
-        "placements": [int(one) for one in found.placements],
-        "write_bytes_per_s": found.trace.resources.write_bytes_per_s,
-        "storages_bytes": sum(one.nbytes for one in found.trace.storages),
-    }
+    placements = [int(one) for one in found.placements]
+    return {"placements": placements, "storages_bytes": sum(one.nbytes for one in found.trace.storages)}
 
 
 def train(_: None, where: str, case: str, offloads: bool) -> dict[str, Any]:
-    """Train without DeepSpeed: gradients are averaged after each backward. Plans are those in force in each step."""
+    """Train without DeepSpeed; what each step leaves, losses and gradients, and the plan that it followed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank, plans, offloader = dist.get_rank(), [], None
     torch.manual_seed(0)
-    model = Model()
-    offloader = offloader_of(model, rank, where, case) if offloads else None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model = nn.parallel.DistributedDataParallel(Model())
+    if offloads:
+        own = Path(where, f"{case}{rank}")
+        own.mkdir()
+        io = {"staging_bytes": 16 << 20, "swap_file_bytes": 64 << 20}
+        with opened(ModelledDrive(DRIVE_BYTES_PER_S)):
+            offloader = watching(own, model, PLANNERS["adaptive"], Ranks(), rank=rank, max_step_overhead=1000.0, io=io)
     chance = torch.Generator().manual_seed(rank)
     torch.manual_seed(100 + rank)
-    losses, plans = [], []
-    for step in range(STEPS):
-        if step == CHANGE and rank == 1 and case == "saves":  # one more storage, and no more time
-            model.head = torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.Tanh(), model.head)
-        x = torch.randn(ROWS * (3 if rank == 1 and case == "sizes" else 1), WIDTH, generator=chance)
-        loss = forward(model, x, offloader)
-        loss.backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-        note_backward(offloader)
-        end_step(optimizer, offloader)
-        if offloader is not None:
+
+    def batches() -> Iterator[Tensor]:
+        for step in range(STEPS):
+            if step == CHANGE and rank == 1 and case == "saves":  # one more storage, and no more time
+                model.module.head = nn.Sequential(nn.Sigmoid(), nn.Tanh(), model.module.head)
             plans.append(in_force(offloader))
-        losses.append(loss.item().hex())
-    digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
-    found = {"losses": losses, "parameters": digest, "plans": plans}
+            yield torch.randn(ROWS * (3 if rank == 1 and case == "sizes" else 1), WIDTH, generator=chance)
+
+    steps = stepping.train(model, offloader, batches())
+    digests = [hashlib.sha256(b"".join(one.numpy().tobytes() for one in step)).hexdigest() for step in steps]
+    found = {"steps": digests, "plans": plans}
     if offloader is not None:
         found["report"] = offloader.report().to_dict()
         offloader.close()
@@ -91,21 +81,11 @@ def check(directory: Path, case: str) -> list[dict[str, Any]]:
         forked.run(train, None, directory, ranks=2, timeout_s=TIMEOUT_S, where=str(directory), case=case, offloads=one)
         for one in (False, True)
     )
-    for one, other in zip(without, found, strict=True):
-        assert one["losses"] == other["losses"] and one["parameters"] == other["parameters"]
-    assert found[0]["parameters"] == found[1]["parameters"]
+    assert [rank["steps"] for rank in found] == [rank["steps"] for rank in without]
     plans = [rank["plans"] for rank in found]
     assert plans[0] == plans[1] and plans[0][-1] is not None
     assert found[0]["report"]["plans"] == found[1]["report"]["plans"] >= 1
     return found
-
-
-def test_the_slowest_drive_decides_for_both(tmp_path: Path) -> None:
-    found = check(tmp_path, "drives")
-    own = [rank["report"]["bandwidth"][0]["write_bytes_per_s"] for rank in found]
-    assert own[0] > 3 * own[1] and own[1] < 1.2 * SLOW
-    planned = [plan["write_bytes_per_s"] for plan in found[0]["plans"] if plan is not None]
-    assert planned and max(planned) < 2 * SLOW < FAST / 2
 
 
 def test_the_rank_that_saves_most_decides_for_both(tmp_path: Path) -> None:
@@ -138,7 +118,7 @@ def test_a_path_that_one_of_three_ranks_has_not_is_told_by_all(tmp_path: Path) -
 def shares(config: dict[str, Any], where: str) -> dict[str, float]:
     """Make an engine; return what its rank may take of the machine."""
     before_bytes = available_bytes()
-    model = torch.nn.Linear(4, 4)
+    model = nn.Linear(4, 4)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     tiers = engine.activation_offloader._tiers
     deepspeed.comm.barrier()

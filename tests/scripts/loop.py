@@ -76,20 +76,15 @@ def each_placement(directory: str) -> None:
 def each_room(directory: str) -> None:
     for placement in ("nvme", "host", "keep"):
         compare(placement, model, keys_of(directory, placement) | {"rematerialize": False}, watched=False)
-    keys = keys_of(directory, "nvme")
-    compare("rematerialize", model, keys, watched=False)
-    timeline = {"timeline_path": str(Path(directory) / "step.json")}
-    compare("timeline", model, keys | {"report": timeline}, watched=False)
-    compare("adaptive", model, keys | {"placement": "adaptive"}, watched=True)
-
-
-def parallel() -> nn.Module:
-    return nn.parallel.DistributedDataParallel(model())
+    compare("rematerialize", model, keys_of(directory, "nvme"), watched=False)
+    timeline = {"report": {"timeline_path": str(Path(directory) / "step.json")}}
+    compare("timeline", model, keys_of(directory, "nvme") | timeline, watched=False)
+    compare("adaptive", model, keys_of(directory, "adaptive"), watched=True)
 
 
 def each_rank(directory: str) -> None:
     distributed.init_process_group("gloo")
-    compare("ranks", parallel, keys_of(directory, "adaptive"), watched=True)
+    compare("ranks", lambda: nn.parallel.DistributedDataParallel(model()), keys_of(directory, "adaptive"), watched=True)
     distributed.destroy_process_group()
 
 

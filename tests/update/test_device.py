@@ -1,4 +1,4 @@
-"""The device's part of an update, on the CPU and on a device as late and hostile as the rules of streams allow."""
+"""The device's part of an update, on a device as late and hostile as the rules of streams allow."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from conftest import Closing
 from support.disks import until
 from support.late_device import LateDevice
 
-from ds_tba.device.accelerator import Accelerator
 from ds_tba.update.device import ARRAYS_PER_CHUNK, DevicePipeline
 from ds_tba.update.formula import Hyper
 from ds_tba.update.host import SubGroup
@@ -38,15 +38,9 @@ def make_device(closing: Closing) -> Callable[..., LateDevice]:
     return closing(make, LateDevice.end)
 
 
-def update(
-    rate: float,
-    master: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    gradient: torch.Tensor,
-    scratch: torch.Tensor,
-) -> None:
+def update(rate: float, *tensors: torch.Tensor) -> None:
     """Rounds each element of each op once, so that it has one right result."""
+    master, exp_avg, exp_avg_sq, gradient, scratch = tensors
     exp_avg.mul_(0.5).add_(gradient)
     scratch.copy_(gradient).mul_(gradient)
     exp_avg_sq.mul_(0.75).add_(scratch)
@@ -76,20 +70,18 @@ def same(found: Tensors, expected: Tensors) -> bool:
     )
 
 
-def fill(device: Accelerator, memory: torch.Tensor, values: torch.Tensor) -> None:
+def fill(device: LateDevice, memory: torch.Tensor, values: torch.Tensor) -> None:
     """The current stream writes the values."""
     values = values.clone()
     device.launch(lambda to: to.copy_(values), memory)
 
 
-def on_device(device: Accelerator, values: torch.Tensor) -> torch.Tensor:
+def on_device(device: LateDevice, values: torch.Tensor) -> torch.Tensor:
     """Memory of the device into which the current stream writes the values."""
-    memory = device.allocate(values.nbytes, CPU).view(values.dtype)
-    fill(device, memory, values)
-    return memory
+    return device.filled(values.view(torch.uint8)).view(values.dtype)
 
 
-def bits_of(device: Accelerator, memory: torch.Tensor) -> torch.Tensor:
+def bits_of(device: LateDevice, memory: torch.Tensor) -> torch.Tensor:
     """What the current stream finds there; to be looked at when the device was synchronized."""
     seen = torch.empty(memory.shape, dtype=memory.dtype)
     device.launch(lambda found: seen.copy_(found), memory)
@@ -97,15 +89,10 @@ def bits_of(device: Accelerator, memory: torch.Tensor) -> torch.Tensor:
 
 
 def submit(
-    pipeline: DevicePipeline,
-    tensors: Tensors,
-    target: torch.Tensor | None = None,
-    factor: float = 1.0,
-    formula: Callable[..., object] | None = None,
+    pipeline: DevicePipeline, tensors: Tensors, target: torch.Tensor | None, factor: float = 1.0, rate: float = 0.125
 ) -> None:
-    pipeline.submit(
-        SubGroup(*tensors, target, Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0), 1, factor), formula or partial(update, 0.125)
-    )
+    hyper = Hyper(1e-3, 0.9, 0.999, 1e-8, 0.0)
+    pipeline.submit(SubGroup(*tensors, target, hyper, 1, factor), partial(update, rate))
 
 
 # ---- Random steps ---------------------------------------------------------------------------------------------------
@@ -114,11 +101,11 @@ def submit(
 class Training:
     """A few steps of which host and device take chunks at random, beside a plain computation of the same."""
 
-    def __init__(self, chance: random.Random, device: Accelerator, slots: int) -> None:
+    def __init__(self, chance: random.Random, device: LateDevice, slots: int) -> None:
         self.chance, self.device = chance, device
         self.pipeline = DevicePipeline(device, CPU, CHUNK, slots * SLOT_BYTES + chance.randrange(SLOT_BYTES))
         sizes = [8 * chance.randrange(1, CHUNK // 8 + 1) for _ in range(chance.randrange(4, 14))]
-        self.cuts = [slice(end - size, end) for size, end in zip(sizes, running_sums(sizes), strict=True)]
+        self.cuts = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
         self.elements = sum(sizes)
         self.dtype = chance.choice(DTYPES)
         self.host = state(self.elements)
@@ -146,27 +133,21 @@ class Training:
         self.low = self.expected[0].to(self.dtype, copy=True)
 
         assert pipeline.begin(most_jobs=9)
-        missing = []
         for number in chance.sample(range(len(self.cuts)), len(self.cuts)):
             cut = self.cuts[number]
             tensors = [tensor[cut] for tensor in self.host]
             if not is_job[number]:
                 self.on_host(tensors, cut, factor, rate)
                 continue
-            target = self.parameters[cut] if chance.random() < 0.8 else None
-            missing += [] if target is not None else [cut]
             until(pipeline.has_room, "a free slot")
-            submit(pipeline, tensors, target, factor, partial(update, rate))
+            submit(pipeline, tensors, self.parameters[cut], factor, rate)
             tensors.clear()  # the last hold on the gradient
         pipeline.drain()
 
         assert same(self.host, self.expected)
-        for cut in missing:
-            fill(device, self.parameters[cut], self.low[cut])
         after = bits_of(device, self.parameters)
-        if isinstance(device, LateDevice):
-            assert not device.is_freed_memory_written()
-            assert device.allocated_bytes == self.parameters.nbytes
+        assert not device.is_freed_memory_written()
+        assert device.allocated_bytes == self.parameters.nbytes
         assert same([before, after], [old, self.low]) and same(self.host, self.expected)
 
     def on_host(self, tensors: Tensors, cut: slice, factor: float, rate: float) -> None:
@@ -181,10 +162,6 @@ class Training:
         self.staged = self.pipeline.upload(low, self.parameters[cut])
 
 
-def running_sums(sizes: list[int]) -> list[int]:
-    return [sum(sizes[: number + 1]) for number in range(len(sizes))]
-
-
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(16))
 def test_random_steps_on_a_late_device(make_device: Callable[..., LateDevice], seed: int, slots: int) -> None:
@@ -197,22 +174,14 @@ def test_random_steps_on_a_late_device(make_device: Callable[..., LateDevice], s
         training.step()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_steps_on_the_cpu(seed: int) -> None:
-    torch.manual_seed(seed)
-    training = Training(random.Random(seed), Accelerator(), 1 + seed % 3)
-    for _ in range(3):
-        training.step()
-
-
 def test_the_host_s_part_of_a_chunk_is_held_until_it_is_written_back(make_device: Callable[..., LateDevice]) -> None:
     """A device has the addresses of host memory, and nothing else holds the gradient by then."""
     device = make_device()
     pipeline = DevicePipeline(device, CPU, 64, 1 << 20)
     pipeline.begin(most_jobs=9)
-    tensors = [torch.randn(64) for _ in range(4)]
+    tensors = state(64)
     held = [weakref.ref(tensor) for tensor in tensors]
-    submit(pipeline, tensors)
+    submit(pipeline, tensors, None)
     tensors.clear()
     assert None not in [one() for one in held]
     pipeline.drain()
@@ -222,15 +191,11 @@ def test_the_host_s_part_of_a_chunk_is_held_until_it_is_written_back(make_device
 # ---- One wait each
 
 
-class Held:
-    """A stream that is held up until it is let go."""
-
-    def __init__(self, device: LateDevice, number: int) -> None:
-        self._gate = threading.Event()
-        device.streams[number].run(self._gate.wait)
-
-    def let_go(self) -> None:
-        self._gate.set()
+def held_up(device: LateDevice, number: int) -> threading.Event:
+    """Hold a stream up until the event is set."""
+    gate = threading.Event()
+    device.streams[number].run(gate.wait)
+    return gate
 
 
 KERNELS, UP, COMPUTE, DOWN = range(4)
@@ -251,7 +216,7 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     old, new = [tensor.clone() for tensor in tensors], updated(tensors, 0.5)
     staged, uploaded = torch.ones(8, dtype=torch.bfloat16), on_device(device, torch.zeros(8, dtype=torch.bfloat16))
     device.synchronize()
-    gate = Held(device, held)
+    gate = held_up(device, held)
     assert pipeline.begin(most_jobs=9)
     submit(pipeline, tensors, target, 0.5)
     event = pipeline.upload(staged, uploaded)
@@ -271,11 +236,25 @@ def test_nothing_goes_ahead_of_what_it_waits_for(make_device: Callable[..., Late
     thread.start()
     time.sleep(WRONG_SOON_S)
     assert not drained.is_set()
-    gate.let_go()
+    gate.set()
     thread.join()
     assert same([*tensors, target.clone()], [*new, new[0].bfloat16()])
     assert bool(uploaded.all())
     assert not device.is_freed_memory_written()
+
+
+def test_the_device_wants_no_job_while_another_waits_for_its_upload(make_device: Callable[..., LateDevice]) -> None:
+    """The host's own uploads would wait behind them all, and the host for its buffers."""
+    device = make_device()
+    pipeline = DevicePipeline(device, CPU, CHUNK, 2 * SLOT_BYTES)
+    pipeline.begin(most_jobs=9)
+    gate = held_up(device, UP)
+    assert pipeline.wants_job()
+    submit(pipeline, state(CHUNK), None)
+    assert pipeline.has_room() and not pipeline.wants_job()
+    gate.set()
+    until(pipeline.wants_job, "the upload")
+    pipeline.drain()
 
 
 # ---- Faults ---------------------------------------------------------------------------------------------------------
@@ -302,9 +281,9 @@ def test_without_memory_for_a_slot_the_host_still_uploads(make_device: Callable[
     device.arrays = arrays  # type: ignore[attr-defined]
     assert not pipeline.begin(most_jobs=9) and not pipeline.has_room()
     assert device.allocated_bytes == target.nbytes
-    gate = Held(device, UP)
+    gate = held_up(device, UP)
     pipeline.upload(torch.ones(CHUNK, dtype=torch.bfloat16), target)
-    timer = threading.Timer(WRONG_SOON_S, gate.let_go)
+    timer = threading.Timer(WRONG_SOON_S, gate.set)
     timer.start()
     pipeline.drain()  # which waits for the upload alone
     assert bool(target.all())
@@ -329,33 +308,22 @@ def test_slots_are_as_many_as_there_is_memory_for(make_device: Callable[..., Lat
     assert device.failures == 1  # type: ignore[attr-defined]
 
 
-class UpdateError(Exception):
-    pass
-
-
-def failing(*tensors: torch.Tensor) -> None:
-    """Does a part of its work first."""
-    for tensor in tensors:
-        tensor.fill_(7.0)
-    raise UpdateError
-
-
 class Raising(LateDevice):
     """An op that cannot be queued raises on the host; what was queued before it runs."""
 
+    raises = False
+
     def launch(self, kernel: Callable[..., object], *tensors: torch.Tensor) -> None:
-        if kernel is not failing:
+        if not self.raises:
             super().launch(kernel, *tensors)
             return
+        self.raises = False
         super().launch(lambda *memory: [one.fill_(7.0) for one in memory], *tensors)
-        raise UpdateError
+        raise RuntimeError("it cannot be queued")
 
 
-@pytest.mark.parametrize("is_late", [True, False])
-def test_an_update_that_raises_leaves_its_chunk_as_it_was(
-    make_device: Callable[..., LateDevice], is_late: bool
-) -> None:
-    device: Accelerator = make_device(Raising) if is_late else Accelerator()
+def test_an_update_that_raises_leaves_its_chunk_as_it_was(make_device: Callable[..., LateDevice]) -> None:
+    device = make_device(Raising)
     pipeline = DevicePipeline(device, CPU, CHUNK, 2 * SLOT_BYTES)
     chunks = [state(CHUNK) for _ in range(3)]
     targets = [on_device(device, torch.zeros(CHUNK, dtype=torch.bfloat16)) for _ in chunks]
@@ -364,24 +332,21 @@ def test_an_update_that_raises_leaves_its_chunk_as_it_was(
     for tensors, target in zip(chunks[:2], targets, strict=False):
         until(pipeline.has_room, "a free slot")
         submit(pipeline, tensors, target, 0.5)
-    until(pipeline.has_room, "a free slot")
-    gate = None
-    if isinstance(device, LateDevice):
-        until(lambda: pipeline.has_room() and len(pipeline._free) == 2, "two free slots")
-        gate = Held(device, COMPUTE)
-    with pytest.raises(UpdateError):
-        submit(pipeline, chunks[2], targets[2], 0.5, failing)
+    until(lambda: pipeline.has_room() and len(pipeline._free) == 2, "two free slots")
+    gate = held_up(device, COMPUTE)
+    device.raises = True  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="it cannot be queued"):
+        submit(pipeline, chunks[2], targets[2])
     pipeline.has_room()
     assert len(pipeline._free) == 1  # the other slot may still be written
-    timer = threading.Timer(WRONG_SOON_S, gate.let_go if gate is not None else bool)
+    timer = threading.Timer(WRONG_SOON_S, gate.set)
     timer.start()
     pipeline.drain()
     timer.join()
     for _ in range(2):
         assert same([tensor for tensors in chunks for tensor in tensors], expected)
         seen = [bits_of(device, target) for target in targets]
-        if isinstance(device, LateDevice):
-            assert not device.is_freed_memory_written() and device.allocated_bytes == 3 * targets[0].nbytes
+        assert not device.is_freed_memory_written() and device.allocated_bytes == 3 * targets[0].nbytes
         assert same(seen, [expected[0].bfloat16(), expected[4].bfloat16(), torch.zeros_like(targets[2])])
         pipeline.drain()  # once more
 

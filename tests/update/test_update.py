@@ -14,14 +14,6 @@ from ds_tba.update import HALF_UPDATED, UpdateConfig, parse_update_block, refuse
 ZERO = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
 
 
-def test_the_defaults_are_those_of_the_guide() -> None:
-    assert UpdateConfig().model_dump() == {
-        "enabled": True, "device_share": None, "device_buffer_bytes": 1 << 30, "chunk_bytes": 1 << 26,
-        "pinned_bytes": None, "exact": True,
-        "report": {"path": None, "every_steps": 0},
-    }  # fmt: skip
-
-
 def test_absent_or_disabled_is_nothing() -> None:
     assert parse_update_block({}) is None and parse_update_block({UPDATE_BLOCK: {"enabled": False}}) is None
     assert parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": ZERO}) == UpdateConfig()

@@ -26,29 +26,57 @@ class Calls:
         self.made.append((lr, numbers_and_tensors[-1].numel()))
 
 
+SIZES = [1 << 14, 1 << 15, 5, (1 << 15) + 3]
+
+
+def updater_of(accelerator: Accelerator, calls: Calls, share: float | None) -> Updater:
+    config = UpdateConfig(chunk_bytes=1 << 16, device_share=share)
+    pipeline = DevicePipeline(accelerator, torch.device("cpu"), config.chunk_elements, config.device_buffer_bytes)
+    return Updater(config, accelerator, HostUpdate(calls, 0, None), pipeline, Powers(0.9, 0.999))
+
+
+def sub_groups(step: int) -> list[SubGroup]:
+    """Each with another learning rate, by which the calls are told apart."""
+    return [
+        SubGroup(
+            *(torch.zeros(size) for _ in range(4)), torch.zeros(size), Hyper(number, 0.9, 0.999, 1e-8, 0.0), step, 1.0
+        )
+        for number, size in enumerate(SIZES)
+    ]
+
+
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
 def test_cpu_adam_hears_of_each_sub_group_once_in_order_before_its_parts(share: float | None) -> None:
     """Its hidden powers of the betas depend on that; see ``Powers``."""
-    sizes = [1 << 14, 1 << 15, 5, (1 << 15) + 3]
-    hypers = [Hyper(lr, 0.9, 0.999, 1e-8, 0.0) for lr in (1.0, 2.0, 3.0, 4.0)]
-    sub_groups = [
-        SubGroup(*(torch.zeros(size) for _ in range(4)), torch.zeros(size), hyper, 1, 1.0)
-        for size, hyper in zip(sizes, hypers, strict=True)
-    ]
-    config = UpdateConfig(chunk_bytes=1 << 16, device_share=share)
-    calls, accelerator = Calls(), Accelerator()
-    updater = Updater(
-        config,
-        accelerator,
-        HostUpdate(calls, 0, None),
-        DevicePipeline(accelerator, torch.device("cpu"), config.chunk_elements, config.device_buffer_bytes),
-        Powers(0.9, 0.999),
-    )
-    updater.update(sub_groups)
-    assert [lr for lr, elements in calls.made if elements == 0] == [1.0, 2.0, 3.0, 4.0]
+    calls = Calls()
+    updater = updater_of(Accelerator(), calls, share)
+    updater.update(sub_groups(1))
+    assert [lr for lr, elements in calls.made if elements == 0] == [0, 1, 2, 3]
     assert [lr for lr, _ in calls.made] == sorted(lr for lr, _ in calls.made)
     of_host = sum(elements for _, elements in calls.made)
-    assert updater.counts.elements == sum(sizes) == of_host + updater.counts.device_elements
+    assert updater.counts.elements == sum(SIZES) == of_host + updater.counts.device_elements
+
+
+class MemoryLater(Accelerator):
+    """Has memory from the second update on."""
+
+    has_memory = False
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if not self.has_memory:
+            raise torch.OutOfMemoryError("none yet")
+        return super().allocate(nbytes, device)
+
+
+def test_the_device_computes_from_the_update_on_in_which_it_has_memory() -> None:
+    accelerator, calls = MemoryLater(), Calls()
+    updater = updater_of(accelerator, calls, 1.0)
+    updater.update(sub_groups(1))
+    assert sum(elements for _, elements in calls.made) == sum(SIZES)
+    assert updater.report().fallbacks == {"no device memory": 1}
+    accelerator.has_memory = True
+    updater.update(sub_groups(2))
+    assert updater.counts.device_elements > 0 and updater.report().fallbacks == {"no device memory": 1}
 
 
 # ---- chunks ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -11,17 +10,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from support.late_device import LateDevice
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from update_programs import BLOCK, build, digest, state_of, steps
+from update_programs import BLOCK, build, digest, steps
 
 from ds_tba.errors import UpdateInterruptedError
-from ds_tba.update import UpdateConfig, updater
+from ds_tba.update import updater
 from ds_tba.update.device import DevicePipeline
 from ds_tba.update.host import HostUpdate
-from ds_tba.update.zero3 import InterleavedUpdate, _changed_methods
+from ds_tba.update.zero3 import InterleavedUpdate
 
 
 @contextmanager
@@ -113,69 +109,23 @@ def interrupted(config: dict[str, Any], *, block: dict[str, Any], place: str) ->
     return found
 
 
-class _MemoryLater(LateDevice):
-    refusals = 2
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if self.refusals:
-            self.refusals -= 1
-            raise torch.OutOfMemoryError("none yet")
-        return super().allocate(nbytes, device)
-
-
-def late_memory(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
-    """A device that has memory from the third update on."""
-    engine = build(config)
-    update = InterleavedUpdate(UpdateConfig.model_validate(block), _MemoryLater(), engine.optimizer)
-    engine.interleaved_optimizer_update = update
-    elements = []
-    for _ in range(4):
-        steps(engine, 1)
-        elements.append(update.report().device_elements)
-    update.close()
-    engine.destroy()
-    return {"elements": elements}
-
-
 def surroundings(config: dict[str, Any], *, block: dict[str, Any]) -> dict[str, Any]:
-    """Steps under another default dtype, and with a hook of all optimizers."""
+    """Steps under other default dtypes, and one with a hook of all optimizers, which sees their states."""
     found: dict[str, Any] = {}
     for name, own in {"stock": {}, "ours": {BLOCK: block}}.items():
-        engine = build({**config, **own})
-        generator, seen = torch.Generator().manual_seed(3), found.setdefault(name, [])
+        engine, seen = build({**config, **own}), found.setdefault(name, [])
 
-        def see(optimizer: Any, _args: Any, _kwargs: Any, seen: list[Any] = seen) -> None:
+        def see(optimizer: Any, *_: object, seen: list[Any] = seen) -> None:
             seen.append([digest(state["exp_avg"]) for state in optimizer.state.values()])
 
-        for number, dtype in enumerate([torch.float32, torch.bfloat16, torch.float64, torch.float32]):
-            loss = engine(torch.randn(4, 37, generator=generator).bfloat16(), True)
-            engine.backward(loss)
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
             torch.set_default_dtype(dtype)
-            hook = register_optimizer_step_post_hook(see) if number == 3 else None
-            try:
-                engine.step()
-            finally:
-                torch.set_default_dtype(torch.float32)
-                if hook is not None:
-                    hook.remove()
-            seen.append(state_of(engine))
+            seen += steps(engine, 1)
+        torch.set_default_dtype(torch.float32)
+        hook = register_optimizer_step_post_hook(see)
+        seen += steps(engine, 1)
+        hook.remove()
         if name == "ours":
             found["fallbacks"] = engine.interleaved_optimizer_update.report().fallbacks
         engine.destroy()
     return found
-
-
-def replaced(owner: str, name: str) -> dict[str, Any]:
-    """What is said of a class before one of its methods is wrapped by somebody else, and then."""
-    kind = {"zero": DeepSpeedZeroOptimizer_Stage3, "adam": DeepSpeedCPUAdam}[owner]
-    zero = DeepSpeedZeroOptimizer_Stage3.__new__(DeepSpeedZeroOptimizer_Stage3)
-    vars(zero)["optimizer"] = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
-    original = getattr(kind, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
-
-    before = _changed_methods(zero)
-    with mock.patch.object(kind, name, wrapper):
-        return {"before": before, "replaced": _changed_methods(zero)}

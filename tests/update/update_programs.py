@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 import subprocess
 import sys
@@ -50,8 +51,7 @@ def ds_config(**more: Any) -> dict[str, Any]:
             "sub_group_size": 30_000,
         },
     }  # fmt: skip
-    zero = more.pop("zero_optimization", {})
-    config["zero_optimization"] |= zero
+    config["zero_optimization"] |= more.pop("zero_optimization", {})
     return {**config, **more}
 
 
@@ -60,8 +60,7 @@ def groups_of(model: nn.Module, kind: str) -> Any:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if kind == "one":
         return trained
-    flat = [parameter for parameter in trained if parameter.dim() < 2]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    flat, matrices = ([one for one in trained if (one.dim() > 1) == is_matrix] for is_matrix in (False, True))
     other = {"betas": (0.8, 0.99), "lr": 3e-3} if kind == "betas" else {}
     return [{"params": matrices, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0, **other}]
 
@@ -72,30 +71,13 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def state_of(engine: Any) -> dict[str, Any]:
-    """Everything that a step leaves, as digests."""
-    zero = engine.optimizer
+    """Everything that a step leaves, as digests; by parameter, because DeepSpeed leaves padding uninitialized."""
     found: dict[str, Any] = {
         "norm": repr(engine.get_global_grad_norm()),
         "lr": engine.get_lr(),
         "skipped": engine.skipped_steps,
+        "taken": [int(state["step"]) for state in engine.optimizer.optimizer.state.values()],
     }
-    if torch.distributed.get_world_size() > 1:  # partitions have padding there, which DeepSpeed leaves uninitialized
-        return found | states_of_parameters(engine)
-    for number, master in enumerate(zero.fp32_partitioned_groups_flat):
-        state = zero.optimizer.state[master]
-        target = zero.fp16_partitioned_groups_flat[number]
-        found[f"master {number}"] = digest(master)
-        if target is not None:
-            found[f"parameters {number}"] = digest(target)
-        for name, value in sorted(state.items()):
-            found[f"{name} {number}"] = digest(value) if isinstance(value, torch.Tensor) else value
-    trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-    return found | {"gradients": [digest(safe_get_full_grad(parameter)) for parameter in trained]}
-
-
-def states_of_parameters(engine: Any) -> dict[str, Any]:
-    """As :func:`state_of`, without padding."""
-    found: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             found[f"parameter {name}"] = digest(parameter)
@@ -146,11 +128,6 @@ def forking_loader() -> DataLoader[float]:
     return DataLoader([float(one) for one in range(16)], batch_size=2, num_workers=2, multiprocessing_context="fork")
 
 
-def report_of(engine: Any) -> dict[str, Any]:
-    update = getattr(engine, "interleaved_optimizer_update", None)
-    return update.report().to_dict() if update is not None else {}
-
-
 def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Train each variant; what all steps of each left, and the reports.
 
@@ -160,19 +137,30 @@ def compare(config: dict[str, Any], *, variants: Sequence[dict[str, Any]]) -> di
     results = []
     for variant in variants:
         variant = dict(variant)
-        block, count = variant.pop("block", None), variant.pop("count", 4)
-        late = block if variant.pop("late", False) else None
-        workers = variant.pop("workers", False)
-        with_block = {**config, **variant.pop("config", {})} | (
-            {BLOCK: block} if block is not None and late is None else {}
-        )
-        engine = build(with_block, variant.pop("groups", "one"), late, width=variant.pop("width", 193))
+        block, is_late = variant.pop("block", None), variant.pop("late", False)
+        own = {**config, **variant.pop("config", {}), **({BLOCK: block} if block is not None and not is_late else {})}
+        count, workers = variant.pop("count", 4), variant.pop("workers", False)
+        engine = build(own, late=block if is_late else None, **variant)
         found = steps(engine, count, workers=workers)
-        results.append({"steps": found, "report": report_of(engine)})
+        update = getattr(engine, "interleaved_optimizer_update", None)
+        results.append({"steps": found, "report": update.report().to_dict() if update is not None else {}})
         engine.destroy()
-        if late is not None:
-            engine.interleaved_optimizer_update.close()
+        if is_late:
+            update.close()
     return {"variants": results}
+
+
+def loaded(
+    config: dict[str, Any], saved: dict[str, dict[str, Any]], folder: Path, tag: str, count: int
+) -> dict[str, Any]:
+    """Load each checkpoint with the block and without it; what the steps from there leave."""
+    found = {}
+    for (name, own), other in itertools.product(saved.items(), saved):
+        engine = build({**config, **own}, "decay", seed=5)
+        engine.load_checkpoint(str(folder / other), tag=tag)
+        found[f"{name} loads {other}"] = steps(engine, count, seed=2)
+        engine.destroy()
+    return found
 
 
 def resume(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> dict[str, Any]:
@@ -180,26 +168,19 @@ def resume(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> d
     found: dict[str, Any] = {}
     saved: dict[str, Any] = {"stock": {}, "ours": {BLOCK: block}}
     for name, own in saved.items():
-        engine = build({**config, **own}, "decay")
+        engine, folder = build({**config, **own}, "decay"), str(Path(saved_in) / name)
         steps(engine, 3)
-        engine.save_checkpoint(str(Path(saved_in) / name), tag="at 3")
+        engine.save_checkpoint(folder, tag="at 3")
         found[f"{name} goes on"] = steps(engine, 3, seed=2)
-        engine.load_checkpoint(str(Path(saved_in) / name), tag="at 3")
+        engine.load_checkpoint(folder, tag="at 3")
         found[f"{name} goes back"] = steps(engine, 3, seed=2)
         engine.destroy()
-    for name, own in saved.items():
-        for other in saved:
-            engine = build({**config, **own}, "decay", seed=5)
-            engine.load_checkpoint(str(Path(saved_in) / other), tag="at 3")
-            found[f"{name} loads {other}"] = steps(engine, 3, seed=2)
-            engine.destroy()
-    return found
+    return found | loaded(config, saved, Path(saved_in), "at 3", 3)
 
 
 def universal(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -> dict[str, Any]:
     """Checkpoints saved with the block and without it, converted to universal ones, each loaded with and without it."""
     saved: dict[str, Any] = {"stock": {}, "ours": {BLOCK: block}}
-    found: dict[str, Any] = {}
     for name, own in saved.items():
         engine, folder = build({**config, **own}, "decay"), Path(saved_in) / name
         steps(engine, 3)
@@ -209,13 +190,7 @@ def universal(config: dict[str, Any], *, saved_in: str, block: dict[str, Any]) -
         folders = ["--input_folder", str(folder / "3"), "--output_folder", str(folder / "universal")]
         subprocess.run([*convert, "--num_merge_workers", "1", *folders], check=True)
         (folder / "latest_universal").write_text("universal")
-    for name, own in saved.items():
-        for other in saved:
-            engine = build({**config, **own, "checkpoint": {"load_universal": True}}, "decay", seed=5)
-            engine.load_checkpoint(str(Path(saved_in) / other), tag="universal")
-            found[f"{name} loads {other}"] = steps(engine, 2, seed=2)
-            engine.destroy()
-    return found
+    return loaded({**config, "checkpoint": {"load_universal": True}}, saved, Path(saved_in), "universal", 2)
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -250,9 +225,9 @@ def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "lr": 10 ** chance.uniform(-4, -1),
         "weight_decay": chance.choice([0.0, 0.1]),
         "eps": chance.choice([1e-8, 1e-4]),
+        "betas": chance.choice([[0.9, 0.999], [0.0, 0.95], [0.8, 0.9]]),
+        "adam_w_mode": chance.random() < 0.7,
     }
-    adam["betas"] = chance.choice([[0.9, 0.999], [0.0, 0.95], [0.8, 0.9]])
-    adam["adam_w_mode"] = chance.random() < 0.7
     config = ds_config(
         zero_optimization=zero,
         optimizer={"type": "Adam", "params": adam},
@@ -266,12 +241,13 @@ def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "device_buffer_bytes": chunk_bytes * 5 * chance.choice([1, 2, 4]),
         "device_share": chance.choice([0, 1, None, chance.random()]),
     }
-    variant = {
+    return config, {
         "groups": chance.choice(["one", "decay", "betas"]),
         "width": chance.choice([1, 30, 128, 193, 300]),
         "count": chance.randint(2, 4),
+        "block": block,
+        "late": chance.random() < 0.4,
     }
-    return config, {**variant, "block": block, "late": chance.random() < 0.4}
 
 
 def compare_drawn(config: None, *, seeds: list[int]) -> dict[str, Any]:
@@ -283,12 +259,8 @@ def compare_drawn(config: None, *, seeds: list[int]) -> dict[str, Any]:
         stock = {name: value for name, value in ours.items() if name not in ("block", "late")}
         try:
             expected, found = compare(drawn, variants=[stock, ours])["variants"]
-            differing = [
-                (number, name)
-                for number, (one, other) in enumerate(zip(expected["steps"], found["steps"], strict=True))
-                for name in one
-                if one[name] != other[name]
-            ]
+            pairs = enumerate(zip(expected["steps"], found["steps"], strict=True))
+            differing = [(number, name) for number, (one, other) in pairs for name in one if one[name] != other[name]]
             if differing:
                 failed[str(seed)] = f"{differing[:3]} of {ours}"
             elements[0] += found["report"]["elements"]
