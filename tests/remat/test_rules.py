@@ -334,9 +334,6 @@ def test_an_operand_changed_between_two_uses_is_not_taken_for_the_first() -> Non
     assert run.cache.stats.rematerialized_bytes
 
 
-# ---- the state of the process ---------------------------------------------------------------------------------------
-
-
 @contextmanager
 def while_set(change: Callable[[Any], object], to: object, before: object) -> Iterator[None]:
     change(to)
