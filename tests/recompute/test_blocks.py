@@ -1,15 +1,20 @@
-"""Which layers are found in models, and what is said of paths that are none."""
+"""Which layers are found in models, and what is said of paths that are none; recomputing those found is exact."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ds_tba.errors import ConfigError
-from ds_tba.recompute import find_blocks, matching
+from ds_tba.core.cache import TensorCache
+from ds_tba.errors import ConfigError, RecomputationError
+from ds_tba.recompute import Blocks, find_blocks, matching
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Layer(nn.Module):
@@ -49,12 +54,6 @@ def paths(model: nn.Module, named: list[str] | None = None) -> list[str]:
     return [*blocks]
 
 
-def between_others() -> nn.Module:
-    model = nn.Module()
-    model.first, model.layers, model.last = nn.Linear(4, 4), nn.ModuleList(Layer() for _ in range(3)), mlp()
-    return model
-
-
 def layers(*modules: nn.Module) -> nn.Module:
     return nn.ModuleList(modules)
 
@@ -87,7 +86,10 @@ IN_STAGES = ["0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1"]
 ENCODER = [f"encoder.layers.{number}" for number in range(2)]
 DECODER = [f"decoder.layers.{number}" for number in range(3)]
 MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
-    "a list of equal layers": (between_others, ["layers.0", "layers.1", "layers.2"]),
+    "a list of equal layers": (
+        lambda: nn.ModuleDict({"first": nn.Linear(4, 4), "h": layers(Layer(), Layer(), Layer()), "last": mlp()}),
+        ["h.0", "h.1", "h.2"],
+    ),
     "layers between others in a Sequential": (
         lambda: nn.Sequential(nn.Embedding(4, 8), Layer(), Layer(), nn.Linear(8, 4)), ["1", "2"]
     ),
@@ -114,12 +116,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "one layer in many places": (lambda: layers(*[Layer()] * 3), ["0"]),
     "a lone layer": (lambda: layers(Layer(), layers(Mixture(), Mixture())), ["1.0", "1.1"]),
     "encoder and decoder": (lambda: nn.Transformer(8, 2, 2, 3, 16), ENCODER + DECODER),
+    "a compiled model": (
+        lambda: torch.compile(nn.ModuleDict({"h": layers(Layer(), Layer())})), ["_orig_mod.h.0", "_orig_mod.h.1"]
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_layers_of_a_model_are_found(name: str) -> None:
-    make, expected = MODELS[name]
+@pytest.mark.parametrize(("make", "expected"), MODELS.values(), ids=MODELS)
+def test_the_layers_of_a_model_are_found(make: Callable[[], nn.Module], expected: list[str]) -> None:
     assert paths(make()) == expected
 
 
@@ -139,19 +143,64 @@ def test_named_modules_are_the_blocks_in_the_order_of_the_model() -> None:
 
 @pytest.mark.parametrize("named", ["layers.7", "layer.1", "nothing like it", ""])
 def test_a_path_that_is_none_is_refused_with_the_nearest_ones(named: str) -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(3))})
     words = (
         rf'"activation_nvme_offload.blocks" has .{named}., which matches no module of the model: the nearest are lay'
     )
     with pytest.raises(ConfigError, match=words):
-        find_blocks(model, ["layers.1", named])
+        find_blocks(nn.ModuleDict({"layers": layers(Layer(), Layer(), Layer())}), ["layers.1", named])
     with pytest.raises(ConfigError, match="none, so name the layers in blocks"):
         matching([], ["layers.?"], "recompute")
 
 
-@pytest.mark.parametrize("compiled", [torch.compile, lambda model: torch.compile(model, backend="eager")])
-def test_layers_of_a_compiled_model_are_found(compiled: Callable[[nn.Module], nn.Module]) -> None:
-    assert paths(compiled(nn.ModuleDict({"h": nn.ModuleList([Layer(), Layer()])}))) == [
-        "_orig_mod.h.0",
-        "_orig_mod.h.1",
-    ]
+# ---- models of Hugging Face, tiny -----------------------------------------------------------------------------------
+
+LAYERS, WORDS = 3, 64
+# Of each class the config, and where its layers are.
+HUGGING_FACE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "T5ForConditionalGeneration": (
+        {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": LAYERS, "vocab_size": WORDS,
+         "decoder_start_token_id": 0}, ["encoder.block", "decoder.block"]),
+    "GPT2LMHeadModel": (
+        {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": WORDS}, ["transformer.h"]),
+    "MixtralForCausalLM": (
+        {"hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 64,
+         "vocab_size": WORDS, "num_key_value_heads": 2, "num_local_experts": 4}, ["model.layers"]),
+}  # fmt: skip
+# From transformers 5 on a ContextVar collects router logits: a second run would add a layer's a second time.
+MORE = {"MixtralForCausalLM": {"output_router_logits": True}}
+
+
+def train(model: nn.Module, seed: int, **more: Any) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    words = torch.randint(0, WORDS, (2, 12))
+    loss = model(input_ids=words, labels=words, **more).loss
+    loss.backward()
+    return {"loss": loss.detach(), **{name: one.grad for name, one in model.named_parameters() if one.grad is not None}}
+
+
+def train_recomputed(name: str, **more: Any) -> None:
+    """Three steps with every layer recomputed are equal to those without us."""
+    torch.manual_seed(1)
+    kind, (settings, stacks) = getattr(pytest.importorskip("transformers"), name), HUGGING_FACE[name]
+    model = kind(kind.config_class(**settings)).train()
+    twin, cache = copy.deepcopy(model), TensorCache([], "cpu", 1)
+    found = find_blocks(model, None)
+    assert [*found] == [f"{stack}.{index}" for stack in stacks for index in range(LAYERS)]
+    blocks = Blocks(found, cache, found)
+    for seed in range(3):
+        with cache.saving(), blocks.forward():
+            ours = train(model, seed, **more)
+        blocks.end_backward()
+        theirs = train(twin, seed, **more)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert cache.stats.recomputed_bytes
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_every_layer_is_found_and_recomputed_to_the_bit(name: str) -> None:
+    train_recomputed(name, use_cache=False, **MORE.get(name, {}))
+    try:  # A cache of keys is on by default, in training too; a second run of a layer adds its keys a second time.
+        train_recomputed(name)
+    except RecomputationError as error:
+        assert "use_cache=False" in str(error)

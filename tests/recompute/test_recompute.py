@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import threading
 import weakref
@@ -13,10 +12,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from conftest import StoreFactory
 from support.awkward import returns_what_it_saved
+from support.models import Mlp, Stack
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -27,36 +28,33 @@ from ds_tba.errors import ActivationModifiedError, RecomputationError
 from ds_tba.recompute import Blocks, digest_of, find_blocks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-WIDTH, LENGTH, BATCH = 16, 8, 4
+WIDTH, LENGTH, BATCH, DEPTH = 16, 8, 4, 4
+ALL = range(DEPTH)
+Backward = Callable[[nn.Module, Tensor], None]
 
 
-class Layer(nn.Module):
+class Layer(Mlp):
     """Attention and MLP, with dropout and with a parameter of its own."""
 
-    def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.randn(width))
-        self.attention = nn.MultiheadAttention(width, 2, dropout, batch_first=True)
-        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__(WIDTH, dropout)
+        self.gain = nn.Parameter(torch.randn(WIDTH))
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x * self.gain)
-        x = x + self.attention(h, h, h, need_weights=False)[0]
-        return x + self.down(self.drop(functional.gelu(self.up(x))))
+        h = x * self.gain
+        return super().forward(x + self.attention(h, h, h, need_weights=False)[0])
 
 
-class Net(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module] = Layer, depth: int = 4) -> None:
-        super().__init__()
+class Net(Stack):
+    """The input of its first block has a graph."""
+
+    def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__(make, depth)
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(make() for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x.float().pow(2).mean()
+        return super().forward(self.first(x))
 
 
 class Linear(nn.Module):
@@ -71,11 +69,8 @@ def around_each(how: Callable[[nn.Module, Tensor], Tensor]) -> type[Net]:
     """Return a net that calls its layers in this way."""
 
     class Around(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            for layer in self.layers:
-                x = how(layer, x)
-            return x.pow(2).mean()
+        def call(self, layer: nn.Module, x: Tensor) -> Tensor:
+            return how(layer, x)
 
     return Around
 
@@ -84,71 +79,45 @@ def as_checkpoint(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(layer, x, use_reentrant=False)
 
 
-class Memory:
-    """Counts what is saved again, and in how many passes."""
-
-    def __init__(self) -> None:
-        self.saved: list[Tensor] = []
-
-    def count_again(self, tensor: Tensor) -> None:
-        self.saved.append(tensor.detach())
-
-    def end_recomputations(self) -> None: ...
-
-
-class Diary:
-    """Is told of passes."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int]] = []
-
-    @contextmanager
-    def passing(self, path: str, inputs: Sequence[Tensor]) -> Iterator[None]:
-        self.events.append((path, len(inputs)))
-        yield
-        self.events.append(("left", 0))
+def backward(model: nn.Module, loss: Tensor) -> None:
+    loss.backward()
 
 
 class Bench:
     """A model of which blocks are recomputed; the twin of it runs without us."""
 
     def __init__(
-        self, make: Callable[[], nn.Module] = Layer, depth: int = 4, net: Callable[..., nn.Module] = Net
+        self, make: Callable[[], nn.Module] = Layer, depth: int = DEPTH, net: Callable[..., nn.Module] = Net
     ) -> None:
         torch.manual_seed(3)
-        self.model = net(make, depth)
-        self.twin = copy.deepcopy(self.model)
-        self.memory, self.cache = Memory(), TensorCache([], "cpu", 1)
-        found = find_blocks(self.model, ["layers"])
-        self.paths, self.blocks = [*found], Blocks(found, self.memory)
-        self.passes = 0
+        self.model, self.twin = net(make, depth), net(make, depth)
+        self.twin.load_state_dict(self.model.state_dict())
+        self.blocks = Blocks(find_blocks(self.model, ["layers"]), TensorCache([], "cpu", 1))
+        self.choose(range(depth))
 
-    def micro_step(
-        self, *wanted: int, seed: int = 7, around: Callable[[], AbstractContextManager[Any]] = nullcontext, **more: Any
-    ) -> Any:
-        """One step, with the blocks in ``wanted`` recomputed."""
-        self.blocks.chosen = frozenset(self.paths[number] for number in wanted)
-        found = run(self.model, seed, around=lambda: self.forward(around), **more)
+    def choose(self, wanted: Sequence[int]) -> None:
+        self.blocks.chosen = frozenset(f"layers.{number}" for number in wanted)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        return self.blocks.cache.stats.recomputed_bytes
+
+    @contextmanager
+    def forward(self, listener: Any = None) -> Iterator[None]:
+        with self.blocks.cache.saving(), self.blocks.forward(listener):
+            yield
+
+    def micro_step(self, **more: Any) -> dict[str, Tensor]:
+        """One step, with the chosen blocks recomputed; at first these are all."""
+        found = run(self.model, around=self.forward, **more)
         self.blocks.end_backward()
         return found
 
-    @contextmanager
-    def forward(
-        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext, listener: Any = None
-    ) -> Iterator[None]:
-        with self.cache.saving(), around(), self.blocks.forward(listener):
-            yield
-
-    def check(self, *wanted: int, **more: Any) -> None:
+    def check(self, *, runs_again: bool = True, **more: Any) -> None:
         """One micro-step with, one without: equal in every bit."""
-        ours = self.micro_step(*wanted, **more)
-        more.pop("around", None)
-        assert_same(ours, run(self.twin, **{"seed": 7, **more}))
-
-    def saved_again(self) -> int:
-        """How many tensors were saved again since the last call."""
-        found, self.memory.saved = len(self.memory.saved), []
-        return found
+        before = self.recomputed_bytes
+        assert_same(self.micro_step(**more), run(self.twin, **more))
+        assert (self.recomputed_bytes > before) == runs_again
 
 
 def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -158,8 +127,8 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 def run(
     model: nn.Module,
-    seed: int,
-    backward: Callable[[Tensor], None] = Tensor.backward,
+    seed: int = 7,
+    backward: Backward = backward,
     amp: bool = False,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, Tensor]:
@@ -169,7 +138,7 @@ def run(
     x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
     with around(), torch.autocast("cpu", torch.bfloat16, enabled=amp):
         loss = model(x)
-    backward(loss)
+    backward(model, loss)
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     buffers = {name: one.clone() for name, one in model.named_buffers()}
     return {"loss": loss.detach(), "x": x.grad, **gradients, **buffers, "rng": torch.get_rng_state()}
@@ -179,21 +148,144 @@ def run(
 
 
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("wanted", [(), (0, 2), (0, 1, 2, 3)], ids=["none", "every second", "all"])
-def test_recomputed_passes_are_exact(wanted: tuple[int, ...], amp: bool) -> None:
+@pytest.mark.parametrize("wanted", [(), (0, 2), ALL], ids=["none", "every second", "all"])
+def test_recomputed_passes_are_exact(wanted: Sequence[int], amp: bool) -> None:
     bench = Bench()
+    bench.choose(wanted)
     for seed in (1, 2):
-        bench.check(*wanted, seed=seed, amp=amp)
-    assert bool(bench.saved_again()) == bool(wanted)
+        bench.check(seed=seed, amp=amp, runs_again=bool(wanted))
+
+
+class ReturnsBias(Linear):
+    """Leaves adding its bias to a later kernel, as Megatron's layers do."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
+        return torch.tanh(functional.linear(x, self.linear.weight)), self.linear.bias
+
+
+class Force(Linear):
+    """Takes a gradient in forward, as models of forces do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(self.linear(x).pow(2).sum(), x, create_graph=True)
+        return x + 0.1 * force
+
+
+class Later(Linear):
+    earlier: Sequence[nn.Module] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.earlier:
+            x = x * one(x)
+        return self.linear(x).tanh()
+
+
+class CallsEarlier(Net):
+    """Its last layer calls its first, which is a chosen block, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[-1].earlier = [self.layers[0]]
+        return super().forward(x)
+
+
+class TakesForce(Net):
+    """Has a backward of its own in forward, and takes the gradient of an energy, through blocks that it checkpoints."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        super().forward(x).backward()
+        h = x
+        for layer in self.layers:
+            h = as_checkpoint(layer, h)
+        energy = h.pow(2).mean()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy + force.pow(2).sum()
+
+
+def twice(model: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def double(model: nn.Module, loss: Tensor) -> None:
+    gradients = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+    sum(one.pow(2).sum() for one in gradients).backward()
+
+
+def smooth() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("options", "backward"),
+    [
+        pytest.param({"depth": 1, "net": around_each(lambda layer, x: layer(layer(layer(x))))}, backward, id="shared"),
+        pytest.param({}, twice, id="backward twice"),
+        pytest.param({"make": smooth}, double, id="double backward"),
+        pytest.param(
+            {"make": ReturnsBias, "net": around_each(lambda layer, x: sum(layer(x)))},
+            backward,
+            id="a parameter beside the output",
+        ),
+        # The checkpoint runs it again then, before there is an output to compare with.
+        pytest.param({"make": Force}, backward, id="a gradient taken in forward"),
+        # One that another one calls runs again with that one alone.
+        pytest.param({"make": Later, "net": CallsEarlier}, backward, id="a block that calls another"),
+        pytest.param({"make": smooth, "net": TakesForce}, backward, id="a backward in the middle of forward"),
+    ],
+)
+def test_a_block_is_exact(options: dict[str, Any], backward: Backward) -> None:
+    bench = Bench(**options)
+    for seed in (1, 2):
+        bench.check(seed=seed, backward=backward)
+
+
+class Headless(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach()) + x.sum()
+
+
+@pytest.mark.parametrize(
+    ("net", "frozen"),
+    [(Net, ["layers.0", "layers.2"]), (Headless, ["first", "layers.0"])],
+    ids=["some blocks", "all before"],
+)
+def test_frozen_blocks(net: type[Net], frozen: list[str]) -> None:
+    bench = Bench(net=net)
+    for model in (bench.model, bench.twin):
+        for path in frozen:
+            model.get_submodule(path).requires_grad_(False)
+    bench.check()
+
+
+class Odd(nn.Module):
+    """Takes and gives what layers take and give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = Layer(), nn.Dropout(0.2)
+
+    def forward(
+        self, x: Tensor, nothing: None, pair: tuple[Tensor, list[Tensor]], *, mask: Tensor, more: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any], None]:
+        pair[1].append(x)  # of the caller's own list in forward, of nobody's in a recomputation
+        h = self.inner(self.drop(x)) * mask + pair[0] * more["scale"] + pair[1][0]
+        return h, {"aux": (h * 2).mean(), "name": "odd"}, nothing
+
+
+def test_arguments_of_every_kind() -> None:
+    lists: list[list[Tensor]] = []
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        lists.append([x.detach() * 3])
+        pair, more = (x.detach() * 2, lists[-1]), {"scale": 0.5, "k": x}
+        h, extra, _ = layer(x, None, pair, mask=torch.ones(LENGTH, 1), more=more)
+        return h + extra["aux"]
+
+    Bench(Odd, net=around_each(call)).check()
+    assert [len(given) for given in lists] == [2] * 2 * DEPTH
 
 
 # ---- who is told, and what the model is outside of forwards ----------------------------------------------------------
-
-
-def test_a_block_that_the_model_checkpoints_runs_again_under_its_checkpoint_alone() -> None:
-    bench = Bench(net=around_each(as_checkpoint))
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again() == 0
 
 
 class Squared(nn.Module):
@@ -207,105 +299,49 @@ class Squared(nn.Module):
         return self.left(x) * self.right(x)
 
 
-def test_a_block_under_deepspeeds_own_checkpoint_runs_as_it_does_without_us() -> None:
-    """DeepSpeed tells the saved tensors of both runs apart by their order alone."""
-    import deepspeed
-
-    bench = Bench(Squared, net=around_each(deepspeed.checkpointing.non_reentrant_checkpoint))
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again() == 0
-
-
-class Recursive(Linear):
-    """Calls itself, and with that the forward that is in its place."""
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        x = self.linear(x).tanh()
-        return x if depth == 0 else x * self(x, depth - 1)
+@pytest.mark.parametrize(
+    ("make", "how"),
+    # DeepSpeed tells the saved tensors of both runs apart by their order alone.
+    [(Layer, as_checkpoint), (Squared, deepspeed.checkpointing.non_reentrant_checkpoint)],
+    ids=["torch", "DeepSpeed"],
+)
+def test_a_block_that_the_model_checkpoints_runs_again_under_its_checkpoint_alone(make: Any, how: Any) -> None:
+    Bench(make, net=around_each(how)).check(runs_again=False)
 
 
-class CallsEarlier(Net):
-    """Its last layer calls its first, which is a chosen block, too."""
+def test_in_a_recorded_forward_all_its_passes_are_told_of_and_none_is_recomputed() -> None:
+    bench, told = Bench(depth=2), []
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.layers[-1].earlier = [self.layers[0]]
-        return super().forward(x)
+    @contextmanager
+    def passing(path: str, inputs: Sequence[Tensor]) -> Iterator[None]:
+        told.append((path, len(inputs)))
+        yield
+        told.append("left")
 
-
-class Later(Linear):
-    earlier: Sequence[nn.Module] = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for one in self.earlier:
-            x = x * one(x)
-        return self.linear(x).tanh()
-
-
-@pytest.mark.parametrize(("make", "net"), [(Recursive, Net), (Later, CallsEarlier)])
-def test_a_block_that_another_one_calls_runs_again_with_that_one_alone(make: Any, net: type[Net]) -> None:
-    bench = Bench(make, net=net)
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
-
-
-class TakesForce(Net):
-    """Takes the gradient of its energy in forward, through blocks that it checkpoints."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x
-        for layer in self.layers:
-            h = checkpoint(layer, h, use_reentrant=False)
-        energy = h.pow(2).mean()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        return energy + force.pow(2).sum()
-
-
-class TakesStep(TakesForce):
-    """Has a backward of its own in forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        Net.forward(self, x).backward()
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("net", [TakesForce, TakesStep])
-def test_a_backward_in_the_middle_of_forward_runs_blocks_under_the_models_checkpoint(net: type[Net]) -> None:
-    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)), net=net)
-    for seed in (1, 2):
-        bench.check(0, 1, 2, 3, seed=seed)
-
-
-def test_in_a_recorded_forward_all_passes_are_told_of_and_none_is_recomputed() -> None:
-    bench, diary = Bench(depth=2), Diary()
-    bench.blocks.chosen = frozenset({"layers.1"})
-    with torch.no_grad(), bench.forward(listener=diary.passing):
+    with torch.no_grad(), bench.forward(passing):
         bench.model(torch.ones(1, LENGTH, WIDTH))
-    with bench.forward(listener=diary.passing):
-        loss = bench.model(torch.ones(1, LENGTH, WIDTH))
-    loss.backward()
-    assert diary.events == [("layers.0", 1), ("left", 0), ("layers.1", 1), ("left", 0)] and not bench.saved_again()
-
-
-def test_other_threads_are_not_listened_to() -> None:
-    bench, diary = Bench(), Diary()
-    with bench.forward(listener=diary.passing):
-        other = threading.Thread(target=run, args=(bench.model, 1))
+    with bench.forward(passing):
+        other = threading.Thread(target=run, args=(bench.model,))  # is not listened to
         other.start()
         other.join()
-    assert diary.events == []
+        loss = bench.model(torch.ones(1, LENGTH, WIDTH))
+    loss.backward()
+    assert told == [("layers.0", 1), "left", ("layers.1", 1), "left"]
+    assert not bench.recomputed_bytes
 
 
-@pytest.mark.parametrize("made", ["deepcopy", "pickle"])
-def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself(made: str) -> None:
+@pytest.mark.parametrize(
+    "made", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_that_is_made_in_the_middle_of_forward_runs_itself(made: Callable[[nn.Module], nn.Module]) -> None:
     bench = Bench()
-    bench.blocks.chosen = frozenset({"layers.0", "layers.1"})
     with bench.forward():
-        other = copy.deepcopy(bench.model) if made == "deepcopy" else pickle.loads(pickle.dumps(bench.model))
+        other = made(bench.model)
         with torch.no_grad():
             for parameter in (*other.parameters(), *bench.twin.parameters()):
                 parameter.mul_(0.5)
-        assert_same(run(other, 5), run(bench.twin, 5))
-    assert not bench.saved_again()
+        assert_same(run(other), run(bench.twin))
+    assert not bench.recomputed_bytes
 
 
 def test_the_inputs_alone_are_saved_outside_and_freed_in_forward() -> None:
@@ -322,8 +358,7 @@ def test_the_inputs_alone_are_saved_outside_and_freed_in_forward() -> None:
             self.copy = tensor.detach().clone()
             held.append(weakref.ref(tensor.untyped_storage()))
 
-    bench = Bench(Ends, depth=3, net=around_each(lambda layer, x: layer(x)))
-    bench.blocks.chosen = frozenset({"layers.0", "layers.1", "layers.2"})
+    bench = Bench(Ends, depth=3)
     with ForwardHooks(Put, lambda put: put.copy), bench.blocks.forward():
         loss = bench.model(torch.randn(BATCH, LENGTH, WIDTH))
     assert [one() is None for one in held] == [True] * len(held) and len(held) <= 8
@@ -335,7 +370,7 @@ def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
     layer, calls = bench.model.layers[0], []
     own = layer.forward
     theirs = layer.forward = lambda x: (calls.append(1), own(x))[1]
-    bench.check(0)
+    bench.check()
     assert layer.forward is theirs and len(calls) == 2
 
 
@@ -343,141 +378,14 @@ def test_who_wraps_the_forward_of_a_block_is_run_with_it() -> None:
 def test_a_forward_that_is_changed_between_steps_is_run_changed(monkeypatch: pytest.MonkeyPatch, changes: str) -> None:
     """Libraries patch the layers of a model after its engine was made; the block ran the forward of before that."""
     bench = Bench()
-    bench.check(0, 1, 2, 3)
-    kind = type(bench.model.layers[0])
-    own = kind.forward
+    bench.check()
+    own = Layer.forward
     if changes == "the class":
-        monkeypatch.setattr(kind, "forward", lambda self, *args: 2 * own(self, *args))
+        monkeypatch.setattr(Layer, "forward", lambda self, *args: 2 * own(self, *args))
     else:
         for model in (bench.model, bench.twin):
             model.layers[1].forward = partial(lambda self, *args: 2 * own(self, *args), model.layers[1])
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
-
-
-# ---- arguments and results ------------------------------------------------------------------------------------------
-
-
-class Odd(nn.Module):
-    """Takes and gives what layers take and give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.drop = Layer(), nn.Dropout(0.2)
-
-    def forward(
-        self,
-        x: Tensor,
-        nothing: None,
-        pair: tuple[Tensor, list[Tensor]],
-        *,
-        mask: Tensor,
-        more: dict[str, Any],
-        seen: list[int],
-    ) -> tuple[Tensor, dict[str, Any], None]:
-        seen.append(1)
-        pair[1].append(x)  # of the caller's own list in forward, of nobody's in a recomputation
-        h = self.inner(self.drop(x)) * mask + pair[0] * more["scale"] + pair[1][0]
-        return h, {"aux": (h * 2).mean(), "name": "odd"}, nothing
-
-
-class OddNet(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(make() for _ in range(depth))
-        self.seen: list[int] = []
-        self.lists: list[list[Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask, fixed, loss = torch.ones(LENGTH, 1), x.detach() * 2, x.new_zeros(())
-        for layer in self.layers:
-            given = [fixed.clone()]
-            x, extra, _ = layer(x, None, (fixed, given), mask=mask, more={"scale": 0.5, "k": x}, seen=self.seen)
-            self.lists.append(given)
-            loss = loss + extra["aux"]
-        return loss + x.pow(2).mean()
-
-
-def test_arguments_of_every_kind() -> None:
-    bench = Bench(Odd, net=OddNet)
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
-    assert [len(given) for given in bench.model.lists] == [2] * 4
-
-
-class Force(Linear):
-    """Takes a gradient in forward, as models of forces do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        (force,) = torch.autograd.grad(self.linear(x).pow(2).sum(), x, create_graph=True)
-        return x + 0.1 * force
-
-
-# ---- autograd -------------------------------------------------------------------------------------------------------
-
-
-def test_double_backward() -> None:
-    def double(loss: Tensor) -> None:
-        leaves = [*bench.model.parameters()] if which[0] else [*bench.twin.parameters()]
-        which[0] = False
-        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
-        sum(one.pow(2).sum() for one in gradients).backward()
-
-    which = [True]
-    bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH)))
-    bench.check(0, 1, 2, 3, backward=double)
-    assert bench.saved_again()
-
-
-class Shared(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.layers[0](x)
-        return x.pow(2).mean()
-
-
-class Headless(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.detach()) + x.sum()
-
-
-@pytest.mark.parametrize("frozen", ["some blocks", "all before"])
-def test_frozen_blocks(frozen: str) -> None:
-    bench = Bench(net=Headless if frozen == "all before" else Net)
-    for model in (bench.model, bench.twin):
-        parts = model.layers[::2] if frozen == "some blocks" else [model.first, model.layers[0]]
-        for part in parts:
-            part.requires_grad_(False)
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
-
-
-def twice(loss: Tensor) -> None:
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-class ReturnsBias(Linear):
-    """Leaves adding its bias to a later kernel, as Megatron's layers do."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, nn.Parameter]:
-        return torch.tanh(torch.nn.functional.linear(x, self.linear.weight)), self.linear.bias
-
-
-@pytest.mark.parametrize(
-    ("bench", "more"),
-    [
-        (lambda: Bench(depth=1, net=Shared), {}),
-        (Bench, {"backward": twice}),
-        (lambda: Bench(ReturnsBias, net=around_each(lambda layer, x: sum(layer(x)))), {}),
-        (lambda: Bench(Force), {}),  # the checkpoint runs it again then, before there is an output to compare with
-    ],
-    ids=["a shared block", "backward twice", "a parameter beside the output", "a gradient taken in forward"],
-)
-def test_a_block_is_exact(bench: Callable[[], Bench], more: dict[str, Any]) -> None:
-    made = bench()
-    made.check(*range(len(made.paths)), **more)
-    assert made.saved_again()
+    bench.check()
 
 
 # ---- what a second run may not meet ---------------------------------------------------------------------------------
@@ -501,23 +409,18 @@ class AddedTo(nn.Module):
         return (x + self.bias).sin()
 
 
-class Adds(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            h = layer(x)
-            x += h
-        return x.sum()
-
-
-@pytest.mark.parametrize(("make", "net"), [(Overwrites, Net), (AddedTo, Adds)])
-def test_an_input_that_is_changed_in_place_raises(make_store: StoreFactory, make: Any, net: Any) -> None:
+@pytest.mark.parametrize(
+    ("make", "net"), [(Overwrites, Net), (AddedTo, around_each(lambda layer, x: x.add_(layer(x))))]
+)
+def test_an_input_that_is_changed_in_place_raises(make_store: StoreFactory, make: Any, net: type[Net]) -> None:
     bench = Bench(make, net=net)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        bench.micro_step(0, 1, 2, 3)
+        bench.micro_step()
+    bench.blocks.cache = TensorCache([make_store()], "cpu", 64)
     with pytest.raises(ActivationModifiedError, match="modified by an inplace operation"):
-        bench.micro_step(0, 1, 2, 3, around=TensorCache([make_store()], "cpu", 64).saving)
-    bench.check()
+        bench.micro_step()
+    bench.choose([])
+    bench.check(runs_again=False)
 
 
 class Scaled(Layer):
@@ -567,59 +470,49 @@ def test_a_trunk_that_runs_twice_with_another_adapter_raises_in_every_backward()
     bench = Bench(Adapters, net=TwoTowers)
     for _ in range(3):
         with pytest.raises(RecomputationError, match=r"the output of the block 'layers\.3' differs .*\"recompute\""):
-            bench.micro_step(0, 1, 2, 3)
-    bench.check()
+            bench.micro_step()
+    bench.choose([])
+    bench.check(runs_again=False)
 
 
-@pytest.mark.parametrize("make", [Scaled, Offset, Adapters], ids=["in what is saved", "in the output", "an adapter"])
+@pytest.mark.parametrize("make", [Scaled, Offset], ids=["in what is saved", "in the output"])
 def test_a_switch_between_forward_and_backward_raises(make: Callable[[], nn.Module]) -> None:
-    bench = Bench(make)
-
-    def backward(loss: Tensor) -> None:
-        bench.model.layers[1].scale, bench.model.layers[1].active = 2.0, "reference"
+    def switch(model: Any, loss: Tensor) -> None:
+        model.layers[1].scale = 2.0
         loss.backward()
 
     with pytest.raises(RecomputationError, match=r"output of the block 'layers\.1' differs .*naming the others"):
-        bench.micro_step(0, 1, 2, 3, backward=backward)
+        Bench(make).micro_step(backward=switch)
 
 
 @pytest.mark.parametrize("name", ["up.weight", "up.bias", "gain"])
 def test_a_parameter_that_is_changed_between_forward_and_backward_raises(name: str) -> None:
-    bench = Bench()
-
-    def backward(loss: Tensor) -> None:
+    def change(model: Any, loss: Tensor) -> None:
         with torch.no_grad():
-            bench.model.layers[2].get_parameter(name).add_(1)
+            model.layers[2].get_parameter(name).add_(1)
         loss.backward()
 
     with pytest.raises((ActivationModifiedError, RecomputationError), match=r"block 'layers\.2'|an inplace operation"):
-        bench.micro_step(0, 1, 2, 3, backward=backward)
+        Bench().micro_step(backward=change)
+
+
+class ReturnsParameter(nn.Module):
+    """Its Function returns the saved parameter as a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * returns_what_it_saved(self.weight, self.other)
 
 
 def test_a_function_that_returns_a_parameter_it_saved_gives_no_grad_its_memory() -> None:
-    class Returns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH))
-            self.other = nn.Parameter(torch.randn(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * returns_what_it_saved(self.weight, self.other)
-
     keep_originals()
-    bench = Bench(Returns)
-    bench.check(0, 1, 2, 3)
+    bench = Bench(ReturnsParameter)
+    bench.check()
     for layer in bench.model.layers:
         assert layer.weight.grad.data_ptr() != layer.other.data_ptr()
-
-
-def test_parameters_that_are_replaced_for_the_call_raise() -> None:
-    def with_others(layer: nn.Module, x: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, {name: 2 * one for name, one in layer.named_parameters()}, (x,))
-
-    bench = Bench(net=around_each(with_others))
-    with pytest.raises(RecomputationError, match=r"'layers\.3'"):
-        bench.micro_step(0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("how", ["equal", "one byte", "two rows trade places"])
@@ -633,54 +526,24 @@ def test_digests_tell_outputs_apart(how: str) -> None:
     assert torch.equal(digest_of(first), digest_of(again)) == (how == "equal")
 
 
-def runs_again() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
 class Longer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x).tanh()
-        return x.tanh().tanh() if runs_again() else x
+        runs_again = torch._C._current_graph_task_id() != -1
+        return x.tanh().tanh() if runs_again else x
 
 
-class Wider(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = torch.float64 if runs_again() else torch.float32
-        x = super().forward(x)
-        return x + 0 * x.to(dtype).tanh().to(torch.float32)  # the same output, whatever a processor's tanh rounds
-
-
-@pytest.mark.parametrize("make", [Longer, Wider])
-def test_other_tensors_in_a_recomputation_raise_an_error_of_ours(make: Callable[[], nn.Module]) -> None:
+def test_other_tensors_in_a_recomputation_raise_an_error_of_ours() -> None:
     with pytest.raises(RecomputationError, match=r"PyTorch cannot recompute the block 'layers\.3': .*the others in"):
-        Bench(make).micro_step(0, 1, 2, 3)
-
-
-def test_an_error_in_a_recomputation_reaches_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            x = super().forward(x)
-            if "BROKEN" in os.environ:
-                raise ArithmeticError("in forward")
-            return x.tanh()
-
-    bench = Bench(Fails)
-    bench.blocks.chosen = frozenset({"layers.1"})
-    with bench.forward():
-        loss = bench.model(torch.ones(1, LENGTH, WIDTH))
-    monkeypatch.setenv("BROKEN", "1")
-    with pytest.raises(ArithmeticError):
-        loss.backward()
-    monkeypatch.delenv("BROKEN")
-    bench.check(1)
+        Bench(Longer).micro_step()
 
 
 class Returns(Linear):
-    def __init__(self, returns: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, returns: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.returns = returns
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.returns(self.linear(x))
 
 
@@ -694,17 +557,16 @@ class Returns(Linear):
     ],
     ids=["jagged", "sparse", "quantized", "an object of the user's"],
 )
-def test_an_output_that_is_no_plain_tensor_is_refused_with_the_repair(returns: Callable[[Tensor], Tensor]) -> None:
+def test_an_output_that_is_no_plain_tensor_is_refused_with_the_repair(returns: Callable[[Tensor], Any]) -> None:
     with pytest.raises(RecomputationError, match=r"'layers.0'.* cannot be compared .* Leave it out by naming"):
-        Bench(lambda: Returns(returns)).check(0)
+        Bench(lambda: Returns(returns)).micro_step()
 
 
 def test_buffers_are_what_any_checkpoint_makes_of_them() -> None:
     """A batch norm counts its runs in them."""
     bench = Bench(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH), nn.ReLU()))
-    bench.twin.forward = around_each(as_checkpoint).forward.__get__(bench.twin)
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
+    bench.twin.call = as_checkpoint
+    bench.check()
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------
@@ -714,36 +576,18 @@ def test_hooks_of_a_block_run_once() -> None:
     """Run again on what it made of the arguments, this one would scale them twice."""
     bench = Bench()
     calls: list[str] = []
-    for model in (bench.model, bench.twin):
-        for layer in model.layers:
-            layer.register_forward_pre_hook(lambda *_: calls.append("before"))
-            layer.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
-            layer.register_forward_hook(lambda _, __, out: calls.append("after") or out * 3)
-            layer.register_full_backward_hook(lambda *_: calls.append("backward"))
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
-    assert sorted(calls) == sorted(["before", "after", "backward"] * 8)
+    for layer in (*bench.model.layers, *bench.twin.layers):
+        layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+        layer.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        layer.register_forward_hook(lambda _, __, out: calls.append("after") or out * 3)
+        layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    bench.check()
+    assert sorted(calls) == sorted(["before", "after", "backward"] * 2 * DEPTH)
 
 
-def gather(module: nn.Module) -> None:
-    """Make a module's own parameters come and go with its hooks, as ZeRO-3 does, in memory that is used again."""
-    full = {name: one.detach().clone() for name, one in module.named_parameters(recurse=False)}
+class Gathered(nn.Module):
+    """Its parameter comes and goes with its hooks, as ZeRO-3 makes it, in memory that is used again."""
 
-    def come(*_: Any) -> None:
-        for name, one in module.named_parameters(recurse=False):
-            one.data = full[name].clone()
-
-    def go(*_: Any) -> None:
-        for one in module.parameters(recurse=False):
-            one.data.fill_(torch.nan)
-            one.data = torch.empty(0)
-
-    module.register_forward_pre_hook(come)
-    module.register_forward_hook(go)
-    module.register_full_backward_pre_hook(come)
-
-
-class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH))
@@ -751,15 +595,31 @@ class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
 
+    def gather(self) -> None:
+        """Begin to."""
+        full = self.weight.detach().clone()
+
+        def come(*_: Any) -> None:
+            self.weight.data = full.clone()
+
+        def go(*_: Any) -> None:
+            self.weight.data.fill_(torch.nan)
+            self.weight.data = torch.empty(0)
+
+        self.register_forward_pre_hook(come)
+        self.register_forward_hook(go)
+        self.register_full_backward_pre_hook(come)
+
 
 def test_parameters_that_come_and_go_with_hooks() -> None:
     """What the recomputation saw of a parameter is not there any more when backward uses it."""
-    bench = Bench(lambda: nn.Sequential(Scale(), nn.Tanh(), Scale(), nn.Tanh()))
+    bench = Bench(lambda: nn.Sequential(Gathered(), nn.Tanh(), Gathered(), nn.Tanh()))
     for layer in bench.model.layers:
-        gather(layer[0]), gather(layer[2])
-    bench.check()
-    bench.check(0, 1, 2, 3)
-    assert bench.saved_again()
+        layer[0].gather()
+        layer[2].gather()
+    for wanted in ([], ALL):
+        bench.choose(wanted)
+        bench.check(runs_again=bool(wanted))
 
 
 # ---- compiled and through stores ------------------------------------------------------------------------------------
@@ -768,32 +628,24 @@ def test_parameters_that_come_and_go_with_hooks() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_blocks_compiled_one_by_one(backend: str) -> None:
     torch._dynamo.reset()
-    bench = Bench(lambda: Layer(dropout=0.0))
-    for one in (bench.model, bench.twin):
-        for index in range(4):
-            one.layers[index] = torch.compile(one.layers[index], backend=backend)
-    bench.blocks = Blocks(find_blocks(bench.model, ["layers"]), bench.memory)
-    for wanted in ((), (0, 1, 2, 3), (0, 1, 2, 3)):
-        bench.check(*wanted)
-    assert bench.saved_again()
+    bench = Bench(lambda: torch.compile(Layer(dropout=0.0), backend=backend))
+    for wanted in ([], ALL, ALL):
+        bench.choose(wanted)
+        bench.check(runs_again=bool(wanted))
 
 
 def test_what_is_given_back_while_a_pass_is_recomputed_is_what_was_saved(make_store: StoreFactory) -> None:
     """Every block, several micro-steps in flight, through a store: the inputs come back from the file."""
-    store = make_store()
-    cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
-    bench = Bench()
-    bench.blocks.chosen = frozenset(bench.paths)
-    outcome = []
-    for model in (bench.model, bench.twin):
-        model.zero_grad()
+    store, bench, outcome = make_store(), Bench(), []
+    bench.blocks.cache = TensorCache([store], "cpu", 1024, wait_for_staging=True)
+    for model, around in ((bench.model, bench.forward), (bench.twin, nullcontext)):
         losses = []
         for seed in range(3):
             torch.manual_seed(seed)
-            with bench.forward(cache.saving) if model is bench.model else nullcontext():
+            with around():
                 losses.append(model(torch.randn(BATCH, LENGTH, WIDTH)))
-        for loss in (losses[1], losses[0], losses[2]):
-            loss.backward()
+        for number in (1, 0, 2):
+            losses[number].backward()
         outcome.append({name: one.grad for name, one in model.named_parameters()})
     assert_same(outcome[0], outcome[1])
-    assert bench.saved_again() and store.stats.offloaded_bytes > 0
+    assert bench.recomputed_bytes and store.stats.offloaded_bytes > 0

@@ -62,6 +62,12 @@ def selective(policy: Any = MM, **more: Any) -> Callable[[], Any]:
     return functools.partial(create_selective_checkpoint_contexts, policy, **more)
 
 
+def checkpointed(function: Callable[[Tensor], Tensor], x: Tensor, **more: Any) -> Tensor:
+    """Call it under a checkpoint: a selective one, which saves products, unless more is said."""
+    options = {"context_fn": selective(), **more}
+    return checkpointing.checkpoint(function, x, use_reentrant=False, **options)  # type: ignore[no-any-return]
+
+
 class Layer(nn.Module):
     """Products, views and dropout."""
 
@@ -75,25 +81,21 @@ class Layer(nn.Module):
         return x + self.down((weights @ heads).transpose(0, 1).reshape(SIDE, 2 * SIDE))
 
 
-def trained(saving: Saving, layers: Any, call: Callable[[Any, Tensor], Tensor], steps: int = 3) -> list[Tensor]:
-    x, found = leaf(SIDE, SIDE), []
-    for _ in range(steps):
-        with saving():
-            y = x
-            for layer in layers:
-                y = call(layer, y)
-            loss = y.square().mean()
-        loss.backward()
-        found += [loss, *(one.clone() for one in hazards.grads(x, *layers.parameters()))]
-    return found
-
-
-def over_layers(context_fn: Callable[[], Any], **more: Any) -> Callable[[Saving], list[Tensor]]:
-    def call(layer: nn.Module, x: Tensor) -> Tensor:
-        return checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=context_fn, **more)  # type: ignore[no-any-return]
+def over_layers(call: Callable[..., Tensor], depth: int = 3) -> Callable[[Saving], list[Tensor]]:
+    """A training of so many layers, each called in this way."""
 
     def scenario(saving: Saving) -> list[Tensor]:
-        return trained(saving, nn.ModuleList(Layer() for _ in range(3)), call)
+        layers = nn.ModuleList(Layer() for _ in range(depth))
+        x, found = leaf(SIDE, SIDE), []
+        for _ in range(3):
+            with saving():
+                y = x
+                for layer in layers:
+                    y = call(layer, y)
+                loss = y.square().mean()
+            loss.backward()
+            found += [loss, *(one.clone() for one in hazards.grads(x, *layers.parameters()))]
+        return found
 
     return scenario
 
@@ -107,7 +109,7 @@ def test_what_a_policy_saves_moves_unless_the_call_says_no(cache: TensorCache) -
     moved = []
     for more in ({RESPECT: False}, {}, {RESPECT: True}):
         before = moved_bytes(cache)
-        hazards.check(over_layers(selective(), **more), cache)
+        hazards.check(over_layers(functools.partial(checkpointed, **more)), cache)
         moved.append(moved_bytes(cache) - before)
     inputs = moved[0]
     assert inputs < saved_by_policy() and moved[1:] == [inputs + saved_by_policy()] * 2
@@ -115,41 +117,33 @@ def test_what_a_policy_saves_moves_unless_the_call_says_no(cache: TensorCache) -
 
 @pytest.mark.parametrize("policy", [everything, [aten.view.default, aten.transpose.int, aten.t.default, *MM]])
 def test_views_and_all_else_that_a_policy_may_name(cache: TensorCache, policy: Any) -> None:
-    hazards.check(over_layers(selective(policy)), cache)
+    hazards.check(over_layers(functools.partial(checkpointed, context_fn=selective(policy))), cache)
     # What a policy saves has no graph: of everything most shares memory with another tensor, and stays.
     assert moved_bytes(cache) > (0 if policy is everything else saved_by_policy())
 
 
 def test_kept_and_small_tensors_too() -> None:
     cache = TensorCache([], "cpu", hazards.MIN_BYTES)
-    hazards.check(over_layers(selective(everything)), cache)
+    hazards.check(over_layers(functools.partial(checkpointed, context_fn=selective(everything))), cache)
     assert cache.stats.saved.peak > 3 * 3 * BYTES
 
 
 def test_a_checkpoint_in_a_checkpoint(cache: TensorCache) -> None:
     """The inner one's saved tensors come to us in forward; in backward no hooks are in scope."""
 
-    def inner(layer: Any, x: Tensor) -> Tensor:
-        y: Tensor = checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=selective())
-        return y.sin()
+    def outer(layer: Any, x: Tensor) -> Tensor:
+        return checkpointing.checkpoint(lambda y: checkpointed(layer, y).sin(), x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    def scenario(saving: Saving) -> list[Tensor]:
-        layers = nn.ModuleList(Layer() for _ in range(2))
-        return trained(saving, layers, lambda layer, x: checkpointing.checkpoint(inner, layer, x, use_reentrant=False))
-
-    hazards.check(scenario, cache)
+    hazards.check(over_layers(outer, 2), cache)
     assert moved_bytes(cache) >= saved_by_policy(2)
 
 
 def test_hooks_of_the_user_inside_ours_are_the_users(cache: TensorCache) -> None:
     def call(layer: Any, x: Tensor) -> Tensor:
         with save_on_cpu():
-            return checkpointing.checkpoint(layer, x, use_reentrant=False, context_fn=selective(), **{RESPECT: True})  # type: ignore[no-any-return]
+            return checkpointed(layer, x, **{RESPECT: True})
 
-    def scenario(saving: Saving) -> list[Tensor]:
-        return trained(saving, nn.ModuleList([Layer()]), call)
-
-    hazards.check(scenario, cache)
+    hazards.check(over_layers(call, 1), cache)
     assert moved_bytes(cache) == 3 * BYTES  # of the loss, which is outside of theirs
 
 
@@ -157,14 +151,11 @@ def changes_what_was_saved(x: Tensor) -> Tensor:
     return (x @ x).mul_(2).sin()
 
 
-def mutated(saving: Any, **more: Any) -> Tensor:
-    with saving():
-        return checkpointing.checkpoint(  # type: ignore[no-any-return]
-            changes_what_was_saved, leaf(SIDE, SIDE), use_reentrant=False, context_fn=selective(**more)
-        ).sum()
-
-
 def test_a_change_after_the_save_raises(cache: TensorCache) -> None:
+    def mutated(saving: Any) -> Tensor:
+        with saving():
+            return checkpointed(changes_what_was_saved, leaf(SIDE, SIDE)).sum()
+
     with pytest.raises(RuntimeError, match="has been mutated"):
         mutated(nullcontext).backward()
     for one in (cache, TensorCache([], "cpu", 1), TensorCache([], "cpu", 1 << 20)):  # moved, kept, small
@@ -174,35 +165,12 @@ def test_a_change_after_the_save_raises(cache: TensorCache) -> None:
 
 def test_a_change_that_is_allowed_counts_as_without_us(cache: TensorCache) -> None:
     def scenario(saving: Saving) -> list[Tensor]:
-        x = leaf(SIDE, SIDE)
+        x, contexts = leaf(SIDE, SIDE), selective(allow_cache_entry_mutation=True)
         with saving():
-            contexts = selective(allow_cache_entry_mutation=True)
-            loss = checkpointing.checkpoint(changes_what_was_saved, x, use_reentrant=False, context_fn=contexts).sum()
+            loss = checkpointed(changes_what_was_saved, x, context_fn=contexts).sum()
         return hazards.grads_after(loss, x)
 
     hazards.check(scenario, cache)
-
-
-def test_a_second_backward_says_what_it_says_without_us(cache: TensorCache) -> None:
-    messages = []
-    for saving in (nullcontext, cache.saving):
-        x = leaf(SIDE, SIDE)
-        with saving():
-            loss = checkpointing.checkpoint(Layer(), x, use_reentrant=False, context_fn=selective()).sum()
-        loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError) as raised:
-            loss.backward()
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1] and "backward an extra time" in messages[0]
-
-
-def test_a_debugged_checkpoint_says_what_it_says_without_us(cache: TensorCache) -> None:
-    x = leaf(SIDE, SIDE)
-    for saving in (nullcontext, cache.saving):
-        with saving():
-            checkpointing.checkpoint(Layer(), x, use_reentrant=False, debug=True).sum().backward()
-            with pytest.raises(ValueError, match="debug=True"):
-                checkpointing.checkpoint(Layer(), x, use_reentrant=False, debug=True, context_fn=selective())
 
 
 def test_a_loss_after_forward_too(cache: TensorCache) -> None:
@@ -212,7 +180,7 @@ def test_a_loss_after_forward_too(cache: TensorCache) -> None:
     hooks = cache.after_forward()
     assert hooks is not None
     with hooks:
-        loss = checkpointing.checkpoint(Layer(), y, use_reentrant=False, context_fn=selective()).sum()
+        loss = checkpointed(Layer(), y).sum()
     assert cache.stats.saved.peak >= saved_by_policy(1, 1)
     loss.backward()
 
@@ -221,7 +189,7 @@ def test_a_loss_after_forward_too(cache: TensorCache) -> None:
 def test_under_other_hooks_a_call_is_the_users(cache: TensorCache, is_over: bool) -> None:
     """What they have not chosen, we do not choose for them, nor after our forward."""
     with nullcontext() if is_over else cache.saving(), pytest.warns(FutureWarning), save_on_cpu():
-        checkpointing.checkpoint(Layer(), leaf(SIDE, SIDE), use_reentrant=False, context_fn=selective())
+        checkpointed(Layer(), leaf(SIDE, SIDE))
 
 
 # ---- in blocks that plans would recompute ---------------------------------------------------------------------------
@@ -231,8 +199,7 @@ class Inside(Plain):
     """Checkpoints a part of its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        part = checkpointing.checkpoint(self.part, x, use_reentrant=False, context_fn=selective())
-        return x + self.down(torch.nn.functional.gelu(part))
+        return x + self.down(nn.functional.gelu(checkpointed(self.part, x)))
 
     def part(self, x: Tensor) -> Tensor:
         return self.drop(self.up(self.norm(x)).tanh())  # type: ignore[no-any-return]

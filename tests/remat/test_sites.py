@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from conftest import StoreFactory
-from support.doubles import EventAccelerator, wait_for_writes
+from support.doubles import EventAccelerator, raising, wait_for_writes
 from support.stores import bytes_read
 from torch.nn import functional
 
@@ -38,9 +39,8 @@ class Run:
     """A cache that keeps what is not made again, and its sites."""
 
     def __init__(self, accelerator: Any = None, stores: tuple[Any, ...] = ()) -> None:
-        used = accelerator or Accelerator()
         self.cache = TensorCache(stores, "cpu", 1024, accelerator=accelerator)
-        self.sites = Sites(self.cache, used)
+        self.sites = Sites(self.cache, accelerator or Accelerator())
         self.store = RematStore(self.cache, self.sites)
         self.cache.rematerialize(self.store)
 
@@ -48,19 +48,29 @@ class Run:
     def nbytes(self) -> int:
         return self.cache.stats.rematerialized_bytes
 
-    def _unread(self) -> int:
-        return len(self.store._pending)
+    @property
+    def is_refused(self) -> bool:
+        """Whether a site was found to differ."""
+        return "made again it differs" in self.sites.summary()["refused_sites"]
 
     def step(self, forward: Forward, *inputs: torch.Tensor) -> list[torch.Tensor]:
         with self.cache.saving():
             loss = forward(*inputs).sum()
         return list(torch.autograd.grad(loss, inputs))
 
+    def nothing_is_left(self) -> bool:
+        gc.collect()
+        self.cache.settle()
+        stats = self.cache.stats
+        return self.cache.live_records == stats.resident.now == stats.saved.now == 0
+
+
+def are_equal(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
 
 def agrees(run: Run, forward: Forward, *inputs: torch.Tensor) -> None:
-    plain = torch.autograd.grad(forward(*inputs).sum(), inputs)
-    for found, expected in zip(run.step(forward, *inputs), plain, strict=True):
-        assert torch.equal(found, expected)
+    assert are_equal(run.step(forward, *inputs), torch.autograd.grad(forward(*inputs).sum(), inputs))
 
 
 def gated(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -83,9 +93,7 @@ def test_a_site_is_used_from_the_first_step_on() -> None:
         agrees(run, gated, x, y)
         assert run.nbytes == (step + 1) * x.nbytes
     assert run.sites.summary()["rematerialized_sites"] == {"silu": 1}
-    gc.collect()
-    assert run.cache.live_records == 0
-    assert run.cache.stats.resident.now == 0
+    assert run.nothing_is_left()
 
 
 def test_a_change_behind_the_back_of_autograd_is_seen_and_its_site_never_used() -> None:
@@ -99,21 +107,28 @@ def test_a_change_behind_the_back_of_autograd_is_seen_and_its_site_never_used() 
     assert run.nbytes == 0
 
 
-def test_a_difference_is_no_error_where_nothing_was_left_out_unseen() -> None:
-    """It is compared in the second step, before it is let go of: the first was equal, and this one is saved."""
+@pytest.mark.parametrize("answers_late", [False, True])
+def test_a_difference_is_no_error_where_nothing_was_left_out(answers_late: bool) -> None:
+    """In its second step it is compared before it is let go of, and saved; both stay until a late device answers."""
+    done = threading.Event()
+    run, x, y = Run(EventAccelerator(done) if answers_late else None), tensor(), tensor(1)
+    for forward in (gated, changed):
+        agrees(run, forward, x, y)
+    done.set()
+    run.cache.end_micro_step()
+    assert run.is_refused
+
+
+def test_a_difference_is_no_error_where_a_plan_kept_all_since_the_last_comparison() -> None:
     run, x, y = Run(), tensor(), tensor(1)
     agrees(run, gated, x, y)
-    agrees(run, changed, x, y)
-    assert "made again it differs" in run.sites.summary()["refused_sites"]
-    run = Run()
-    for kept in (False, True, True, True, True, True, False):  # a plan that keeps it while the change begins
-        policy = Always((), wait=False, rematerialize=not kept)
-        forward = changed if kept else gated
-        with run.cache.saving(policy):
-            forward(x, y).sum().backward()
+    for _ in range(5):
+        with run.cache.saving(Always((), wait=False, rematerialize=False)):
+            loss = changed(x, y).sum()
+        loss.backward()
         run.cache.end_micro_step()
-    with run.cache.saving():
-        changed(x, y).sum().backward()
+    agrees(run, changed, x, y)
+    assert run.is_refused
 
 
 def test_a_site_is_compared_in_its_turn_whatever_is_found_at_others() -> None:
@@ -129,7 +144,7 @@ def test_a_site_is_compared_in_its_turn_whatever_is_found_at_others() -> None:
         agrees(run, first, x, y)
     other.factor = first.factor = 2.0
     agrees(run, other, x, y)  # another module: compared at once, and given up
-    assert "made again it differs" in run.sites.summary()["refused_sites"]
+    assert run.is_refused
     with pytest.raises(RematerializationError, match=r"gradients of steps? "):
         for run.sites.step in range(30, 30 + recipes.PERIOD):
             run.step(first, x, y)
@@ -138,11 +153,16 @@ def test_a_site_is_compared_in_its_turn_whatever_is_found_at_others() -> None:
 def test_branches_of_one_shape_are_sites_of_their_own() -> None:
     class Branches(torch.nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return changed(x, y) if step > 3 and step % 7 == 3 else gated(x, y)
+            made, z = functional.silu(x * 0.5), y * 1.5
+            if step > 3 and step % 7 == 3:
+                made.data.mul_(2)
+                return made * z
+            return made * z
 
     run, x, y, branches = Run(), tensor(), tensor(1), Branches()
     for step in range(40):  # noqa: B007 - read by the module
         agrees(run, branches, x, y)
+    assert run.sites.summary()["rematerialized_sites"] == {"silu": 1} and run.is_refused
 
 
 def test_what_begins_to_differ_is_an_error_within_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,28 +188,23 @@ def test_what_begins_to_differ_is_an_error_within_so_many_steps(monkeypatch: pyt
     assert run.nbytes == before
 
 
-@dataclasses.dataclass
-class OperandIn:
+class OperandIn(Always):
     """A plan by which the first storage goes to these stores, or stays, and all others are made again."""
 
-    stores: tuple[Any, ...]
     first: Any = None
 
-    def choose(self, key: Any, _nbytes: int) -> Choice:
+    def choose(self, key: Any, nbytes: int) -> Choice:
         self.first = self.first or key
-        is_first = key == self.first
-        return Choice(self.stores if is_first else (), True, "plan", rematerialize=not is_first)
+        return super().choose(key, nbytes) if key == self.first else Choice((), True, "plan", rematerialize=True)
 
 
 def test_a_site_stays_itself_when_a_plan_has_its_operand_stay(make_store: StoreFactory) -> None:
     """A new site would be proven anew, by a change that begins after it has run."""
     store = make_store()
-    run = Run(stores=(store,))
-    made_bytes = []
+    run, made_bytes = Run(stores=(store,)), []
     for stores in ((store,), (store,), (), ()):
-        x = tensor()
-        with run.cache.saving(OperandIn(stores)):
-            loss = functional.silu(x.cumsum(0)).square().sum()
+        with run.cache.saving(OperandIn(stores, wait=True)):
+            loss = functional.silu(tensor().cumsum(0)).square().sum()
         loss.backward()
         run.cache.end_micro_step()
         made_bytes.append(run.nbytes)
@@ -213,16 +228,15 @@ def test_a_parameter_that_changes_without_a_version_is_that_of_forward() -> None
     """As under ZeRO, whose optimizer writes so, between two backwards of one forward."""
     run, x = Run(), tensor()
     weight = torch.nn.Parameter(torch.rand(SIZE[1]) + 0.5)
-    found = {}
-    for is_ours in (False, True):
-        original = weight.detach().clone()
-        with run.cache.saving() if is_ours else nullcontext():
+    original, found = weight.detach().clone(), []
+    for saving in (nullcontext, run.cache.saving):
+        weight.data.copy_(original)
+        with saving():
             loss = ((x * 0.5) * weight).sin().sum()
         weight.data.mul_(3)
-        found[is_ours] = torch.autograd.grad(loss, [x, weight])
-        weight.data.copy_(original)
+        found.append(torch.autograd.grad(loss, [x, weight]))
     assert run.nbytes == x.nbytes
-    assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
+    assert are_equal(*found)
 
 
 @pytest.mark.parametrize("is_equal", [True, False])
@@ -240,13 +254,10 @@ def test_a_device_is_not_waited_for(is_equal: bool) -> None:
         done.set()
         (x * 3.0).sin()  # the next that is saved looks
     assert run.nbytes == (x.nbytes if is_equal else 0)
-    found = torch.autograd.grad(loss, (x, y))
-    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+    assert are_equal(torch.autograd.grad(loss, (x, y)), plain)
     run.cache.end_micro_step()
     del loss
-    gc.collect()
-    run.cache.settle()
-    assert run.cache.live_records == run.cache.stats.resident.now == 0
+    assert run.nothing_is_left()
 
 
 @pytest.mark.parametrize(("limit_bytes", "compared"), [(2 * SIZE[0] * SIZE[1] * 4, 2), (1, 1)])
@@ -256,7 +267,7 @@ def test_answers_that_are_late_hold_no_more_than_so_many_bytes(
     """What comes beyond them is saved, and compared another time: nobody waits for the device."""
     done, waits = threading.Event(), []
     device = EventAccelerator(done)
-    device.new_event.synchronize = lambda self: waits.append(run._unread())  # type: ignore[method-assign]
+    device.new_event.synchronize = lambda self: waits.append(self)  # type: ignore[method-assign]
     run, x = Run(device), tensor()
     monkeypatch.setattr(store_module, "MAX_UNREAD_BYTES", limit_bytes)
     for step in range(1, 4):
@@ -271,111 +282,55 @@ def test_answers_that_are_late_hold_no_more_than_so_many_bytes(
         waits.clear()
 
 
-def test_a_device_tells_of_a_late_difference_at_the_end_of_backward() -> None:
-    done = threading.Event()
-    done.set()
-    run, x, y = Run(EventAccelerator(done)), tensor(), tensor(1)
-    agrees(run, gated, x, y)
-    done.clear()
-    with run.cache.saving():  # at its second visit it is compared in any case
-        loss = changed(x, y).sum()
-    loss.backward()
-    done.set()
-    assert run._unread()
-    with pytest.raises(RematerializationError):
-        run.cache.end_micro_step()
-
-
-def test_a_late_difference_is_no_error_where_nothing_was_left_out() -> None:
-    """Two forwards of a new site are compared before the device answers, and both storages stay until then."""
-    done = threading.Event()
-    run, x, y = Run(EventAccelerator(done)), tensor(), tensor(1)
-    for forward in (gated, changed):
-        agrees(run, forward, x, y)
-    done.set()
-    run.cache.end_micro_step()
-    assert "made again it differs" in run.sites.summary()["refused_sites"]
-
-
 def test_lengths_that_never_come_again_bring_nothing_back_to_compare(make_store: StoreFactory) -> None:
     store = make_store()
     run, x, y = Run(stores=(store,)), tensor(), tensor(1)
     for rows in range(SIZE[0], SIZE[0] - 4, -1):
+        before = bytes_read(store)
         with run.cache.saving():
             loss = gated(x[:rows].clone(), y[:rows].clone()).sum()
             wait_for_writes(store)
-        before = bytes_read(store)
-        assert before == 0 or rows < SIZE[0]
+        assert bytes_read(store) == before
         loss.backward()
     assert run.nbytes == 0
-    agrees(run, gated, x, y)
-    agrees(run, gated, x, y)
+    for _ in range(2):
+        agrees(run, gated, x, y)
     assert run.nbytes > 0
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_tensors_that_are_not_dense_are_saved_beside() -> None:
-    """Nested ones have no shape to ask for; sparse ones no stride."""
-
-    def mixed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        nested = torch.nested.as_nested_tensor([x * 1.0, x[:5] * 2.0])
-        padded = torch.nested.to_padded_tensor(nested * nested, 0.0)
-        sparse = torch.eye(SIZE[0]).to_sparse()
-        return gated(x, y).sum() + padded.sum() + torch.sparse.mm(sparse, x * 3.0).sin().sum()
-
-    run, x, y = Run(), tensor(), tensor(1)
-    for _ in range(3):
-        agrees(run, mixed, x, y)
-    assert run.nbytes > 0
-
-
+@pytest.mark.parametrize("is_equal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nan_is_equal_to_nan_whatever_its_bits_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_nan_is_equal_to_nan_whatever_its_bits_are(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_equal: bool
+) -> None:
     """Rows that are masked out in full are NaN, whose bits may depend on their place in memory. Zeros have a sign."""
-    product = RULES["MulBackward0"]
-    other_nan = [True]
 
     def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         made = torch.mul(a, b)
-        made[made.isnan()] = -made[made.isnan()]
-        if not other_nan[0]:
-            made[made == 0] = -made[made == 0]
+        other = made.isnan() if is_equal else made == 0
+        made[other] = -made[other]
         return made
 
-    monkeypatch.setitem(RULES, "MulBackward0", dataclasses.replace(product, make=multiply))
-    for is_equal in (True, False):
-        other_nan[0], run = is_equal, Run()
-        x, y = torch.randn(SIZE).to(dtype).requires_grad_(), torch.randn(SIZE).to(dtype).requires_grad_()
-        with torch.no_grad():
-            x[0], y[1], x[2] = float("nan"), float("inf"), 0
-        with run.cache.saving():
-            made = (x * 1) * (y * 1)
-            loss = (made * made).sum()
-        assert (run.nbytes > 0) is is_equal
-        del loss
+    monkeypatch.setitem(RULES, "MulBackward0", dataclasses.replace(RULES["MulBackward0"], make=multiply))
+    run, x, y = Run(), torch.randn(SIZE, dtype=dtype), torch.randn(SIZE, dtype=dtype)
+    x[0], y[1], x[2] = float("nan"), float("inf"), 0
+    with run.cache.saving():
+        made = (x.requires_grad_() * 1) * (y.requires_grad_() * 1)
+        loss = (made * made).sum()
+    assert (run.nbytes > 0) is is_equal
+    del loss
 
 
 def test_zeros_prove_nothing_for_the_next_time() -> None:
     """The change behind autograd's back shows only once the values are other than 0."""
-
-    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        made = (x * 0.5).sin()
-        made.data.mul_(2)
-        return made * (y * 1.5)
-
-    run, x, y = Run(), tensor(), tensor(1)
-    with torch.no_grad():
-        x.zero_()
+    run, x, y, zeros = Run(), tensor(), tensor(1), torch.zeros(SIZE, requires_grad=True)
     for _ in range(3):
-        agrees(run, scaled, x, y)
+        agrees(run, changed, zeros, y)
     used = run.nbytes
     assert used == 3 * x.nbytes  # zeros are zeros
-    with torch.no_grad():
-        x.add_(tensor(2))
     for _ in range(3):
-        agrees(run, scaled, x, y)
-    assert run.nbytes == used
-    assert "made again it differs" in run.sites.summary()["refused_sites"]
+        agrees(run, changed, x, y)
+    assert run.nbytes == used and run.is_refused
 
 
 def test_operands_are_read_once_for_both(make_store: StoreFactory) -> None:
@@ -383,19 +338,16 @@ def test_operands_are_read_once_for_both(make_store: StoreFactory) -> None:
     run, x, y = Run(stores=(store,)), tensor(), tensor(1)
     for _ in range(2):
         agrees(run, gated, x, y)
-    read_bytes = []
     for _ in range(3):
         with run.cache.saving():
             loss = gated(x, y).sum()
         wait_for_writes(store)
         before = bytes_read(store)
         loss.backward()
-        read_bytes.append(bytes_read(store) - before)
-    # Of silu's input and of z, in whole pages.
-    assert read_bytes == [2 * (-(-x.nbytes // 4096) * 4096)] * 3
+        # Of silu's input and of z, in whole pages.
+        assert bytes_read(store) - before == 2 * (-(-x.nbytes // 4096) * 4096)
     del loss
-    gc.collect()
-    assert run.cache.live_records == 0
+    assert run.nothing_is_left()
 
 
 def test_an_operand_changed_in_place_raises_and_the_error_says_what_wanted_it() -> None:
@@ -429,41 +381,27 @@ class Streams(EventAccelerator):
         self.shared.append(tensor.untyped_storage().data_ptr())
 
 
-def shared_by_two(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    made = functional.silu(x * 0.5)
-    return made * (y * 1.5) + made * (y * 2.5)
-
-
-def test_streams_wait_for_what_was_made_again_and_are_known_to_the_allocator() -> None:
-    streams = Streams()
+def test_what_two_want_is_made_once_and_streams_and_the_allocator_know_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, gates, made = Streams(), [], []
     run, x, y = Run(streams), tensor(), tensor(1)
-    agrees(run, shared_by_two, x, y)
-    assert run.nbytes == x.nbytes
-    streams.waits = 0
-    gates = []
+    make = run.sites.make
+    monkeypatch.setattr(run.sites, "make", lambda recipe: made.append(recipe) or make(recipe))
 
-    def noted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def shared(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         gate = a * 0.5
         gates.append(gate.data_ptr())
-        made = functional.silu(gate)
-        output = made * (b * 1.5) + made * (b * 2.5)
+        half = functional.silu(gate)
+        output = half * (b * 1.5) + half * (b * 2.5)
+        streams.waits = 0
         streams.shared.clear()  # of what forward has saved
         return output
 
-    run.step(noted, x, y)
-    assert run.nbytes == 2 * x.nbytes
-    assert streams.waits >= 2  # each of the two consumers
-    assert gates[0] in streams.shared  # the operand may be in the memory of another stream
-
-
-def test_what_two_want_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, x, y = Run(), tensor(), tensor(1)
-    agrees(run, shared_by_two, x, y)
-    made = []
-    make = run.sites.make
-    monkeypatch.setattr(run.sites, "make", lambda recipe: made.append(recipe) or make(recipe))
-    agrees(run, shared_by_two, x, y)
-    assert len(made) == 1
+    for step in (1, 2):
+        plain = torch.autograd.grad(shared(x, y).sum(), (x, y))
+        assert are_equal(run.step(shared, x, y), plain)
+        assert run.nbytes == step * x.nbytes and len(made) == step
+        assert streams.waits >= 2  # each of the two consumers
+        assert gates[-1] in streams.shared  # the operand may be in the memory of another stream
 
 
 # ---- room -----------------------------------------------------------------------------------------------------------
@@ -496,52 +434,34 @@ def test_what_is_due_and_cannot_be_compared_is_saved(limit: int, make_store: Sto
     wrong = 0
     try:
         for step in range(100):
-            plain = torch.autograd.grad(changed(x, y, 1.0 if step < 8 else 2.0).sum(), (x, y))
-            found = run.step(lambda a, b, step=step: changed(a, b, 1.0 if step < 8 else 2.0), x, y)
+            forward = partial(changed, factor=1.0 if step < 8 else 2.0)
+            found = run.step(forward, x, y)
             run.cache.end_micro_step()
-            wrong += not all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+            wrong += not are_equal(found, torch.autograd.grad(forward(x, y).sum(), (x, y)))
     except RematerializationError:
         assert wrong <= recipes.PERIOD
     else:
         assert wrong == 0
 
 
-def test_memory_that_runs_out_in_a_comparison_saves_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    def runs_out(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory for what is compared")
-
-    for step in ("make", "owned"):
-        run, x, y = Run(), tensor(), tensor(1)
-        with monkeypatch.context() as patch:
-            patch.setattr(recipes.Recipe, step, runs_out)
-            agrees(run, gated, x, y)
-        assert run.nbytes == 0
+@pytest.mark.parametrize("runs_out", ["make", "owned"])
+def test_memory_that_runs_out_in_a_comparison_saves_the_tensor(monkeypatch: pytest.MonkeyPatch, runs_out: str) -> None:
+    run, x, y = Run(), tensor(), tensor(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(recipes.Recipe, runs_out, raising(torch.OutOfMemoryError("no memory for what is compared")))
         agrees(run, gated, x, y)
-        assert run.nbytes == x.nbytes  # there was room another time
-
-
-# ---- threads, and what is heard ----------------------------------------------------------------------
+    assert run.nbytes == 0
+    agrees(run, gated, x, y)
+    assert run.nbytes == x.nbytes  # there was room another time
 
 
 def test_forwards_in_several_threads_make_nothing_again() -> None:
     """Each thread counts its nodes itself: nobody knows which of them are of earlier forwards."""
     run, x, y = Run(), tensor(), tensor(1)
-    weight = torch.nn.Parameter(torch.rand(SIZE[1]) + 0.5)
-    carried: list[torch.Tensor] = []
-
-    def step() -> None:
-        with run.cache.saving():
-            loss = gated(x, y).sum()
-            loss = loss + (torch.sin(carried.pop().t()).sum() if carried else 0)
-            carried.append((x * 0.5) * weight)
-        loss.backward()
-        run.cache.end_micro_step()
-        weight.data.mul_(1.5)
-
-    step()
+    run.step(gated, x, y)
     before = run.nbytes
     for _ in range(4):
-        thread = threading.Thread(target=step)
+        thread = threading.Thread(target=run.step, args=(gated, x, y))
         thread.start()
         thread.join()
     assert run.nbytes == before > 0
@@ -550,11 +470,8 @@ def test_forwards_in_several_threads_make_nothing_again() -> None:
 def test_what_a_site_tells_while_another_is_compared_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making room for an operand reads late answers; the error of one is not a reason to leave this site alone."""
     run, x, y = Run(), tensor(), tensor(1)
-
-    def tells(*_: object) -> None:
-        raise RematerializationError("gradients since an earlier step may be wrong")
-
+    error = RematerializationError("gradients since an earlier step may be wrong")
     with monkeypatch.context() as patch, pytest.raises(RematerializationError, match="an earlier step"):
-        patch.setattr(run.sites, "_restore", tells)
+        patch.setattr(run.sites, "_restore", raising(error))
         run.step(gated, x, y)
     agrees(run, gated, x, y)

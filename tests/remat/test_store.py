@@ -1,11 +1,8 @@
-"""What rematerialization holds, for how long, and what it costs to look for it."""
+"""What rematerialization holds, and for how long."""
 
 from __future__ import annotations
 
 import gc
-import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,14 +13,12 @@ from support.peaks import BackwardPeak
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-import ds_tba
 from ds_tba.core.cache import TensorCache
 from ds_tba.device.accelerator import Accelerator
 from ds_tba.remat import sites as sites_module
 from ds_tba.remat.sites import Sites
 from ds_tba.remat.store import RematStore
 
-KIB = 1 << 10
 SIZE = (128, 128)  # 64 KiB
 STEPS = 4
 
@@ -33,13 +28,6 @@ def cache_of(*stores: Any, with_sites: bool = True) -> TensorCache:
     if with_sites:
         cache.rematerialize(RematStore(cache, Sites(cache, Accelerator())))
     return cache
-
-
-def values(seed: int = 0) -> Parameter:
-    return Parameter(torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)))
-
-
-# ---- what is held ---------------------------------------------------------------------------------------------------
 
 
 def unet(inputs: list[Parameter]) -> Tensor:
@@ -55,12 +43,12 @@ def unet(inputs: list[Parameter]) -> Tensor:
     return x.sum()
 
 
-def peak_in_backward(cache: TensorCache, forward: Callable[[list[Parameter]], Tensor], inputs: list[Parameter]) -> int:
+def peak_in_backward(cache: TensorCache, inputs: list[Parameter]) -> int:
     """Bytes of saved tensors in memory at most, as each is unpacked in the last of some backwards."""
     peak = BackwardPeak(cache)
     for _ in range(STEPS):
         with cache.saving(around=peak.around):
-            loss = forward(inputs)
+            loss = unet(inputs)
         for store in cache.stores:
             wait_for_writes(store)
         cache.settle()
@@ -73,67 +61,21 @@ def peak_in_backward(cache: TensorCache, forward: Callable[[list[Parameter]], Te
 
 
 def test_backward_holds_no_more_than_without(make_store: StoreFactory) -> None:
-    inputs = [values(seed) for seed in range(8)]
-    plain = peak_in_backward(cache_of(make_store(), with_sites=False), unet, inputs)
-    cache = cache_of(make_store())
-    ours = peak_in_backward(cache, unet, inputs)
+    inputs = [Parameter(torch.randn(SIZE)) for _ in range(8)]
+    plain = peak_in_backward(cache_of(make_store(), with_sites=False), inputs)
+    ours = peak_in_backward(cache_of(make_store()), inputs)
     # What is made again, and what it is made of, of one op at a time.
-    assert ours <= plain + 2 * inputs[0].nbytes, f"{ours // KIB} KiB against {plain // KIB}"
-
-
-# ---- what it costs to look ------------------------------------------------------------------------------------------
-
-
-class Calls:
-    """Counts the functions of ours that Python enters."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> Calls:
-        [root] = ds_tba.__path__
-
-        def profile(frame: FrameType, event: str, argument: Any) -> None:
-            self.count += event == "call" and frame.f_code.co_filename.startswith(root)
-
-        sys.setprofile(profile)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
-
-
-def doubled(depth: int, x: Tensor) -> Tensor:
-    h = functional.silu(x * 0.5)
-    for _ in range(depth):
-        h = h + h
-    return torch.sin(h)
-
-
-def test_looking_takes_time_in_proportion_to_the_ops() -> None:
-    x, counts = values(), []
-    for depth in range(12):
-        cache = cache_of()
-        for _ in range(2):  # in the first, what is imported late
-            with cache.saving(), Calls() as calls:
-                loss = doubled(depth, x).sum()
-            loss.backward()
-        counts.append(calls.count)
-    assert all(count <= (1 + depth) * counts[0] for depth, count in enumerate(counts)), counts
-
-
-# ---- what is remembered ---------------------------------------------------------------------------------------------
+    assert ours <= plain + 2 * inputs[0].nbytes, f"{ours} bytes against {plain}"
 
 
 def test_sites_in_use_are_not_forgotten_for_lengths_that_never_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sites_module, "MAX_SITES", 8)
-    x, cache, saved = values(), cache_of(), []
+    x, cache, saved = Parameter(torch.randn(SIZE)), cache_of(), []
     for step in range(40):
         before = cache.stats.rematerialized_bytes
         with cache.saving():
             loss = torch.sin(functional.silu(x * 0.5)).sum() + torch.sin(functional.silu(x[: 20 + step] * 0.5)).sum()
-        fixed = x.nbytes
-        saved.append(cache.stats.rematerialized_bytes - before >= fixed)
+        saved.append(cache.stats.rematerialized_bytes - before >= x.nbytes)
         loss.backward()
     # A few are left to those that are saved, or compared, in turn.
     assert saved[4:].count(False) <= 2, "".join("-#"[one] for one in saved)
