@@ -68,8 +68,14 @@ def make_backend(name: str) -> IoBackend:
 
 
 @pytest.fixture(params=["posix", pytest.param("aio", marks=pytest.mark.aio)])
-def backend(request: pytest.FixtureRequest) -> IoBackend:
-    return make_backend(request.param)
+def backend_name(request: pytest.FixtureRequest) -> str:
+    make_backend(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def backend(backend_name: str) -> IoBackend:
+    return make_backend(backend_name)
 
 
 @pytest.fixture(autouse=True)
@@ -209,12 +215,6 @@ def victim_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]
             yield victims
     except NoVictims as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(params=["posix", pytest.param("aio", marks=pytest.mark.aio)])
-def backend_name(request: pytest.FixtureRequest) -> str:
-    make_backend(request.param)
-    return str(request.param)
 
 
 @pytest.fixture

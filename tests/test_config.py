@@ -4,20 +4,14 @@ import ast
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import runs
 
-from ds_tba.config import (
-    BLOCK,
-    BLOCKS,
-    UPDATE_BLOCK,
-    parse_block,
-    parse_keywords,
-    refuse_misnamed,
-    zero_paths,
-)
+from ds_tba.config import BLOCK, BLOCKS, UPDATE_BLOCK, parse_block, parse_keywords, refuse_misnamed, zero_paths
 from ds_tba.errors import ConfigError
 from ds_tba.storage.staging import with_staging
 from ds_tba.update import parse_update_block
@@ -35,35 +29,30 @@ def test_names_choose() -> None:
     parsed = parse_block({BLOCK: {**GOOD, "only": ["*.mlp"], "except": ["*.down"]}})
     assert parsed is not None and parsed[0].patterns == {"only": ["*.mlp"], "except": ["*.down"]}
     assert parse_keywords({**GOOD, "except_": ["a"]}, "call").patterns == {"except": ["a"]}
-    assert '"activation_nvme_offload.except" is []: it must have at least 1 item' in refusal({**GOOD, "except": []})
-    assert ".only\" is '*.mlp': it must be a valid list" in refusal({**GOOD, "only": "*.mlp"})
-    assert "did you mean `except`?" in refusal({**GOOD, "except_": ["*.mlp"]})
 
 
 GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("io", "host_bytes", "is_host", "expected"),
+    ("block", "host_gib", "is_host", "expected"),
     [
-        ({}, 512 * GIB, False, GIB),
-        ({}, 8 * GIB, False, GIB // 2),
-        ({}, GIB, False, GIB // 4),
-        ({}, 15 * GIB, False, GIB // 2),  # PyTorch pins powers of two
-        ({}, 512 * GIB, True, GIB // 8),  # of the memory that offloading is to free
-        ({"backend": "gds"}, 512 * GIB, False, GIB // 4),
-        ({"placement": "nvme"}, 512 * GIB, False, GIB // 4),
-        ({"staging_bytes": 12345678}, 512 * GIB, False, 12345678),
+        ({}, 512, False, GIB),
+        ({}, 8, False, GIB // 2),
+        ({}, 1, False, GIB // 4),
+        ({}, 15, False, GIB // 2),  # PyTorch pins powers of two
+        ({}, 512, True, GIB // 8),  # of the memory that offloading is to free
+        ({"io": {"backend": "gds"}}, 512, False, GIB // 4),
+        ({"placement": "nvme"}, 512, False, GIB // 4),
+        ({"io": {"staging_bytes": 12345678}}, 512, False, 12345678),
     ],
 )
 def test_staging_is_derived_from_host_memory_where_it_is_null(
-    io: dict[str, Any], host_bytes: float, is_host: bool, expected: int
+    block: dict[str, Any], host_gib: int, is_host: bool, expected: int
 ) -> None:
-    placement = {key: io[key] for key in ("placement",) if key in io}
-    settings = {key: value for key, value in io.items() if key != "placement"}
-    parsed = parse_block({BLOCK: {**GOOD, **placement, "io": settings}})
+    parsed = parse_block({BLOCK: {**GOOD, **block}})
     assert parsed is not None
-    found = with_staging(parsed[0], host_bytes, is_host=is_host)
+    found = with_staging(parsed[0], host_gib * GIB, is_host=is_host)
     assert found.io.staging_bytes == found.io.ring_bytes == expected
     assert found.model_copy(update={"io": parsed[0].io}) == parsed[0]
 
@@ -93,7 +82,8 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "io": {"stagng_bytes": 1}}, ["io.stagng_bytes", "did you mean `staging_bytes`?"]),
         ({**GOOD, "min_tensor_bytes": "64MB"}, ["min_tensor_bytes", "'64MB'", "a JSON number, in the unit"]),
         ({**GOOD, "min_tensor_bytes": -1}, ["min_tensor_bytes", "-1", "greater than or equal to 0"]),
-        ({**GOOD, "min_tensor_bytes": 1 << 40}, ["min_tensor_bytes", "io.staging_bytes", "268435456"]),
+        # Not told as set: nobody has set it.
+        ({**GOOD, "min_tensor_bytes": 1 << 40}, ["min_tensor_bytes", "above the 268435456 bytes of staging"]),
         ({**GOOD, "io": {"write_lanes": 0}}, ["io.write_lanes", "0", "greater than or equal to 1"]),
         ({**GOOD, "placement": "cpu"}, ["placement", "'cpu'", "did you mean `host`?"]),
         ({**GOOD, "placement": "auto"}, ["placement", "auto", "leave the key out"]),
@@ -109,6 +99,14 @@ def test_aio_settings_are_inherited() -> None:
         ({**GOOD, "max_step_overhead": 10**400}, [f'"{BLOCK}.max_step_overhead" is 1000']),
         ({**GOOD, "recompute": " False"}, ["drop the quotes: false"]),
         ({**GOOD, "min_tensor_bytes": "1048576"}, ["drop the quotes: 1048576"]),
+        *(({**GOOD, "max_step_overhead": one}, [f"did you mean {one / 100:g}?"]) for one in (2, 5.0, 1, 2.5)),
+        ({**GOOD, "except": []}, ['"activation_nvme_offload.except" is []: it must have at least 1 item']),
+        ({**GOOD, "only": "*.mlp"}, [".only\" is '*.mlp': it must be a valid list"]),
+        ({**GOOD, "except_": ["*.mlp"]}, ["did you mean `except`?"]),
+        ({**GOOD, "report": {"path": "/a", "trace_path": "/a"}}, ["one path for two files"]),
+        # Halves of surrogate pairs.
+        *(({**GOOD, **half}, ["it must be a valid string"]) for half in (
+            {"\ud800": 1}, {"placement": "\ud800"}, {"io": {"\ud800": 1}}, {"report": {"path": "/\udc80"}})),
         # Every bad value is named at once.
         ({**GOOD, "placment": 1, "io": {"integrity": "some", "read_lanes": 0}},
          ["placment", "io.integrity", "io.read_lanes"]),
@@ -135,43 +133,30 @@ ODD: list[tuple[str, list[Any]]] = [
     *((key, [3, True, [], {}, "zzz"]) for key in ("placement", "io.backend", "io.integrity", "io.compression")),
     *((key, [3, True, [], {}, ""]) for key in ("report.path", "report.trace_path", "nvme_path")),
 ]
-FOREIGN = (
-    "instance of",
-    "pydantic",
-    "nput should",
-    "dictionary",
-    "Value error",
-    "validation",
-    "ReportConfig",
-    "literal",
-)
+FOREIGN = re.compile("instance of|pydantic|nput should|dictionary|Value error|validation|ReportConfig|literal")
 
 
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in ODD for value in values])
 def test_no_word_of_pydantic_reaches_a_user(key: str, value: Any) -> None:
     outer, _, inner = key.rpartition(".")
     message = refusal({**GOOD, **({outer: {inner: value}} if outer else {key: value})})
-    assert f'"{BLOCK}.{key}' in message and not any(word in message for word in FOREIGN), message
+    assert f'"{BLOCK}.{key}' in message and not FOREIGN.search(message), message
     assert "it must" in message or "is not a key" in message, message
 
 
-@pytest.mark.parametrize(("value", "fraction"), [(2, "0.02"), (5.0, "0.05"), (1, "0.01"), (2.5, "0.025")])
-def test_an_overhead_in_per_cent_is_asked_about(value: float, fraction: str) -> None:
-    assert f"did you mean {fraction}?" in refusal({**GOOD, "max_step_overhead": value})
-    for meant in (0, 0.5, 0.999, 100.0, 1000):
-        assert parse_block({BLOCK: {**GOOD, "max_step_overhead": meant}}) is not None
-
-
-def test_staging_that_nobody_set_is_not_told_as_set() -> None:
-    assert "above the 268435456 bytes of staging" in refusal({**GOOD, "min_tensor_bytes": 1 << 40})
-    for placement in ("keep", "host"):  # which stage nothing
-        block = {"placement": placement, "host_budget_bytes": 1, "min_tensor_bytes": 1 << 40}
-        assert parse_block({BLOCK: block}) is not None
-
-
-def test_halves_of_surrogate_pairs_are_found_in_keys_and_choices() -> None:
-    for block in ({"\ud800": 1}, {"placement": "\ud800"}, {"io": {"\ud800": 1}}, {"report": {"path": "/\udc80"}}):
-        assert "it must be a valid string" in refusal({**GOOD, **block})
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"min_tensor_bytes": 2e6},  # as in other blocks of DeepSpeed
+        *({"max_step_overhead": meant} for meant in (0, 0.5, 0.999, 100.0, 1000)),
+        # Which stage nothing.
+        {"placement": "keep", "min_tensor_bytes": 1 << 40},
+        {"placement": "host", "nvme_path": None, "host_budget_bytes": 1, "min_tensor_bytes": 1 << 40},
+    ],
+)
+def test_a_value_that_may_be_meant_is_taken(block: dict[str, Any]) -> None:
+    parsed = parse_block({BLOCK: {**GOOD, **block}})
+    assert parsed is not None and parsed[0].model_dump().items() >= block.items()
 
 
 @pytest.mark.parametrize("key", ["on or off", "in detail", "", "{x}", 1])
@@ -187,7 +172,7 @@ def test_the_old_form_of_zero_optimization_says_no_stage(zero: bool) -> None:
         parse_update_block({UPDATE_BLOCK: {}, "zero_optimization": zero})
 
 
-def test_aio_blocks_that_overflow_in_deepspeeds_op_are_refused() -> None:
+def test_aio_blocks_that_are_not_aligned_or_overflow_in_deepspeeds_op_are_refused() -> None:
     """It reads and writes beyond its buffers then, and gradients were wrong."""
     for block_size, queue_depth in ((2 << 20, 1024), (1 << 20, 4096), (1 << 30, 3)):
         aio = {"block_size": block_size, "queue_depth": queue_depth}
@@ -195,20 +180,7 @@ def test_aio_blocks_that_overflow_in_deepspeeds_op_are_refused() -> None:
         message = refusal(GOOD, aio={**aio, "overlap_events": False})
         assert f"{block_size} times queue_depth {queue_depth} must be below" in message and "lower one" in message
     assert parse_block({BLOCK: GOOD, "aio": {"block_size": 16 << 20, "queue_depth": 127, "overlap_events": False}})
-
-
-def test_two_files_of_the_report_have_two_paths() -> None:
-    assert "one path for two files" in refusal({**GOOD, "report": {"path": "/a", "trace_path": "/a"}})
-
-
-def test_aio_block_size_must_be_aligned() -> None:
-    message = refusal(GOOD, aio={"block_size": 5000})
-    assert '"aio.block_size" is 5000: it must be a multiple of 4096' in message
-
-
-def test_integral_floats_are_integers_as_in_other_deepspeed_blocks() -> None:
-    parsed = parse_block({BLOCK: {**GOOD, "min_tensor_bytes": 2e6}})
-    assert parsed is not None and parsed[0].min_tensor_bytes == 2_000_000
+    assert '"aio.block_size" is 5000: it must be a multiple of 4096' in refusal(GOOD, aio={"block_size": 5000})
 
 
 NEAR_MISSES = {
@@ -261,9 +233,7 @@ def test_no_key_of_deepspeed_is_taken_for_ours() -> None:
                 names.add(node.value)
     assert {"offload_optimizer", "activation_checkpointing", "cpu_checkpointing"} <= names and len(names) > 300
     refuse_misnamed({name: {"enabled": True} for name in names})
-    refuse_misnamed(
-        {"zero_optimization": dict.fromkeys(names, True), "activation_checkpointing": dict.fromkeys(names, 1)}
-    )
+    refuse_misnamed({"zero_optimization": dict.fromkeys(names, 1), "activation_checkpointing": dict.fromkeys(names, 1)})
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -274,9 +244,7 @@ def test_a_block_in_a_wrong_place_is_refused_with_the_right_one(block: str, oute
     refuse_misnamed({outer: {"stage": 3}, block: GOOD})
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(__file__).parents[1].glob("ds_configs/*.json")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", sorted(runs.ROOT.glob("ds_configs/*.json")), ids=lambda path: path.name)
 def test_shipped_configs_are_valid(path: Path) -> None:
     config = json.loads(path.read_text())
     assert (parse_block(config) is not None) == (BLOCK in config)

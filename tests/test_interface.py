@@ -10,20 +10,12 @@ import pytest
 from support import interface
 
 import ds_tba
-from ds_tba.config import BLOCK
 
 HINT = "a change for users: say it in CHANGELOG.md, then make freeze"
 
 
 def test_keys_options_fields_and_names_are_frozen() -> None:
     assert json.loads(interface.FROZEN.read_text()) == json.loads(interface.frozen_text()), HINT
-
-
-def test_what_is_frozen_has_every_kind() -> None:
-    found = interface.interface()
-    assert f"{BLOCK}.io.backend" in found["keys"] and f"{BLOCK}.rematerialize.exclude" in found["keys"]
-    assert {"plan", "doctor", "env", "report"} <= set(found["commands"])
-    assert "schema" in found["report"] and "attach" in found["python"]
 
 
 @pytest.mark.parametrize(

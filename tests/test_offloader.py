@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -116,50 +117,34 @@ def test_a_second_engine_says_what_both_take(make: Factory) -> None:
 
 def test_five_engines_in_a_row_take_what_two_do(tmp_path: Path) -> None:
     """That nobody destroys: 40 MiB, three threads and no disk space more."""
-    done = runs.python("-c", ENGINES_IN_A_ROW, tmp_path)
+    done = runs.python("-c", ENGINES_IN_A_ROW, tmp_path, cwd=runs.ROOT)
     assert done.returncode == 0, done.stderr
-    (of_two, of_five) = json.loads(done.stdout.splitlines()[-1])
+    (of_two, of_five) = json.loads(done.stdout)
     assert of_five["threads"] <= of_two["threads"] + 3
-    assert of_five["swap_bytes"] <= of_two["swap_bytes"]
-    assert of_five["rss_bytes"] <= of_two["rss_bytes"] + (40 << 20), (of_two, of_five)
+    assert of_five["disk_bytes"] <= of_two["disk_bytes"]
+    assert of_five["memory_bytes"] <= of_two["memory_bytes"] + (40 << 20), (of_two, of_five)
 
 
 # With staging that five engines would take 320 MiB of.
 ENGINES_IN_A_ROW = """
-import ctypes, json, os, sys, threading
+import json, sys
 from pathlib import Path
 import torch
-from support import runs
-from support.stepping import forward, note_backward, offloader_of
+from support.models import Stack
+from support.stepping import offloader_of, train
+sys.path.append("benchmarks")
+from soaking.meters import take
 
 directory, engines, found = Path(sys.argv[1]), [], []
-
-
-def level():
-    swap_bytes = 0
-    for fd in os.listdir("/proc/self/fd"):
-        name = f"/proc/self/fd/{fd}"
-        if os.path.exists(os.path.dirname(name)) and os.path.lexists(name):
-            if os.readlink(name).startswith(str(directory)):
-                swap_bytes += 512 * os.stat(name).st_blocks
-    ctypes.CDLL(None).malloc_trim(0)  # or it counts what the allocator keeps of this program's own tensors
-    rss_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"threads": threading.active_count(), "swap_bytes": swap_bytes, "rss_bytes": rss_bytes}
-
-
 for number in range(5):
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(16)))
+    model = Stack(lambda: torch.nn.Linear(256, 256), 16)
     io = {"backend": "posix", "staging_bytes": 64 << 20}
     offloader = offloader_of(directory, model, placement="nvme", min_tensor_bytes=4096, io=io, rematerialize=False)
     engines.append((model, offloader))
-    for _ in range(2):
-        forward(model, torch.randn(4096, 256), offloader).square().mean().backward()
-        note_backward(offloader)
-        model.zero_grad(set_to_none=True)
-        offloader.note_step()
+    train(model, offloader, [torch.randn(4096, 256)] * 2)
     assert offloader.report().offloaded_bytes > 0
     if number in (1, 4):
-        found.append(level())
+        found.append(vars(take(0, 0, directory, None, 0.0)))
 sys.stdout.write(json.dumps(found))
 """
 
@@ -187,7 +172,7 @@ def test_an_engine_whose_space_is_gone_trains_on_in_memory(
     expected = one.step()
     other = make()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="ds_tba"):
-        patch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
         for _ in range(2):
             assert all(map(torch.equal, one.step(), expected))
     assert memory(one.offloader) == 0 and one.offloader.report().fallbacks > 0
@@ -196,10 +181,6 @@ def test_an_engine_whose_space_is_gone_trains_on_in_memory(
 
 
 # ---- reports --------------------------------------------------------------------------------------------------------
-
-
-def reports(directory: Path) -> dict[str, int]:
-    return {path.name: json.loads(path.read_text())["steps"] for path in sorted(directory.glob("*.json"))}
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "with gradients"])
@@ -216,4 +197,5 @@ def test_a_reference_that_never_trains_takes_nothing_and_reports_nothing(
     assert grad or memory(reference.offloader) == 0
     for engine in (policy, reference):
         engine.offloader.close()
-    assert reports(tmp_path) == {"report.json": 3}
+    (only,) = tmp_path.glob("*.json")
+    assert json.loads(only.read_text())["steps"] == 3

@@ -124,29 +124,22 @@ def test_a_wheel_in_an_environment_of_its_own_serves_an_unmodified_trainer_scrip
     assert [link for link in links(description) if link.startswith(f"{repository()}/blob/main/docs/")]
     assert [link for link in links(description) if not link.startswith("https://")] == []  # PyPI shows no others
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    report = tmp_path / "report.json"
-    block = {"placement": "nvme", "nvme_path": str(tmp_path), "min_tensor_bytes": 4096, "report": {"path": str(report)}}
-    config = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": 2},
-        "optimizer": runs.OPTIMIZER,
-        "activation_nvme_offload": block,
-    }
+    config = runs.with_block(
+        runs.plain_config(2, train_micro_batch_size_per_gpu="auto"), tmp_path, placement="nvme", min_tensor_bytes=4096
+    )
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(TRAINER)
     rank = {**ALONE, "MASTER_PORT": str(free_port())}
     variables = environment(**rank, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     variables.pop("PYTHONPATH", None)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    where = subprocess.run(
-        [python, "-c", "import ds_tba; print(ds_tba.__file__)"], env=variables, cwd=tmp_path, capture_output=True
-    )
-    assert where.stdout.decode().startswith(str(site)), where
-    done = subprocess.run(
-        [python, "train.py"],
-        cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+
+    def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command, how = [tmp_path / "venv" / "bin" / "python", *arguments], {"capture_output": True, "text": True}
+        return subprocess.run(command, env=variables, cwd=tmp_path, timeout=240, **how)
+
+    assert ran("-c", "import ds_tba; print(ds_tba.__file__)").stdout.startswith(str(site))
+    done = ran("train.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[ds_tba] activations go to" in done.stdout + done.stderr
-    found = json.loads(report.read_text())
+    found = json.loads((tmp_path / "report.json").read_text())
     assert found["steps"] == 2 and found["offloaded_bytes"] > 0

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.offloaders import make, step
@@ -32,9 +33,7 @@ def test_whatever_fails_as_it_closes_the_last_report_is_written(
     offloader = make(tmp_path, placement="nvme", report={"path": str(path)})
     step(offloader)
     close_tiers, told = offloader._tiers.close, list[threading.ExceptHookArgs]()
-
-    def fails() -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
+    fails = Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered"))
 
     def fails_after() -> None:
         close_tiers()
@@ -52,11 +51,7 @@ def test_whatever_fails_as_it_closes_the_last_report_is_written(
 
 def test_one_for_which_there_is_no_thread_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(ENGINES.open)
-
-    def refused(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("ds_tba.offloader.new_thread", refused)
+    monkeypatch.setattr("ds_tba.offloader.new_thread", Mock(side_effect=RuntimeError("can't start new thread")))
     with pytest.raises(RuntimeError, match="new thread"):
         make(tmp_path)
     assert before == set(ENGINES.open)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from ds_tba.stats import (
     KindMeter,
     PathMeter,
     PathWear,
-    RecentRate,
     Transfer,
     drive_of,
     write_limit_bytes_per_step,
@@ -106,54 +103,24 @@ def test_a_lane_without_work_says_no_more_than_a_range() -> None:
         assert drive.mib_per_s(drive.writes) == pytest.approx(found, rel=0.01)
 
 
-def test_a_rate_is_whole_at_any_time() -> None:
-    """A report is made in any thread, and takes no lock."""
-    rate, seen = RecentRate(), list[float]()
-
-    def look(frame: FrameType, _event: str, _argument: object) -> Any:
-        if frame.f_globals["__name__"] != "ds_tba.stats":
-            return None
-        seen.append(rate.bytes_per_s)
-        return look
-
-    before = sys.gettrace()
-    try:
-        sys.settrace(look)
-        rate.add(1 << 20, 0.5, 0.5)
-        rate.add(1 << 20, 0.5, 0.5)
-    finally:
-        sys.settrace(before)
-    assert min(seen) == 0.0 and set(seen) - {0.0} and all(one == pytest.approx(2 << 20) for one in set(seen) - {0.0})
-
-
-def test_the_first_bytes_count_as_much_as_those_that_follow() -> None:
-    rate = RecentRate()
-    for index in range(64):
-        rate.add(MIB, 1.0, 1.0 if index else 3.0)
-    assert MIB / rate.bytes_per_s == pytest.approx(1.02, abs=0.01)
-
-
 # ---- in a store -----------------------------------------------------------------------------------------------------
 
 
 def test_the_copy_into_staging_is_not_the_time_of_the_drive(make_store: StoreFactory) -> None:
-    copied, taken = threading.Event(), threading.Event()
-
+    copied, taken, clock = threading.Event(), threading.Event(), Clock()
     device = EventAccelerator(copied)
     wait = device.new_event.synchronize
 
     def synchronize(event: Any) -> None:
-        """The clock moves while a lane waits here for the copy."""
+        """A lane waits here for the copy."""
         taken.set()
         wait(event)
-
-    device.new_event.synchronize = synchronize  # type: ignore[method-assign]
-    clock = Clock()
 
     def script(verb: str, number: int) -> None:
         """The clock moves inside of transfers, too."""
         clock.now_s += 0.5
 
+    device.new_event.synchronize = synchronize  # type: ignore[method-assign]
     store = make_store(ScriptedBackend(script), lanes=Lanes(1, 1), accelerator=device)
     store.paths[0].meter = PathMeter(1, 1, clock)
     assert isinstance(store.put(torch.zeros(MIB, dtype=torch.uint8), wait=True), SwapTicket)
@@ -176,16 +143,13 @@ def test_life_is_rated_endurance_over_the_measured_rate(tmp_path: Path) -> None:
     assert write_limit_bytes_per_step(600.0 / 4, shared.life_days, 86400.0) == pytest.approx(2e12)
 
 
-@pytest.mark.parametrize(
-    ("written", "elapsed_s", "tbw", "days"),
-    [(0, 10.0, 600.0, math.inf), (10, 0.0, 600.0, math.inf), (10**12, 86400.0, None, 600.0)],
-)
-def test_without_a_rating_or_a_write_life_is_unknown_and_days_are_by_an_assumption(
-    tmp_path: Path, written: int, elapsed_s: float, tbw: float | None, days: float
-) -> None:
-    wear = PathWear.of(tmp_path, written, elapsed_s, tbw)
-    assert wear.life_days is None and wear.days() == pytest.approx(days)
-    assert wear.in_words().endswith("600 TBW assumed)" if tbw is None else "600 TBW)")
+def test_without_a_rating_or_a_write_life_is_unknown_and_days_are_by_an_assumption(tmp_path: Path) -> None:
+    for written, elapsed_s, days in ((0, 10.0, math.inf), (10, 0.0, math.inf)):
+        wear = PathWear.of(tmp_path, written, elapsed_s, 600.0)
+        assert wear.life_days is None and wear.days() == days
+    unrated = PathWear.of(tmp_path, 10**12, 86400.0, None)
+    assert unrated.life_days is None and unrated.days() == pytest.approx(600)
+    assert unrated.in_words().endswith("600 TBW assumed)")
 
 
 def test_directories_are_on_one_drive_by_their_file_system(tmp_path: Path) -> None:

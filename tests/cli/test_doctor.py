@@ -8,19 +8,18 @@ import platform
 import resource
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Cli
 from support.cuda_doubles import FakeKvikio
+from support.offloaders import finished
 from support.planned import LLAMA
+from support.ranks import environment
 from torch.utils import cpp_extension
 
 from ds_tba.cli import main
 from ds_tba.cli.doctor import build_aio
-from ds_tba.report import OffloadReport
 from ds_tba.storage.backends import aio
 
 
@@ -91,8 +90,7 @@ def test_the_doctor_looks_for_the_entry_point(cli: Cli, monkeypatch: pytest.Monk
     assert "FAIL  torch does not load ds_tba: unset TORCH_DEVICE_BACKEND_AUTOLOAD, or import it first" in text
 
 
-@pytest.mark.parametrize("op", [aio.OP, "deepspeed_shm_comm"])
-@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize(("op", "is_named"), [(aio.OP, True), ("deepspeed_shm_comm", False)])
 def test_a_lock_of_any_op_is_told_at_once_with_the_repair(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str, is_named: bool
 ) -> None:
@@ -100,11 +98,8 @@ def test_a_lock_of_any_op_is_told_at_once_with_the_repair(
     monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)  # as before PyTorch 2.14
     root = tmp_path if is_named else tmp_path / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"
     (root / op).mkdir(parents=True)
-    if is_named:
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    else:
-        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-        monkeypatch.setattr("torch.utils.cpp_extension.get_default_build_root", lambda: str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path) if is_named else "")
     lock = root / op / "lock"
     assert str(lock) not in cli("doctor").out
     lock.touch()
@@ -126,26 +121,23 @@ def test_a_build_that_fails_is_told_with_what_the_compiler_says(
     monkeypatch.setattr(aio, "lock_that_stays", lambda: None)
     is_good, told = build_aio()
     assert is_good == (status == 0) and ("did not build" in told) == (status != 0)
-    assert (
-        capfd.readouterr().err == "building DeepSpeed's aio op, unless it is built (once; minutes on few cores)\nover\n"
-    )
+    said = capfd.readouterr().err
+    assert said == "building DeepSpeed's aio op, unless it is built (once; minutes on few cores)\nover\n"
 
 
 def test_a_pipe_that_closes_ends_a_command_quietly(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    values: dict[Any, Any] = {"str": "", "int": 1, "float": 1.0, "list[str]": []}
-    report = {one.name: values[one.type] for one in fields(OffloadReport) if one.default is one.default_factory}
-    (tmp_path / "run.json").write_text(json.dumps(report))
+    finished(tmp_path, report={"path": str(tmp_path / "run.json")})
     reader, writer = os.pipe()
     os.close(reader)
     commands = ["env"], ["doctor"], ["report", "run.json"], ["plan", "config.json", "--seq", "8"]
+    ours = [sys.executable, "-m", "ds_tba"]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "ds_tba", *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-            env={**os.environ, "DS_ACCELERATOR": "cpu"},
+            [*ours, *one], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment()
         )
-        for command in commands
-    ]  # fmt: skip
+        for one in commands
+    ]
     os.close(writer)
     ends = [(one.communicate(timeout=300)[1], one.returncode) for one in started]
     assert ends == [("", 141)] * len(ends)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,3 @@ def test_buffers_are_the_model_s_and_not_saved_bytes() -> None:
 
     found = estimated(of(Scaled, BATCH, SEQUENCE, 64))
     assert found.saved_bytes == BATCH * SEQUENCE * 64 * 4  # the input of the product; the buffer is larger
-
-
-def test_temporaries_are_logits_and_gradients_and_nothing_that_is_saved_or_was_there() -> None:
-    """A product whose result is not saved: its gradient, and the result itself until the loss is made of it."""
-    classes, rows, width = 4096, 256, 32
-    head = partial(torch.nn.Linear, width, classes, bias=False)
-    run = estimated(lambda *_: Subject(head(), {"input": torch.zeros(rows, width)}))
-    logits_bytes, weight_bytes = 4 * rows * classes, 4 * classes * width
-    assert run.temporary_bytes >= logits_bytes
-    # The gradient of a sum is one number, expanded: backward has it whole for the product, and the weight's beside it.
-    assert run.temporary_bytes <= logits_bytes + 2 * weight_bytes + 4096

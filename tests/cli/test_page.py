@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ HOSTILE = '</title></style><script>alert(1)</script><img src=x onerror="alert(1)
 
 def report(**changed: Any) -> dict[str, Any]:
     """A report of a steady run, as its JSON has it."""
+    usual: dict[Any, Any] = {"str": "", "int": 0, "float": 0.0, "list[str]": []}
     start = {"path": "/nvme", "write_bytes_per_s": 4e9, "read_bytes_per_s": 6e9}
     plan = {
         "planner": "adaptive", "bytes": {"keep": GIB, "nvme": 9 * GIB}, "kept_step_s": 2.0, "step_s": 2.02,
@@ -32,16 +34,14 @@ def report(**changed: Any) -> dict[str, Any]:
         "module": "model.layers.*.mlp", "op": "Mul", "tensors": 32, "saved_bytes": 4 * GIB, "resident_bytes": GIB,
         "moved_bytes": 2 * GIB, "again_bytes": GIB,
     }  # fmt: skip
-    found = OffloadReport(
-        state="finished", rank=0, backend="aio", backend_reason="", paths=["/nvme"], placement="adaptive",
-        integrity="sampled", steps=100, micro_steps=100, packed_tensors=1, passed_through_tensors=0,
-        offloaded_bytes=900 * GIB, written_bytes=900 * GIB, read_bytes=800 * GIB, forwarded_bytes=0, cancelled_bytes=0,
-        deduplicated_bytes=0, kept_bytes=100 * GIB, host_bytes=0, recomputed_bytes=0, peak_staging_bytes=GIB,
-        swap_file_bytes=GIB, peak_saved_bytes=2 * GIB, peak_saved_bytes_without=10 * GIB, budget_excess_bytes=0,
-        fallbacks=3, write_bytes_per_s=4e9, read_bytes_per_s=5e9, stall_s=1.0, kept_bytes_by_reason={"small": 60 * GIB},
-        fallbacks_by_reason={"staging full": 3}, bandwidth=[{**start, "write_bytes_per_s": 2e9}],
-        bandwidth_at_start=[start], wear=[wear], plan=plan, plans=1,
-    )  # fmt: skip
+    own = {
+        "state": "finished", "placement": "adaptive", "steps": 100, "peak_saved_bytes": 2 * GIB,
+        "peak_saved_bytes_without": 10 * GIB, "kept_bytes_by_reason": {"small": 60 * GIB}, "plans": 1,
+        "fallbacks_by_reason": {"staging full": 3}, "bandwidth": [{**start, "write_bytes_per_s": 2e9}],
+        "bandwidth_at_start": [start], "wear": [wear], "plan": plan,
+    }  # fmt: skip
+    needed = {one.name: usual[one.type] for one in fields(OffloadReport) if one.default is one.default_factory}
+    found = OffloadReport(**needed | own)
     return {**found.to_dict(), "holders": [holder], "timeline_path": "/elsewhere/step.json", **changed}
 
 
@@ -126,10 +126,7 @@ def test_the_command_writes_the_page(tmp_path: Path, cli: Cli) -> None:
     arguments = ["report", str(tmp_path / "report.json")]
     assert f"{tmp_path / 'out.html'}: " in cli(*arguments, "--html", str(tmp_path / "out.html")).out
     assert (tmp_path / "out.html").read_text().startswith("<!DOCTYPE html>")
-    for target, why in (
-        ("none/out.html", "No such file or directory"),
-        ("report.json", "give it the ending .html"),
-    ):
+    for target, why in (("none/out.html", "No such file or directory"), ("report.json", "give it the ending .html")):
         error = cli(*arguments, "--html", str(tmp_path / target), status=2).err
         assert error.startswith("ds_tba report: --html ") and why in error
     error = cli(*arguments, str(tmp_path / "absent.json"), "--html", str(tmp_path / "new.html"), status=2).err
@@ -138,13 +135,8 @@ def test_the_command_writes_the_page(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_what_another_version_does_not_have_is_left_out(tmp_path: Path, cli: Cli) -> None:
-    bare = report(
-        state="\ud800",
-        plan={"reason": ""},
-        wear=[{**report()["wear"][0], "newer": 1}],
-        holders=[{"module": "mlp", "op": "Mul", "newer": 1}],
-        newer=[],
-    )
+    wear, holder = {**report()["wear"][0], "newer": 1}, {"module": "mlp", "op": "Mul", "newer": 1}
+    bare = report(state="\ud800", plan={"reason": ""}, wear=[wear], holders=[holder], newer=[])
     del bare["schema"], bare["refused_sites"]  # as an older one
     (tmp_path / "report.json").write_text(json.dumps(bare))
     out = cli("report", str(tmp_path / "report.json")).out

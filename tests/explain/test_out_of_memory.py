@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import traceback
 import weakref
@@ -16,10 +15,10 @@ import pytest
 import torch
 from conftest import Closing
 from support import stepping
+from support.leftovers import after_a_while, held
 from support.models import Stack
 from support.stepping import assert_same_steps, end_step, forward, note_backward, offloader_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ds_tba.config import AioConfig, OffloadConfig
 from ds_tba.device.accelerator import Accelerator
@@ -29,17 +28,14 @@ from ds_tba.holders import ModelMemory
 from ds_tba.offloader import ActivationOffloader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-Make = Callable[..., ActivationOffloader]
+Make = Callable[..., tuple[Stack, ActivationOffloader]]
 STEPS = 6
 MORE_THAN_THERE_IS = 1 << 58
 # The drive may take next to nothing.
 RECOMPUTED = {
-    "placement": "adaptive",
-    "activation_budget_bytes": 250_000,
-    "rematerialize": False,
-    "recompute": True,
+    "placement": "adaptive", "activation_budget_bytes": 250_000, "rematerialize": False, "recompute": True,
     "ssd": {"rated_endurance_tbw": 1e-6, "min_life_days": 10_000},
-}
+}  # fmt: skip
 
 
 class Exhausts(torch.autograd.Function):
@@ -73,29 +69,44 @@ class Layer(nn.Module):
         return x + self.down(Exhausts.apply(hidden, self))
 
 
-class Model(Stack):
-    def __init__(self, *, tied: bool = False, checkpoints: bool = False) -> None:
-        super().__init__(Layer, 4)
-        if tied:
-            self.layers[2].up = self.layers[0].up
-            self.layers[3] = self.layers[1]
-        self.checkpoints = checkpoints
-
-    def call(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(layer, x, use_reentrant=False) if self.checkpoints else super().call(layer, x)
+def seeded(*, tied: bool = False) -> Stack:
+    torch.manual_seed(0)
+    model = Stack(Layer, 4)
+    if tied:
+        model.layers[2].up = model.layers[0].up
+        model.layers[3] = model.layers[1]
+    return model
 
 
 @pytest.fixture
 def make(tmp_path: Path, closing: Closing) -> Make:
-    return closing(partial(offloader_of, tmp_path, min_tensor_bytes=2048))
+    """A model, and an offloader that watches it."""
+    watching = closing(partial(offloader_of, tmp_path, min_tensor_bytes=2048))
+
+    def make(*, tied: bool = False, **block: Any) -> tuple[Stack, ActivationOffloader]:
+        model = seeded(tied=tied)
+        return model, watching(model, **block)
+
+    return make
 
 
-def seeded(**options: bool) -> Model:
-    torch.manual_seed(0)
-    return Model(**options)
+def loss_of(model: Stack, offloader: ActivationOffloader | None) -> torch.Tensor:
+    return forward(model, torch.randn(8, 16, 32), offloader)
 
 
-def train(model: Model, offloader: ActivationOffloader | None, phase: str) -> list[list[torch.Tensor]]:
+def error_of(offloader: ActivationOffloader | None, run: Callable[[], object]) -> RuntimeError:
+    """The error of a run that must fail for want of memory, of which the offloader was told."""
+    try:
+        run()
+    except RuntimeError as error:  # pytest.raises would hold it, and its frames, in a circle
+        assert "allocate memory" in str(error)
+        if offloader is not None:
+            offloader.note_failure(error)
+        return error
+    raise AssertionError("this was to fail")
+
+
+def train(model: Stack, offloader: ActivationOffloader | None, phase: str) -> list[list[torch.Tensor]]:
     """A program halves a batch which does not fit, and keeps its errors. In each step the first try fails."""
     chance = torch.Generator().manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,15 +114,7 @@ def train(model: Model, offloader: ActivationOffloader | None, phase: str) -> li
     for step in range(STEPS):
         x = torch.randn(8, 16, 32, generator=chance)
         model.layers[step % 3].fails_in = phase
-        try:
-            forward(model, x, offloader).backward()
-        except RuntimeError as error:
-            assert "allocate memory" in str(error)
-            if offloader is not None:
-                offloader.note_failure(error)
-            errors.append(error)  # and with it all frames that it has passed
-        else:
-            raise AssertionError("this try was to fail")
+        errors.append(error_of(offloader, lambda x=x: forward(model, x, offloader).backward()))  # and all its frames
         optimizer.zero_grad()
         for half in x.chunk(2):
             forward(model, half, offloader).backward()
@@ -125,46 +128,32 @@ def train(model: Model, offloader: ActivationOffloader | None, phase: str) -> li
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(
     "block",
-    [
-        {"placement": "keep"},
-        {"placement": "nvme"},
-        {"placement": "nvme", "rematerialize": False},
-        {"placement": "adaptive"},
-        RECOMPUTED,
-    ],
+    [{"placement": "keep"}, {"placement": "nvme"}, {"placement": "nvme", "rematerialize": False}, {}, RECOMPUTED],
     ids=["keep", "nvme", "nvme, nothing again", "adaptive", "recompute"],
 )
 def test_a_program_that_tries_again_with_less_has_the_same_gradients(
     make: Make, block: dict[str, Any], phase: str, tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = train(seeded(tied=tied), None, phase)
-    model = seeded(tied=tied)
-    offloader = make(model, **block)
+    model, offloader = make(tied=tied, **block)
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
         found = train(model, offloader, phase)
-    gc.collect()
-    offloader.cache.settle()
-    left_bytes, records = offloader.cache.stats.resident.now, offloader.cache.live_records
+    assert after_a_while(lambda: held(offloader.cache), 30) == ""
     assert_same_steps(expected, found)
     told = [one.getMessage() for one in caplog.records]
     assert len(told) == STEPS, "once for each error"
     assert all(f"in the {phase}" in one for one in told)
-    assert (left_bytes, records) == (0, 0)
 
 
 def test_an_error_that_was_told_of_holds_no_tensor(make: Make) -> None:
     """The frames of an error hold all that was saved: with a reference to it the next try would have less memory."""
-    model = seeded()
-    offloader = make(model, placement="keep")
+    model, offloader = make(placement="keep")
     model.layers[3].fails_in = "forward"
-    held = []
-    hook = model.layers[0].up.register_forward_hook(lambda _module, _inputs, output: held.append(weakref.ref(output)))
-    try:
-        forward(model, torch.randn(8, 16, 32), offloader)
-    except RuntimeError as error:
-        offloader.note_failure(error)
+    outputs = []
+    hook = model.layers[0].up.register_forward_hook(lambda _module, _inputs, out: outputs.append(weakref.ref(out)))
+    error_of(offloader, lambda: loss_of(model, offloader))
     hook.remove()
-    assert held[0]() is None
+    assert outputs[0]() is None
     assert offloader.cache.stats.resident.now == 0
 
 
@@ -183,12 +172,11 @@ def fail(*_: Any) -> Any:
 def test_what_fails_in_telling_hides_nothing(
     make: Make, tmp_path: Path, owner: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = seeded()
-    offloader = make(model, placement="keep", report={"path": str(tmp_path / "report.json")})
+    model, offloader = make(placement="keep", report={"path": str(tmp_path / "report.json")})
     model.layers[3].fails_in = "forward"
     with pytest.raises(RuntimeError, match="allocate memory") as caught:
         try:
-            forward(model, torch.randn(8, 16, 32), offloader)
+            loss_of(model, offloader)
         except RuntimeError as error:
             monkeypatch.setattr(owner, name, fail)
             offloader.note_failure(error)
@@ -205,12 +193,7 @@ def told(offloader: ActivationOffloader, run: Callable[[], object], caplog: pyte
     """The message of a run that must fail."""
     caplog.clear()
     with caplog.at_level(logging.ERROR, logger="ds_tba"):
-        try:
-            run()
-        except RuntimeError as error:
-            offloader.note_failure(error)
-        else:
-            raise AssertionError("this was to fail")
+        error_of(offloader, run)
     (message,) = (one.getMessage() for one in caplog.records)
     return message
 
@@ -219,11 +202,10 @@ def told(offloader: ActivationOffloader, run: Callable[[], object], caplog: pyte
 def test_the_phase_is_told_in_steps_that_are_looked_at_and_in_others(
     make: Make, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = seeded()
-    offloader = make(model, placement="keep")
+    model, offloader = make(placement="keep")
     stepping.train(model, offloader, (torch.randn(8, 16, 32) for _ in range(step - 1)))
     model.layers[2].fails_in = "forward"
-    text = told(offloader, lambda: forward(model, torch.randn(8, 16, 32), offloader), caplog)
+    text = told(offloader, lambda: loss_of(model, offloader), caplog)
     assert f"step {step}, in the forward" in text and "layers.*" in text
     assert ("saved so far in this forward:" in text) == (step != 3)  # which is not looked at
 
@@ -231,45 +213,34 @@ def test_the_phase_is_told_in_steps_that_are_looked_at_and_in_others(
 def test_the_optimizers_step_is_named(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = seeded()
-    offloader = make(model, placement="keep")
-    forward(model, torch.randn(8, 16, 32), offloader).backward()
+    model, offloader = make(placement="keep")
+    loss_of(model, offloader).backward()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros_like", lambda *_, **__: torch.empty(MORE_THAN_THERE_IS))
-        text = told(offloader, optimizer.step, caplog)
-    assert "in the optimizer step" in text
+    monkeypatch.setattr(torch, "zeros_like", lambda *_, **__: torch.empty(MORE_THAN_THERE_IS))
+    assert "in the optimizer step" in told(offloader, optimizer.step, caplog)
 
 
 def test_a_graph_that_was_retained_survives_a_failure(make: Make) -> None:
-    model = seeded()
-    offloader = make(model, placement="nvme")
-    loss = forward(model, torch.randn(8, 16, 32), offloader)
-    parameters = list(model.parameters())
+    model, offloader = make(placement="nvme")
+    loss, parameters = loss_of(model, offloader), list(model.parameters())
     expected = torch.autograd.grad(loss, parameters, retain_graph=True)
     model.layers[1].fails_in = "backward"
-    with pytest.raises(RuntimeError, match="allocate memory") as caught:
-        torch.autograd.grad(loss, parameters, retain_graph=True)
-    offloader.note_failure(caught.value)
+    error_of(offloader, lambda: torch.autograd.grad(loss, parameters, retain_graph=True))
     found = torch.autograd.grad(loss, parameters)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_what_earlier_steps_left_is_told(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    model = seeded()
-    offloader = make(model, placement="keep")
+def test_what_earlier_steps_left_is_told(make: Make) -> None:
+    model, offloader = make(placement="keep")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = []
     for _ in range(3):
-        loss = forward(model, torch.randn(8, 16, 32), offloader)
-        kept.append(loss)
-        loss.backward(retain_graph=True)
+        kept.append(loss_of(model, offloader))
+        kept[-1].backward(retain_graph=True)
         note_backward(offloader)
         end_step(optimizer, offloader)
-    text = offloader.explain()
-    assert "most is of earlier steps, whose loss or output the program still holds" in text
+    assert "most is of earlier steps, whose loss or output the program still holds" in offloader.explain()
     kept.clear()
-    del loss
     assert "earlier steps" not in offloader.explain()
 
 

@@ -16,7 +16,7 @@ from conftest import Closing
 from support import stepping
 from support.doubles import wait_for_writes
 from support.models import Mlp, Stack
-from support.stepping import forward, note_backward, offloader_of
+from support.stepping import assert_same_steps, offloader_of
 from torch import nn
 
 from ds_tba.core.tensors import form_of
@@ -85,43 +85,38 @@ class Named(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR")
 def test_odd_tensors_are_looked_at_without_an_error(tmp_path: Path) -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.up = nn.Linear(64, 64)
-
+    class Odd(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            odd = odd_tensors(self.up(x))
+            up = super().forward
+            odd = odd_tensors(up(x))
             positive = odd["nested"].relu()
             flat = [
                 torch.cat([*(positive * positive).unbind(), *odd["jagged"].sigmoid().unbind()]),
-                torch.sparse.mm(odd["sparse"], self.up.weight),
+                torch.sparse.mm(odd["sparse"], self.weight),
                 torch.mul(odd["private"], odd["private"]).as_subclass(torch.Tensor),
                 (odd["conjugate"] * odd["conjugate"]).real,
-                torch.func.vmap(lambda row: row.sin() * row)(x.reshape(-1, 64) * self.up.bias),
+                torch.func.vmap(lambda row: row.sin() * row)(x.reshape(-1, 64) * self.bias),
                 odd["scalar"].square(),
                 odd["empty"].exp(),
-                Named.apply(self.up(x)).square(),
+                Named.apply(up(x)).square(),
             ]
             return sum((one.sum() for one in flat), start=torch.zeros(()))
 
-    def gradients(block: dict[str, Any] | None) -> list[torch.Tensor | None]:
-        model = Odd()
+    def trained(block: dict[str, Any] | None) -> list[list[torch.Tensor]]:
+        torch.manual_seed(0)
+        model = Odd(64, 64)
         offloader = None if block is None else offloader_of(tmp_path, model, min_tensor_bytes=4096, **block)
-        for _ in range(2):
-            forward(model, torch.arange(4 * 64 * 64).reshape(4, 64, 64).sin(), offloader).backward()
-            note_backward(offloader)
+        found = stepping.train(model, offloader, [torch.arange(4 * 64 * 64).reshape(4, 64, 64).sin()] * 2)
         if offloader is not None:
             assert "nested float32" in offloader.explain()
             offloader.close()
-        return [parameter.grad for parameter in model.parameters()]
+        return found
 
     assert all(form_of(tensor) for tensor in odd_tensors(torch.randn(4, 64, 64)).values())
-    plain = gradients(None)
+    plain = trained(None)
     for placement in ("nvme", "keep", "adaptive"):
-        found = gradients({"placement": placement, "report": {"timeline_path": str(tmp_path / "step.json")}})
-        assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))  # type: ignore[arg-type]
+        found = trained({"placement": placement, "report": {"timeline_path": str(tmp_path / "step.json")}})
+        assert_same_steps(plain, found)
 
 
 @pytest.mark.parametrize(("placement", "rematerialize"), [("nvme", False), ("keep", False), ("nvme", True)])
@@ -144,24 +139,6 @@ def test_holders_are_what_the_cache_counts(make: Make, placement: str, remateria
 def test_numbers_of_layers_are_merged() -> None:
     names = ["0", "h.3.experts.12.w1", "conv2d.layer1", ""]
     assert [sample.LAYER_NUMBER.sub("*", one) for one in names] == ["*", "h.*.experts.*.w1", "conv2d.layer1", ""]
-
-
-def test_steps_that_are_not_sampled_have_the_hooks_of_the_cache(make: Make) -> None:
-    model, offloader = make(placement="nvme")
-    hooks, (observer,) = (offloader.cache.pack, offloader.cache.unpack), offloader.cache._observers
-    sampled = []
-    for _ in range(9):
-        sampled.append(observer(hooks) is not hooks)
-        train(model, offloader, 1)
-    assert [step for step, is_sampled in enumerate(sampled, 1) if is_sampled] == [1, 2, 4, 8]
-
-
-def test_a_sampled_step_holds_no_memory_longer(make: Make) -> None:
-    model, offloader = make(placement="keep")
-    loss = forward(model, torch.randn(4, 64, 64), offloader)
-    loss.backward()
-    assert offloader.cache.stats.resident.now == 0
-    del loss
 
 
 def test_the_timeline_is_on_the_clock_of_the_profiler(make: Make, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ class Answer(NamedTuple):
         trace: digest of the input.
         step_s, peak_saved_bytes, written_bytes, host_bytes: cost of the plan, or of the replay.
         is_within: the plan is within its limits; True for a replay.
-        placements: place of each storage in runs, such as ``12N 3K``; empty for a replay.
-        recomputed: the same for each block, ``R`` for a recomputed one.
+        placements, recomputed: places of the storages in runs, such as ``12N 3K``, and of the blocks, ``R`` for a
+            recomputed one; empty for a replay.
     """
 
     trace: str
@@ -45,11 +45,7 @@ class Answer(NamedTuple):
     recomputed: str = ""
 
     def assignment(self, trace: Trace) -> Assignment:
-        """Return the choice of the oracle's plan.
-
-        Raises:
-            ValueError: ``trace`` is not the one that the oracle was asked about.
-        """
+        """Return the choice of the oracle's plan; see :meth:`check`."""
         self.check(trace)
         places = [LETTERS[letter] for letter in _letters(self.placements)]
         return Assignment(np.array(places, np.int8), np.array([one == "R" for one in _letters(self.recomputed)], bool))
@@ -74,12 +70,8 @@ def digest(trace: Trace) -> str:
     machine = trace.resources
     times = [(one.pack_s, one.last_forward_use_s, one.first_backward_use_s, one.freed_s) for one in trace.storages]
     numbers = [one for row in times for one in row]
-    numbers += [
-        trace.end_s,
-        machine.compute_s_per_byte,
-        machine.staging_bytes,
-        *(rate for rate in (machine.write_bytes_per_s, machine.read_bytes_per_s) if rate),
-    ]
+    numbers += [trace.end_s, machine.compute_s_per_byte, machine.staging_bytes]
+    numbers += [rate for rate in (machine.write_bytes_per_s, machine.read_bytes_per_s) if rate]
     numbers += [one.nbytes for one in trace.storages] + [one.rematerialize_s or 0.0 for one in trace.storages]
     return hashlib.sha256(" ".join(f"{one:.9g}" for one in numbers).encode()).hexdigest()[:12]
 

@@ -12,15 +12,21 @@ from typing import Any
 import benchmarking
 import peers
 import pytest
-import torch
 import update_time
 from control_group import available
 from plan_memory import SETTINGS, slope
 from soaking.meters import disk_bytes
 from support import runs
-from torch.autograd.graph import save_on_cpu
 
 MIB = 1 << 20
+
+
+# By what is sabotaged, the checks that must fail.
+BROKEN = {
+    "flip": {"losses, gradients, parameters equal"}, "deaf": {"all steps done, errors as due"},
+    "leak": {"memory at rest", "open files at rest", "objects of ours at rest",
+             "records, staging and extents given back between steps"},
+}  # fmt: skip
 
 
 def soak(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -50,26 +56,11 @@ def test_soak(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("sabotage", "checks"),
-    [
-        ("flip", {"losses, gradients, parameters equal"}),
-        ("deaf", {"all steps done, errors as due"}),
-        (
-            "leak",
-            {
-                "memory at rest",
-                "open files at rest",
-                "objects of ours at rest",
-                "records, staging and extents given back between steps",
-            },
-        ),
-    ],
-)
-def test_a_broken_soak_fails(tmp_path: Path, sabotage: str, checks: set[str]) -> None:
+@pytest.mark.parametrize("sabotage", BROKEN)
+def test_a_broken_soak_fails(tmp_path: Path, sabotage: str) -> None:
     status, result = soak(tmp_path, "--sabotage", sabotage)
     assert status == 1 and not result["held"]
-    assert checks <= failed(result)
+    assert BROKEN[sabotage] <= failed(result)
 
 
 def test_files_without_a_name_count_as_disk(tmp_path: Path) -> None:
@@ -136,15 +127,11 @@ def test_update_time(tmp_path: Path) -> None:
     output = runs.benchmark("update_time.py", *small.split(), "--json", tmp_path / "json")
     only = json.loads((tmp_path / "json").read_text())
     assert "losses equal step by step: yes" in output and "update of share 0 against stock" in output
-    assert only["tokens"] == 16 and only["parameters"] == 8 * 256**2
     for turns in only["rounds"]:
-        assert sorted(turns) == ["null", "share 0", "share 0.5", "stock"]
-        assert all(0 < one["update_s"] < one["step_s"] for one in turns.values())
         assert turns["share 0.5"]["device_share"] > 0 == turns["share 0"]["device_share"]
-    assert len(only["losses"]["stock"]) == 1 + 2 * 2 and len(only["losses"]["interleaved"]) == 3 * (1 + 2 * 2)
-    report = only["reports"]["interleaved"]
-    assert report["steps"] == len(only["losses"]["interleaved"]) and not report["stock_steps"]
-    assert only["reports"]["stock"] is None
+    losses, report = only["losses"], only["reports"]["interleaved"]
+    assert (len(losses["stock"]), len(losses["interleaved"])) == (1 + 2 * 2, 3 * (1 + 2 * 2))
+    assert report["steps"] == len(losses["interleaved"]) and not report["stock_steps"]
 
 
 def test_losses_are_compared_step_by_step() -> None:
@@ -185,11 +172,6 @@ def test_in_a_small_control_group_only_ours_finishes(tmp_path: Path) -> None:
     assert output.count("killed by the kernel") == 3 and "finishes, losses equal" in output
 
 
-# ---- others' ways and ours over one model --------------------------------------------------------------------------
-
-KIB_64 = 64 << 10
-
-
 @pytest.mark.thorough
 def test_peers_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("curves.turns.STEPS_AT_REST", 1)
@@ -210,15 +192,3 @@ def test_peers_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert ran[name]["moved_bytes"] > 0 and ran[name]["peak_bytes"] < plain["peak_bytes"], name
     for row in rows.values():
         assert "error" not in row or "No module named" in row["error"], row
-
-
-@pytest.mark.thorough
-def test_the_meter_tells_host_memory_apart() -> None:
-    x = torch.randn(128, 128, requires_grad=True)
-    with peers.Meter([x.untyped_storage()], is_cuda=False) as meter:
-        with peers.cpu_as_device(), save_on_cpu(pin_memory=True):
-            y = x.exp()  # saves its result, of 64 KiB
-            y = y.sin().sum()
-        y.backward()
-    assert meter.host_peak_bytes == 2 * KIB_64  # no peer looks whether it has a tensor already
-    assert meter.peak_bytes <= 4 * KIB_64 + 8

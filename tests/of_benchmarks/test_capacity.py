@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from account import live_at_peak
-from capacity import MIB, VARIANTS, between, line, longest, with_compared
-from peers import PEERS
+from capacity import MIB, between, line, longest
 from support import runs
 
 PEAKS = {1024: 600.0 * MIB, 2048: 700.0 * MIB, 4096: 900.0 * MIB}
@@ -39,15 +38,6 @@ def test_the_longest_says_whether_a_longer_one_was_tried() -> None:
 )
 def test_between(fails_bytes: float, expected: int) -> None:
     assert between({2048: 700.0 * MIB, 4096: fails_bytes}, 2048, 4096, 800 * MIB) == expected
-
-
-def test_each_variant_runs_after_the_one_that_its_losses_are_compared_with() -> None:
-    assert with_compared(["checkpoint_nvme_tiled", "nvme"]) == ["keep", "tiled", "checkpoint_nvme_tiled", "nvme"]
-    for one in VARIANTS.values():
-        other = VARIANTS[one.compared_with]
-        assert one.is_tiled == other.is_tiled
-        assert other.block is None and not other.is_checkpointed and not other.peer
-    assert {one.peer for one in VARIANTS.values() if one.peer} < set(PEERS)
 
 
 def test_an_account_has_the_memory_of_the_peak_by_who_made_it() -> None:

@@ -35,18 +35,13 @@ QUICK = ["probe", "smoke", "headline", "hooks", "update"]
 
 def rehearsal(out: Path, *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
     """The command; with ``path`` first where modules are looked for."""
-    variables = runs.environment()
-    if path is not None:
-        variables["PYTHONPATH"] = os.pathsep.join([str(path), variables.get("PYTHONPATH", "")])
+    first = {} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    command = [*COMMAND, "--rehearse", "--date", "2026-01-02", "--out", str(out), *arguments]
     return subprocess.Popen(
-        [*COMMAND, "--rehearse", "--date", "2026-01-02", "--out", str(out), *arguments],
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, env=runs.environment(**first), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         # Tests started in the background of a shell inherit an ignored SIGINT, and so would the command.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    )  # fmt: skip
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -84,8 +79,13 @@ def test_the_eight_minutes_go_on_where_they_were_interrupted(tmp_path: Path) -> 
     results = json.loads(path.read_text())
     found = results["pieces"]
     assert found["probe"] == before and states() == dict.fromkeys(QUICK, DONE)
-    check_probe(found["probe"]["found"])
-    check_smoke(found["smoke"]["found"])
+    probe, smoke = found["probe"]["found"], found["smoke"]["found"]
+    assert probe["drive"]["write GB/s"] > 0 and probe["pinning"]["huge pages"]["is_pinned"]
+    assert set(probe["copies"]["GB/s"]["registered"]) == {"out", "in", "both", "both / (out + in)"}
+    assert isinstance(probe["card"]["torch._C._host_emptyCache"], bool)
+    tried = [(row["dtype"], row["way"]) for row in smoke["rows"]]
+    assert tried == [(dtype, way) for dtype in ("bf16", "autocast") for way in (KEEP, CONTROL, *SHOWN)]
+    assert all(row["equal"] for row in smoke["rows"]) and not smoke["failed"] and not smoke["untried"]
     check_headline(found["headline"]["found"], QUICK_WAYS)
     assert all("profiled" in row for row in found["headline"]["found"]["rows"])
     update = found["update"]["found"]
@@ -114,24 +114,13 @@ def test_the_longer_pieces_rehearse(tmp_path: Path) -> None:
     update = found["update 300000"]["found"]
     assert [sorted(turns) for turns in update["rounds"]] == [["null", "share 0", "share 0.5", "stock"]] * 2
     assert sorted(update["reports"]) == ["interleaved 0", "stock 0"] and update_time.are_equal(update["losses"])
+    (shape,) = found["curve GPT"]["found"]["shapes"]
+    points = {one["name"]: one for one in shape["points"]}
+    assert {"plain", "tba", "teraio", "adaptive 2%", "adaptive 10%", "adaptive 50%"} < set(points)
+    assert points["recompute"]["peak_bytes"] < points["plain"]["peak_bytes"] == points["keep"]["peak_bytes"]
     text = (tmp_path / f"{NAME}.md").read_text()
     assert text == markdown(results) and all(f"| {way.title} |" in text for way in WAYS)
     assert "| torch save_on_cpu |" in text
-
-
-def check_probe(found: dict[str, Any]) -> None:
-    assert found["drive"]["write GB/s"] > 0 and found["pinning"]["huge pages"]["is_pinned"]
-    assert set(found["copies"]["GB/s"]["registered"]) == {"out", "in", "both", "both / (out + in)"}
-    assert isinstance(found["card"]["torch._C._host_emptyCache"], bool)
-
-
-def check_smoke(found: dict[str, Any]) -> None:
-    assert not found["failed"] and not found["untried"]
-    ways = [KEEP, CONTROL, *SHOWN]
-    assert [(row["dtype"], row["way"]) for row in found["rows"]] == [
-        (dtype, way) for dtype in ("bf16", "autocast") for way in ways
-    ]
-    assert all(row["equal"] for row in found["rows"])
 
 
 def check_headline(found: dict[str, Any], ways: Sequence[str]) -> None:
@@ -201,21 +190,14 @@ def test_what_is_worth_most_comes_first_and_takes_eight_minutes() -> None:
 
 
 def test_a_piece_without_time_is_left_and_the_next_begins(tmp_path: Path) -> None:
-    begun: list[str] = []
     results = Results(tmp_path / "results.json", rehearsal=True)
-    many = [Piece(name, "probe", (), limit_s=100, is_quick=name == "quick") for name in ("long", "quick")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "run", lambda piece, *_, **__: begun.append(piece.name))
-        patch.setattr(command, "markdown", lambda _: "")
-        left = command._run_all(many, results, tmp_path, time.monotonic() + 30, True, Build(None))
-    assert begun == ["quick"] and [one.name for one in left] == ["long"]
+    both = [Piece(name, "probe", ("-c", ""), is_quick=name == "quick") for name in ("long", "quick")]
+    left = command._run_all(both, results, tmp_path, time.monotonic() + 30, True, Build(None))
+    assert list(results.pieces) == ["quick"] and [one.name for one in left] == ["long"]
 
 
 def test_what_is_built_meanwhile_stands_still_beside_what_is_timed(tmp_path: Path) -> None:
-    count = tmp_path / "count"
-    program = "import pathlib, time\nfor number in range(10**6):\n "
-    program += f"pathlib.Path({str(count)!r}).write_text(str(number)); time.sleep(0.01)"
-    build = Build(tmp_path, program)
+    build = Build(tmp_path, "import time; time.sleep(600)")
     assert build.variables == {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
 
     def comes_to(wanted: str) -> None:
@@ -226,13 +208,9 @@ def test_what_is_built_meanwhile_stands_still_beside_what_is_timed(tmp_path: Pat
     named = {one.name: one for one in chosen(None, rehearse=False)}
     build.allow(named["probe"])
     assert build._process is None
-    build.allow(named["smoke"])
-    comes_to("RSD")
-    for name in ("headline", "hooks"):
+    for name, state in (("smoke", "RSD"), ("headline", "T"), ("hooks", "T"), ("update", "RSD")):
         build.allow(named[name])
-        comes_to("T")
-    build.allow(named["update"])
-    comes_to("RSD")
+        comes_to(state)
     build.end()
     assert build._process is not None and build._process.returncode == -signal.SIGKILL
 
@@ -245,20 +223,16 @@ def smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smoke:
     """One dtype and the host's way only."""
     monkeypatch.setattr("gpu.smoke.SHOWN", {"host": SHOWN["host"]})
     monkeypatch.setattr("gpu.smoke.STEPS", 2)
-    options = argparse.Namespace(
-        device="cpu", tiny=True, seconds=600.0, nvme_path=tmp_path, result=tmp_path / "result.json"
-    )
-    return Smoke(options)
+    paths = {"nvme_path": tmp_path, "result": tmp_path / "result.json"}
+    return Smoke(argparse.Namespace(device="cpu", tiny=True, seconds=600.0, **paths))
 
 
 ONE = Setting("bf16", "default stream")
 
 
 def test_a_way_that_moved_nothing_has_failed(smoke: Smoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = smoke._block
-    monkeypatch.setattr(
-        smoke, "_block", lambda *args: (found := block(*args)) and {**found, "min_tensor_bytes": 8 << 20}
-    )
+    block = {"placement": "host", "host_budget_bytes": 8 << 20, "min_tensor_bytes": 8 << 20}
+    monkeypatch.setattr(smoke, "_block", lambda way, _: block if way == "host" else None)
     smoke._run(ONE)
     assert smoke.failed == ["bf16, default stream, host: nothing is shown: no host_bytes"]
     assert [row["failed"] for row in smoke.rows[:2]] == ["", ""]

@@ -15,6 +15,7 @@ NAMES = [one.name for one in ROWS]
 def test_the_page_is_what_the_command_writes() -> None:
     assert PAGE.read_text() == page(FOUND), "run python benchmarks/published.py"
     assert sorted(NAMES) == sorted(FOUND)
+    assert [sum(one.options.endswith(quick) for one in ROWS) for quick in QUICK] == [1] * len(QUICK)
 
 
 @pytest.mark.parametrize("one", ROWS, ids=NAMES)
@@ -27,19 +28,14 @@ def test_far_is_more_than_15_percent_either_way() -> None:
     assert [is_far(100, plan) for plan in (84, 86, 114, 116)] == [True, False, False, True]
 
 
-# The fastest rows, one for each of LoRA, a loss on whole logits, Liger's kernels and layers' inputs in host memory.
-QUICK = ["--lora 64 --seq 256", "--bits 4 --lora 8 --seq 1024", "--liger --seq 300000", "--liger --seq 650000"]
+# Of the fastest rows, one for each of LoRA, a loss on whole logits, Liger's kernels and layers' inputs in host memory.
+QUICK = ("--lora 64 --seq 256", "--bits 4 --lora 8 --seq 1024", "--liger --seq 300000", "--liger --seq 650000")
 
 
-@pytest.mark.parametrize("options", QUICK)
-def test_the_plan_still_says_so(options: str) -> None:
-    pytest.importorskip("transformers")
-    (one,) = [one for one in ROWS if one.options.endswith(options)]
-    assert planned_gib(one) == pytest.approx(FOUND[one.name], rel=0.01)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("one", ROWS, ids=NAMES)
-def test_the_plan_still_says_so_of_every_row(one: Published) -> None:
+@pytest.mark.parametrize(
+    "one",
+    [pytest.param(one, marks=() if one.options.endswith(QUICK) else pytest.mark.thorough, id=one.name) for one in ROWS],
+)
+def test_the_plan_still_says_so(one: Published) -> None:
     pytest.importorskip("transformers")
     assert planned_gib(one) == pytest.approx(FOUND[one.name], rel=0.01)
